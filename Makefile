@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# The verbs of development. `make venv` first; the others call it themselves.
+
+PYTHON ?= python3
+DEVICE ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+TREE := build/$(DEVICE)
+# Our modules, checked where upstream's types are known: in the woven tree.
+MODULES = $(shell find vllm -name '*.py' | sort | \
+	sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' -e 's|^|-m |')
+INSTALLED := $(VENV)/.installed-$(DEVICE)
+INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
+	fork/metadata.py $(wildcard requirements/*.txt)
+
+export VLLM_TARGET_DEVICE := $(DEVICE)
+
+.PHONY: venv weave check format lint type test test-gpu wheel docs demo clean
+
+venv: $(INSTALLED)  ## The environment, with the fork installed editable
+	@$(BIN)/python -m fork build --device $(DEVICE)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): $(VENV)/bin/python $(INSTALL_INPUTS)
+	$(BIN)/python -m pip install -r requirements/$(DEVICE).txt
+	$(BIN)/python -m pip install -r requirements/test.txt
+	$(BIN)/python -m pip install --no-build-isolation -e .
+	@rm -f $(VENV)/.installed-* && touch $@
+
+weave: $(INSTALLED)  ## Build the tree from upstream's wheel and our files
+	$(BIN)/python -m fork build --device $(DEVICE)
+
+check: $(INSTALLED)  ## Try every edit on the pinned release
+	$(BIN)/python -m fork check --device $(DEVICE)
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: venv
+	$(BIN)/mypy
+	cd $(TREE) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache/tree $(MODULES)
+
+test: venv lint type  ## Everything that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu:  ## What needs a GPU
+	$(MAKE) venv DEVICE=cuda
+	$(BIN)/python -m pytest -m gpu
+
+wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
+		--config-settings=--build-option=--compression=deflated .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
+	$(BIN)/mkdocs build --strict
+
+demo: venv
+	$(BIN)/python examples/demo/run.py
+
+clean:  ## Remove what builds made; the cache of wheels stays
+	rm -rf build dist site *.egg-info $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share."""
+
+import argparse
+import os
+from pathlib import Path
+
+from fork.builder import Order
+from fork.failure import BuildFailure
+from fork.paths import HERE
+from fork.upstream import DEVICES, default_device
+
+
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which wheel is woven."""
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="default: VLLM_TARGET_DEVICE, else cuda with an NVIDIA driver, else cpu",
+    )
+    parser.add_argument("--wheel", type=Path, help="build on this upstream wheel")
+    parser.add_argument("--wheel-sha256", help="the hash that --wheel must have")
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes"
+    )
+
+
+def order_from(arguments: argparse.Namespace) -> Order:
+    """The order that the options describe.
+
+    Raises:
+        BuildFailure: if they contradict each other.
+    """
+    if arguments.wheel_sha256 and not arguments.wheel:
+        raise BuildFailure("--wheel-sha256 needs --wheel: the pinned wheel has its own")
+    if arguments.jobs < 1:
+        raise BuildFailure(f"--jobs {arguments.jobs}: must be at least 1")
+    return Order(
+        device=arguments.device or default_device(),
+        wheel=arguments.wheel,
+        wheel_sha256=arguments.wheel_sha256,
+        jobs=arguments.jobs,
+        checkout=HERE,
+    )

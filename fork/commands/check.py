@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Try all edits and the weave on this or another release, without building."""
+
+import argparse
+import json
+import sys
+from contextlib import redirect_stdout
+
+from fork.builder import Order, open_release
+from fork.checking import Report, check
+from fork.commands._options import add_build_options, order_from
+from fork.failure import BuildFailure
+from fork.fetch import fetch_release, wheel_version
+from fork.progress import step
+from fork.release import Release, unpack
+from fork.upstream import load_upstream, machine_name
+
+_RELEASES = "vllm"
+"""Project with a wheel of every release; its Python files serve all devices."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_build_options(parser)
+    parser.add_argument("--upstream", metavar="VERSION", help="another release")
+    parser.add_argument("--json", action="store_true", help="print a JSON report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check; 1 when anything does not fit."""
+    order = order_from(arguments)
+    with redirect_stdout(sys.stderr):
+        release = _open(order, arguments.upstream)
+        with step(f"weave vLLM {release.version}, as a trial"):
+            report = check(order.checkout, release, order.jobs)
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        _print(report)
+    return 0 if report.fits else 1
+
+
+def _open(order: Order, version: str | None) -> Release:
+    pinned = load_upstream(order.checkout.pins).version
+    if version is None or version == pinned:
+        return open_release(order)
+    wheel = order.wheel or fetch_release(_RELEASES, version, machine_name())
+    found = wheel_version(wheel)
+    if found.partition("+")[0] != version:
+        raise BuildFailure(f"{wheel.name} is vLLM {found}, not {version}")
+    return unpack(wheel, python_only=True)
+
+
+def _print(report: Report) -> None:
+    for file in report.files:
+        print(f"{'fits' if not file.faults else 'FAILS':<6}{file.module} ({file.what})")
+        for fault in file.faults:
+            print(f"      {fault.sentence}")
+    print(report.summary)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's configuration includes capture."""
+
+from fork.language import add_field, add_import, after
+
+EDITS = [
+    add_import(
+        "from .capture import CaptureConfig",
+        why="The type of the field.",
+    ),
+    add_field(
+        scope="VllmConfig",
+        after="aux_output_config",
+        insert='''
+capture_config: CaptureConfig = Field(default_factory=CaptureConfig)
+"""Activation capture configuration."""
+''',
+        why="Every process reads it from here.",
+    ),
+    after(
+        scope="VllmConfig.compute_hash",
+        anchor="vllm_factors.append(self.aux_output_config.compute_hash())",
+        insert="vllm_factors.append(self.capture_config.compute_hash())",
+        why="Taps change the traced graph, so they are part of the compile cache's key.",
+    ),
+]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's arguments include capture."""
+
+from fork.language import add_argument, add_field, add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture.cli import add_capture_arguments, capture_config",
+        why="Declares and reads the arguments.",
+    ),
+    add_field(
+        scope="EngineArgs",
+        after="aux_output_config",
+        insert='''
+capture_consumers: list[Any] | None = None
+capture_staging_bytes: int | None = None
+capture_dispatch_queue_size: int | None = None
+capture_overload_policy: str | None = None
+capture_graphsafe_key: list[str] | None = None
+''',
+        why="`LLM(...)` and the command line set them.",
+    ),
+    add_argument(
+        scope="EngineArgs.create_engine_config",
+        call="VllmConfig",
+        argument="capture_config=capture_config(self)",
+        why="Checks the arguments and builds the configuration.",
+    ),
+    before(
+        scope="EngineArgs.add_cli_args",
+        anchor="return parser",
+        insert="add_capture_arguments(parser)",
+        why="The options of the command line.",
+    ),
+]

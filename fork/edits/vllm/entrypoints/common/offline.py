@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation waits for the results of captures."""
+
+from fork.language import before
+
+EDITS = [
+    before(
+        scope="OfflineInferenceMixin._run_engine",
+        anchor="return sorted(outputs, key=lambda x: int(x.request_id))",
+        insert="self.llm_engine.capture.wait(outputs)",
+        why="The outputs are returned with their results.",
+    ),
+]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ChatCompletion requests carry a capture, and their responses its results."""
+
+from fork.language import add_argument, add_field
+
+EDITS = [
+    add_field(
+        scope="ChatCompletionRequest",
+        after="ec_transfer_params",
+        insert='''
+capture: dict[str, Any] | None = Field(
+    default=None,
+    description="What to capture of the request, per capture consumer.",
+)
+capture_wait: bool = Field(
+    default=False,
+    description="Whether the response waits for the results of the capture.",
+)
+''',
+        why="Clients ask for a capture per request.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="capture=self.capture",
+        why="Passes the request's capture on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="capture_wait=self.capture_wait",
+        why="Passes the request's wish to wait on.",
+    ),
+    add_field(
+        scope="ChatCompletionResponse",
+        after="ec_transfer_params",
+        insert='''
+capture_results: dict[str, Any] | None = Field(
+    default=None, description="Results of the capture, per capture consumer."
+)
+''',
+        why="The response carries the results.",
+    ),
+    add_field(
+        scope="ChatCompletionStreamResponse",
+        after="model",
+        insert='''
+capture_results: dict[str, Any] | None = Field(
+    default=None, description="Results of the capture, per capture consumer."
+)
+''',
+        why="The last chunk of a stream carries the results.",
+    ),
+]

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion responses carry the results of captures."""
+
+from fork.language import add_argument, add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture import http as capture_http",
+        why="Results as JSON.",
+    ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="capture_results=capture_http.response_results(final_res_batch)",
+        why="The response carries the results.",
+    ),
+    before(
+        scope="OpenAIServingCompletion.completion_stream_generator",
+        anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
+        insert="capture_http.stamp(chunk, res)",
+        why="The last chunk of a stream carries the results.",
+    ),
+]

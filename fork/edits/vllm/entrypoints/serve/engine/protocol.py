@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that cannot carry our fields refuse them."""
+
+from fork.language import add_import, first
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture.http import refuse_unsupported",
+        why="Knows the fields.",
+    ),
+    first(
+        scope="OpenAIBaseModel.__log_extra_fields__",
+        insert="refuse_unsupported(cls, data)",
+        why="A field that would be ignored is an error.",
+    ),
+]

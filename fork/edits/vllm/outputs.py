@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A final output carries the results of the request's capture."""
+
+from fork.language import add_parameter, last
+
+EDITS = [
+    add_parameter(
+        scope="RequestOutput.__init__",
+        parameter="capture_id: str | None = None",
+        after="ec_transfer_params",
+        why="Names the captured request whose results belong to this output.",
+    ),
+    last(
+        scope="RequestOutput.__init__",
+        insert="self.capture_id = capture_id\nself.capture_results = None",
+        why="Results are put in once they are known.",
+    ),
+    last(
+        scope="RequestOutput.add",
+        insert="self.capture_id = next_output.capture_id or self.capture_id",
+        why="Outputs that are merged keep the id, which comes with the last one.",
+    ),
+]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request says in its sampling parameters what is captured of it."""
+
+from fork.language import add_argument, add_field, add_import, add_parameter
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture.plan import CapturePlan",
+        why="The type of the field that carries the resolved plan.",
+    ),
+    add_field(
+        scope="SamplingParams",
+        after="extra_args",
+        insert='''
+capture: dict[str, Any] | None = None
+"""What to capture: consumer instance -> what that consumer is asked for."""
+capture_wait: bool = False
+"""Whether the final output waits for the results of its capture. Offline
+generation always waits."""
+_capture_plan: CapturePlan | None = None
+''',
+        why="Users ask for a capture per request; admission resolves it to a plan.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="capture: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="capture_wait: bool = False",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="capture=capture",
+        why="Passes the request's capture on.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="capture_wait=capture_wait",
+        why="Passes the request's wish to wait on.",
+    ),
+]

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of captures travel to the workers with a step."""
+
+from fork.language import add_field
+
+EDITS = [
+    add_field(
+        scope="SchedulerOutput",
+        after="kv_connector_block_state",
+        insert='''
+# Captured requests that ended for their clients: list[CaptureEnd]
+capture_ends: list | None = None
+''',
+        why="Reaches every worker after the steps that computed the rows.",
+    ),
+]

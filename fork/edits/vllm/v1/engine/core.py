@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core knows the model's hook points and passes on ends of captures."""
+
+from fork.language import add_argument, add_import, after, last
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture import engine as capture_engine",
+        why="What the calls below do.",
+    ),
+    after(
+        scope="EngineCore.__init__",
+        anchor="self.model_executor = executor_class(vllm_config)",
+        insert="capture_engine.note_hook_points(self)",
+        why="The model is loaded; admission will need its hook points.",
+    ),
+    last(
+        scope="EngineCore",
+        insert="end_captures = capture_engine.end_captures",
+        why="Front ends call it by name.",
+    ),
+    add_argument(
+        scope="EngineCoreProc._make_ready_response",
+        call="EngineCoreReadyResponse",
+        argument="hook_points=self.vllm_config.capture_config.hook_points",
+        why="Tells the front ends.",
+    ),
+]

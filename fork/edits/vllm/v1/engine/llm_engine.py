@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline engine has a front end of capture."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture import frontend as capture_frontend",
+        why="Opens the front end.",
+    ),
+    before(
+        scope="LLMEngine.__init__",
+        anchor="self._profile_session_active = False",
+        insert="self.capture = capture_frontend.open_for_engine(self)",
+        why="The core is up, so the model's hook points are known.",
+    ),
+]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V2 runner gives access to the residual stream."""
+
+from fork.language import add_import, after, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.worker import residual_stream",
+        why="The runners' access to the residual stream.",
+    ),
+    before(
+        scope="GPUModelRunner.load_model",
+        anchor="if self.use_aux_hidden_state_outputs:",
+        insert='''
+self.residual = residual_stream.open_residual_stream(
+    self.vllm_config, self.model, self.device
+)
+''',
+        why="Before the model is compiled, and where its memory is measured.",
+    ),
+    after(
+        scope="GPUModelRunner.execute_model",
+        anchor="self.update_requests(scheduler_output)",
+        insert="self.residual.update(scheduler_output)",
+        why="Before the early return of steps without tokens.",
+    ),
+    after(
+        scope="GPUModelRunner.execute_model",
+        anchor="num_toks = batch_req_state.num_tokens",
+        insert='''
+self.residual.plan_step(
+    residual_stream.v2_view(self.req_states, batch_req_state)
+)
+''',
+        why="The batch's order is known, and its graph is not yet chosen.",
+    ),
+    before(
+        scope="GPUModelRunner.execute_model",
+        anchor="ubatch_slices = ubatch_state.slices if ubatch_state is not None else None",
+        insert="self.residual.begin_step(input_batch.num_tokens_after_padding)",
+        why="The batch's padding is known.",
+    ),
+    after(
+        scope="GPUModelRunner.execute_model",
+        anchor="self.kv_connector.finish_forward()",
+        insert="self.residual.end_step()",
+        why="The forward pass is queued on the device.",
+    ),
+]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V1 runner gives access to the residual stream."""
+
+from fork.language import add_import, after, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.worker import residual_stream",
+        why="The runners' access to the residual stream.",
+    ),
+    before(
+        scope="GPUModelRunner.load_model",
+        anchor="self._moe_model = get_mixture_of_experts_model(self.model)",
+        insert='''
+self.residual = residual_stream.open_residual_stream(
+    self.vllm_config, self.model, self.device
+)
+''',
+        why="Before the model is compiled, and where its memory is measured.",
+    ),
+    after(
+        scope="GPUModelRunner.execute_model",
+        anchor="deferred_state_corrections_fn = self._update_states(scheduler_output)",
+        insert="self.residual.update(scheduler_output)",
+        why="Before the early return of steps without tokens.",
+    ),
+    after(
+        scope="GPUModelRunner.execute_model",
+        anchor="num_tokens_padded = batch_desc.num_tokens",
+        insert='''
+self.residual.plan_step(
+    residual_stream.v1_view(
+        self.input_batch, num_scheduled_tokens_np, num_tokens_padded
+    )
+)
+self.residual.begin_step(num_tokens_padded)
+''',
+        why="The batch's order and padding are known.",
+    ),
+    before(
+        scope="GPUModelRunner.execute_model",
+        anchor='with record_function_or_nullcontext("gpu_model_runner: postprocess"):',
+        insert="self.residual.end_step()",
+        why="The forward pass is queued on the device.",
+    ),
+]

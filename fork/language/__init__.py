@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The edit language: small structural edits of upstream modules, written as data.
+
+An edit file lies at the upstream module's path under `fork/edits/`, says in its
+docstring why the module is edited, and lists its edits:
+
+    EDITS = [
+        add_import("from vllm.v1.capture import admit", why="..."),
+        after(scope="Engine.add", anchor="self.check(request)",
+              insert="admit(request)", why="..."),
+    ]
+
+Anchors are code and match by structure, so whitespace, comments, quotes and trailing
+commas never matter. Every anchor is looked up in the untouched upstream module: edits
+of one file do not see each other, and edits at one place keep the order of the list.
+"""
+
+from fork.language.arguments import add_argument
+from fork.language.bodies import first, last
+from fork.language.decorators import add_decorator
+from fork.language.edit import Edit
+from fork.language.fields import add_field
+from fork.language.imports import add_import
+from fork.language.parameters import add_parameter
+from fork.language.problems import Problem
+from fork.language.replacements import replace
+from fork.language.statements import after, before
+from fork.language.weave import EditFile, Woven, weave
+
+__all__ = [
+    "Edit",
+    "EditFile",
+    "Problem",
+    "Woven",
+    "add_argument",
+    "add_decorator",
+    "add_field",
+    "add_import",
+    "add_parameter",
+    "after",
+    "before",
+    "first",
+    "last",
+    "replace",
+    "weave",
+]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the statements that a rule's anchors name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from fork.weave.layer_class import LayerClass, code
+from fork.weave.placement import Site
+from fork.weave.rules import Anchor
+from fork.weave.stream import Unprovable
+
+
+def resolve(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:
+    """The site of each anchor in the class's `forward`.
+
+    Raises:
+        Unprovable: an anchor begins no statement, or several.
+    """
+    return [
+        Site(
+            anchor.point,
+            anchor.method,
+            anchor.arguments,
+            _statement(cls, anchor.statement),
+            anchor.after,
+        )
+        for anchor in anchors
+    ]
+
+
+def _statement(cls: LayerClass, beginning: str) -> cst.CSTNode:
+    statements = m.findall(cls.methods["forward"], m.SimpleStatementLine() | m.If())
+    found = [node for node in statements if _text(node).startswith(beginning)]
+    if len(found) != 1:
+        raise Unprovable(
+            f"the rule's anchor {beginning!r} begins {len(found)} statements"
+        )
+    return found[0]
+
+
+def _text(node: cst.CSTNode) -> str:
+    return code(node.with_changes(leading_lines=()))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weave: hook points in every decoder layer of an upstream module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from fork.weave.anchors import resolve
+from fork.weave.events import Trace
+from fork.weave.finding import decoder_layers, may_hold_layers
+from fork.weave.insertion import Decoration, insert
+from fork.weave.interpreter import Interpreter
+from fork.weave.layer_class import LayerClass, Module
+from fork.weave.mlp_points import MLP_POINTS, place_mlp, prove_mlp
+from fork.weave.placement import Site, place
+from fork.weave.proof import prove
+from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
+from fork.weave.stream import Unprovable
+
+_NO_RULE = Rule(reason="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TappedLayer:
+    """A decoder-layer class with hook points."""
+
+    name: str
+    points: tuple[str, ...]
+    rule: str = ""
+    """Why the analysis needed help; empty if it did not."""
+    inherits: str = ""
+    """The base class whose woven `forward` it runs, if it has none of its own."""
+    unless: tuple[str, ...] = ()
+    """Reasons for which single layers are refused at start-up."""
+    no_mlp: str = ""
+    """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLayer:
+    """A class without hook points."""
+
+    name: str
+    reason: str
+    is_layer: bool = True
+    """False for what only looks like a layer of a language model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeaveResult:
+    """What became of one module."""
+
+    source: str | None = None
+    """The woven source; None if nothing changed."""
+    problems: tuple[str, ...] = ()
+    """Sentences that stop the build: a decoder layer that nobody accounts for."""
+    layers: tuple[TappedLayer, ...] = ()
+    refused: tuple[RefusedLayer, ...] = ()
+
+
+def weave_module(source: str, module: str) -> WeaveResult:
+    """Put hook points into the decoder layers that `source` defines.
+
+    `module` is the path in the wheel, `vllm/model_executor/models/llama.py`.
+    """
+    where = module.removeprefix("vllm/").removesuffix(".py")
+    ruled = [key.split(":")[1] for key in RULES if key.startswith(f"{where}:")]
+    if not ruled and not may_hold_layers(source):
+        return WeaveResult()
+    found = decoder_layers(source)
+    names = [*found, *(name for name in ruled if name not in found)]
+    refused = tuple(_refusals(names, where))
+    names = [name for name in names if name not in {r.name for r in refused}]
+    if not names:
+        return WeaveResult(refused=refused)
+    return _weave(source, module, names, refused)
+
+
+def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
+    keys = [(name, f"{where}:{name}") for name in names]
+    return [
+        *(RefusedLayer(n, REFUSED[k]) for n, k in keys if k in REFUSED),
+        *(RefusedLayer(n, NOT_TAPPED[k], False) for n, k in keys if k in NOT_TAPPED),
+    ]
+
+
+def _weave(
+    source: str, module: str, names: list[str], refused: tuple[RefusedLayer, ...]
+) -> WeaveResult:
+    where = module.removeprefix("vllm/").removesuffix(".py")
+    parsed = Module(cst.parse_module(source))
+    plans, problems = [], []
+    for name in names:
+        rule = RULES.get(f"{where}:{name}", _NO_RULE)
+        try:
+            plans.append(_plan(parsed, name, rule))
+        except Unprovable as error:
+            problems.append(f"{name}: {error}; add a rule or a refusal in rules.py")
+    woven = _woven(parsed, plans)
+    for plan in plans:
+        try:
+            _prove(woven, plan)
+        except Unprovable as error:
+            problems.append(
+                f"{plan.name}: woven, but {error}; add a rule or a refusal in rules.py"
+            )
+    changed = woven is not parsed and not problems
+    return WeaveResult(
+        source=woven.tree.code if changed else None,
+        problems=tuple(problems),
+        layers=tuple(plan.described() for plan in plans),
+        refused=refused,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be woven into one class."""
+
+    cls: LayerClass
+    rule: Rule
+    sites: tuple[Site, ...]
+    mlp_sites: tuple[Site, ...]
+    no_mlp: str
+
+    @property
+    def name(self) -> str:
+        return self.cls.name
+
+    def points(self) -> tuple[str, ...]:
+        return self.rule.points + (MLP_POINTS if self.mlp_sites else ())
+
+    def described(self) -> TappedLayer:
+        own = "forward" in self.cls.methods
+        return TappedLayer(
+            name=self.name,
+            points=self.points(),
+            rule=self.rule.reason,
+            inherits="" if own else self.cls.bases[0],
+            unless=tuple(self.rule.unless.values()),
+            no_mlp=self.no_mlp,
+        )
+
+
+def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
+    if name not in parsed.classes:
+        raise Unprovable("there is a rule for it, but no such class")
+    cls = parsed.classes[name]
+    if "forward" not in cls.methods:
+        return _Plan(cls, rule, (), (), "")
+    without = _Plan(cls, rule, _sites(cls, rule), (), "")
+    reason = ""
+    for early in (False, True):
+        try:
+            sites = tuple(place_mlp(_traces(cls, rule), early))
+            plan = replace(without, mlp_sites=sites)
+            for trace in _traces(_woven(parsed, [plan]).classes[name], rule):
+                prove_mlp(trace)
+        except Unprovable as error:
+            reason = reason or str(error)
+        else:
+            return plan
+    return replace(without, no_mlp=reason)
+
+
+def _woven(parsed: Module, plans: list[_Plan]) -> Module:
+    own = [plan for plan in plans if plan.sites]
+    if not own:
+        return parsed
+    sites = [site for plan in own for site in (*plan.sites, *plan.mlp_sites)]
+    records = {p.cls.node: Decoration(p.points(), p.rule.unless) for p in own}
+    return Module(insert(parsed.tree, sites, records))
+
+
+def _prove(woven: Module, plan: _Plan) -> None:
+    if plan.sites and plan.rule.proven:
+        for trace in _traces(woven.classes[plan.name], plan.rule):
+            prove(trace, several_mixers=plan.rule.several_mixers)
+
+
+def _traces(cls: LayerClass, rule: Rule) -> list[Trace]:
+    return [
+        trace
+        for case in rule.cases
+        for trace in Interpreter(cls, cls.methods["forward"], case, rule).traces()
+    ]
+
+
+def _sites(cls: LayerClass, rule: Rule) -> tuple[Site, ...]:
+    by_hand = resolve(cls, rule.anchors)
+    wanted = set(rule.points) - {site.point for site in by_hand}
+    if not wanted:
+        return tuple(by_hand)
+    placed = place(_traces(cls, rule), cls.methods["forward"], wanted)
+    return (*_conditional(placed, rule), *by_hand)
+
+
+def _conditional(sites: list[Site], rule: Rule) -> list[Site]:
+    return [
+        site.on_condition(rule.partial_when[site.point])
+        if site.point in rule.partial_when
+        else site.followed_by(rule.first if site.is_first else ())
+        for site in sites
+    ]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a layer's expressions: what its calls and operators make of sums."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import libcst as cst
+
+from fork.weave.events import NONE, Event, Trace, Value
+from fork.weave.layer_class import LayerClass, code
+from fork.weave.rules import Rule
+from fork.weave.stream import Role, Tensor, Term, Unprovable, role_of
+
+_FUSED_REDUCE = re.compile(r"all_?reduce", re.IGNORECASE)
+_BY_TOKENS = re.compile(r"all_gather|reduce_scatter|sequence_parallel|\bsp_")
+_SAME_SUM = frozenset({"clone", "contiguous", "to"})
+_NOT_A_TENSOR = frozenset({"shape", "dtype", "device", "dim", "size", "numel"})
+NAME = re.compile(r"(?<![\w.])[a-z_]\w*")
+
+
+class Raised(Exception):
+    """The path ends in an exception of the layer itself."""
+
+
+class Expressions(ABC):
+    """Names and what they hold; the statements between them are the subclass's."""
+
+    def __init__(self, layer: LayerClass, rule: Rule) -> None:
+        self.layer = layer
+        self.rule = rule
+        self.env: dict[str, Value] = {}
+        self.trace = Trace(())
+        self.statement: cst.CSTNode = layer.node
+
+    @abstractmethod
+    def decide(self, test: cst.BaseExpression) -> bool:
+        """The outcome of a condition on this path."""
+
+    @abstractmethod
+    def run_method(self, method: cst.FunctionDef, call: cst.Call) -> list[Value]:
+        """What a method of the class returns for `call`."""
+
+    def value(self, node: cst.BaseExpression) -> Value:
+        """What an expression is worth."""
+        if isinstance(node, cst.Name):
+            return NONE if node.value == "None" else self.env.get(node.value)
+        if isinstance(node, cst.BinaryOperation):
+            left, right = self.value(node.left), self.value(node.right)
+            return self.combine(node.operator, left, right, code(node))
+        if isinstance(node, cst.IfExp):
+            return self.value(node.body if self.decide(node.test) else node.orelse)
+        if isinstance(node, cst.Call):
+            return self.several(node, [""])[0]
+        if isinstance(node, cst.Attribute) and node.attr.value in _NOT_A_TENSOR:
+            return None
+        reads = self.reads(node)
+        if not reads or isinstance(node, cst.Comparison | cst.BooleanOperation):
+            return None
+        return Tensor.of(Term(code(node), Role.OTHER, reads))
+
+    def combine(
+        self, operator: cst.CSTNode, left: Value, right: Value, text: str
+    ) -> Value:
+        """The result of a binary operator: a sum, a scaled sum or something new."""
+        tensors = [v for v in (left, right) if isinstance(v, Tensor)]
+        if not tensors:
+            return None
+        if isinstance(operator, cst.Add | cst.AddAssign) and len(tensors) == 2:
+            return tensors[0].plus(tensors[1])
+        scaling = cst.Multiply | cst.MultiplyAssign | cst.Divide | cst.DivideAssign
+        if isinstance(operator, scaling) and len(tensors) == 1:
+            return tensors[0].scaled()
+        reads = read(tensors)
+        return Tensor.of(Term(text, Role.OTHER, reads))
+
+    def several(self, node: cst.BaseExpression, names: list[str]) -> list[Value]:
+        """The values `node` is unpacked into."""
+        if isinstance(node, cst.Tuple) and len(node.elements) == len(names):
+            return [self.value(element.value) for element in node.elements]
+        if isinstance(node, cst.IfExp):
+            return self.several(
+                node.body if self.decide(node.test) else node.orelse, names
+            )
+        if not isinstance(node, cst.Call):
+            value = self.value(node)
+            return [value.copy() if isinstance(value, Tensor) else value for _ in names]
+        if self.is_tap(node):
+            return self.tap(node)
+        method = self.inlined(node)
+        if method is not None:
+            return self.run_method(method, node)
+        if isinstance(node.func, cst.Attribute):
+            owner = self.value(node.func.value)
+            if isinstance(owner, Tensor):
+                return [self.method_of(owner, node)] * len(names)
+        return self.called(node, len(names))
+
+    def called(self, node: cst.Call, count: int) -> list[Value]:
+        """The `count` results of a call that is not looked into."""
+        callee, role = code(node.func), self.role(node)
+        given = [(code(a.value), self.value(a.value)) for a in node.args]
+        followed = [(text, t) for text, t in given if isinstance(t, Tensor) and t.terms]
+        arguments = [tensor for _, tensor in followed]
+        if role is Role.NORM and count == 2:
+            if len(followed) == 2:
+                return self.add_norm(callee, *followed)
+            if any(value is NONE for _, value in given):
+                raise Raised  # one tensor comes back, which cannot be unpacked
+        if role is Role.BUFFER:
+            return [Tensor.of(Term(callee, role))]
+        if not arguments:
+            return [None] * count
+        if _FUSED_REDUCE.search(callee) and len(arguments) == 1 and count == 1:
+            return [arguments[0].reduced()]
+        if _BY_TOKENS.search(callee):
+            raise Unprovable(f"{callee} splits the tokens over ranks")
+        if role is Role.MLP:
+            texts = tuple(text for text, _ in followed)
+            copies = tuple(tensor.copy() for tensor in arguments)
+            self.event("mlp", texts, copies, callee, node=node)
+        results = [Tensor.of(Term(callee, role, read(arguments))) for _ in range(count)]
+        if _attribute(callee) in self.rule.passing:
+            results[0] = arguments[0].plus(results[0])
+        return list(results)
+
+    def add_norm(
+        self, callee: str, first: tuple[str, Tensor], second: tuple[str, Tensor]
+    ) -> list[Value]:
+        """The two results of a norm that is given a branch and a residual."""
+        (_, hidden), (_, residual) = first, second
+        reduces = bool(_FUSED_REDUCE.search(callee))
+        if not (reduces or self.adds(_attribute(callee))):
+            if hidden.terms.keys() != residual.terms.keys():
+                raise Unprovable(f"cannot tell whether {callee} adds the residual")
+            return [Tensor.of(Term(callee, Role.NORM, hidden.read())), residual]
+        names = (first[0], second[0])
+        self.event("fused", names, (hidden.copy(), residual.copy()), callee)
+        total = (hidden.reduced() if reduces else hidden).plus(residual)
+        normed = Tensor.of(Term(callee, Role.NORM, total.read()))
+        return [normed, total]
+
+    def adds(self, attribute: str) -> bool:
+        """Whether a norm adds its second argument to its first."""
+        return attribute in self.rule.adding or self.layer.norm_adds(attribute)
+
+    def tap(self, node: cst.Call) -> list[Value]:
+        """What a hook point returns: terms of its own, to be followed from there."""
+        callee = node.func
+        if isinstance(callee, cst.IfExp):
+            callee = callee.body if self.decide(callee.test) else callee.orelse
+        method = code(callee).rpartition(".")[2]
+        point = code(node.args[1].value).strip("\"'")
+        values = [self.value(arg.value) for arg in node.args[2:]]
+        tensors = tuple(v.copy() if isinstance(v, Tensor) else None for v in values)
+        names = tuple(code(arg.value) for arg in node.args[2:])
+        if method == "value":
+            self.event("value", names, tensors, point)
+            reads = read(t for t in tensors if t is not None)
+            return [Tensor.of(Term(names[0], Role.OTHER, reads, point))]
+        self.event("tap", names, tensors, f"{method} {point}")
+        return [
+            Tensor.of(Term(names[part], Role.TAP, value.read(), point, part))
+            if isinstance(value, Tensor)
+            else value
+            for part, value in enumerate(values)
+        ]
+
+    def method_of(self, owner: Tensor, node: cst.Call) -> Value:
+        """The result of calling a tensor's own method."""
+        assert isinstance(node.func, cst.Attribute)
+        name = node.func.attr.value
+        if name in _SAME_SUM:
+            return owner.copy()
+        if name in _NOT_A_TENSOR:
+            return None
+        return Tensor.of(Term(code(node.func), Role.OTHER, self.reads(node)))
+
+    def inlined(self, node: cst.BaseExpression) -> cst.FunctionDef | None:
+        """The method of the class that a call is looked into for, if it is one."""
+        if isinstance(node, cst.Call):
+            name = code(node.func).removeprefix("self.")
+            if name in self.rule.inline:
+                return self.layer.methods[name]
+        return None
+
+    def is_tap(self, node: cst.BaseExpression) -> bool:
+        """Whether it is a call that the weave put in."""
+        return isinstance(node, cst.Call) and code(node.func).lstrip("(").startswith(
+            "residual_tap."
+        )
+
+    def role(self, node: cst.Call) -> Role:
+        """What a call is for, by its name, else by the class that its owner is of."""
+        attribute = _attribute(code(node.func))
+        if attribute in self.rule.beside:
+            return Role.BESIDE
+        role = role_of(attribute)
+        made_by = self.layer.builds.get(attribute)
+        if made_by is not None and (role is Role.OTHER or attribute == "mixer"):
+            return role_of(made_by)
+        return role
+
+    def reads(self, node: cst.CSTNode) -> frozenset[Term]:
+        """The terms of every followed tensor whose name occurs in `node`."""
+        names = set(NAME.findall(code(node)))
+        held = [self.env[name] for name in names & self.env.keys()]
+        return read(t for t in held if isinstance(t, Tensor))
+
+    def event(
+        self,
+        kind: str,
+        names: tuple[str, ...],
+        tensors: tuple[Tensor | None, ...],
+        label: str = "",
+        holding: bool = False,
+        node: cst.CSTNode | None = None,
+    ) -> None:
+        """Note what happens here."""
+        held = tuple(
+            (name, value.copy())
+            for name, value in self.env.items()
+            if holding and isinstance(value, Tensor)
+        )
+        self.trace.events.append(
+            Event(kind, self.statement, names, tensors, label, held, node)
+        )
+
+
+def read(tensors: Iterable[Tensor]) -> frozenset[Term]:
+    """What something that is given `tensors` reads."""
+    return frozenset().union(*(tensor.read() for tensor in tensors))
+
+
+def _attribute(callee: str) -> str:
+    """`self.mixer.forward` is known by `mixer`, a plain function by its name."""
+    found = re.match(r"self\.(\w+)", callee)
+    return found.group(1) if found else callee

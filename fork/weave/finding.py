@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which classes of a module are decoder layers, told by how the module uses them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+_CHEAP = re.compile(r"class \w*Decoder\w*Layer\b|class \w*HybridLayer\b|make_layers\(")
+_NAME = re.compile(r"Decoder\w*Layer$|HybridLayer$")
+_PLAIN_BASE = re.compile(r"(torch\.)?nn\.|Protocol")
+_FACTORY_PARAMETER = re.compile(r"^(decoder_)?layer_type$|^block_cls$")
+
+
+def may_hold_layers(source: str) -> bool:
+    """A cheap look at the text before anything is parsed."""
+    return _CHEAP.search(source) is not None
+
+
+def decoder_layers(source: str) -> list[str]:
+    """Classes that are built as layers of a stack, or are named as such, in order.
+
+    A stack is built by `make_layers(count, factory)`; the factory is a lambda, a
+    local function or a class, directly or through a variable, an attribute, a
+    module-level table or a parameter called `layer_type`.
+    """
+    tree = ast.parse(source)
+    meanings = _meanings(tree)
+    words = _closure(_factory_words(tree), meanings)
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        if node.name in words or _NAME.search(node.name)
+        if _is_a_module(node) and not _builds_layers(node)
+    ]
+
+
+def _is_a_module(node: ast.ClassDef) -> bool:
+    defines = any(
+        isinstance(m, ast.FunctionDef) and m.name == "forward" for m in node.body
+    )
+    inherits = any(
+        not re.match(r"(torch\.)?nn\.|Protocol", ast.unparse(b)) for b in node.bases
+    )
+    return defines or inherits
+
+
+def _builds_layers(node: ast.AST) -> bool:
+    return any(_is_make_layers(part) for part in ast.walk(node))
+
+
+def _is_make_layers(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("make_layers")
+
+
+def _factory_words(tree: ast.Module) -> set[str]:
+    """The names in every layer factory."""
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            "make_layers"
+        ):
+            words |= set(_words(node))
+        if isinstance(node, ast.keyword) and _FACTORY_PARAMETER.match(node.arg or ""):
+            words |= set(_words(node.value))
+    return words
+
+
+def _meanings(tree: ast.Module) -> dict[str, set[str]]:
+    """What each variable, parameter, attribute and inner function is made of.
+
+    Classes have no meaning beyond themselves: a layer's own parts are no layers.
+    """
+    found: dict[str, set[str]] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and _builds_layers(function):
+            for name, value in _definitions(function):
+                found.setdefault(name, set()).update(_words(value))
+    for node in tree.body:
+        body = node.body if isinstance(node, ast.ClassDef) else [node]
+        for name, value in (pair for part in body for pair in _assigned(part)):
+            found.setdefault(name, set()).update(_words(value))
+    return found
+
+
+def _definitions(function: ast.FunctionDef) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.walk(function):
+        yield from _assigned(node)
+        if isinstance(node, ast.FunctionDef) and node is not function:
+            yield node.name, node
+    arguments = function.args
+    defaults = [*arguments.defaults, *arguments.kw_defaults]
+    for default in defaults:
+        if default is not None:
+            for parameter in (*arguments.args, *arguments.kwonlyargs):
+                if _FACTORY_PARAMETER.match(parameter.arg):
+                    yield parameter.arg, default
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name | ast.Attribute):
+                yield ast.unparse(target).removeprefix("self."), node.value
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+
+
+def _closure(words: set[str], meanings: dict[str, set[str]]) -> set[str]:
+    known: set[str] = set()
+    pending = list(words)
+    while pending:
+        word = pending.pop()
+        if word not in known:
+            known.add(word)
+            pending.extend(meanings.get(word, ()))
+    return known

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes hook points into a parsed module: calls, a decorator and an import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from textwrap import indent
+
+import libcst as cst
+import libcst.matchers as m
+
+from fork.weave.layer_class import code
+from fork.weave.placement import Site
+
+_PROPERTY = """@property
+def hook_points_unless(self) -> tuple[str, ...]:
+    reasons = (
+{pairs}    )
+    return tuple(reason for met, reason in reasons if met)
+"""
+_IMPORT = "from vllm.model_executor.layers import residual_tap\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoration:
+    """What is recorded on a tapped class."""
+
+    points: tuple[str, ...]
+    unless: Mapping[str, str]
+
+    def decorator(self) -> cst.Decorator:
+        """The decorator that records the points."""
+        points = ", ".join(f'"{point}"' for point in self.points)
+        return cst.Decorator(cst.parse_expression(f"residual_tap.tapped({points})"))
+
+    def members(self) -> list[cst.BaseStatement]:
+        """A property with the reasons that hold for one layer, if there can be any."""
+        if not self.unless:
+            return []
+        pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
+        statement = cst.parse_statement(_PROPERTY.format(pairs=indent(pairs, " " * 8)))
+        assert isinstance(statement, cst.FunctionDef)
+        return [statement.with_changes(leading_lines=[cst.EmptyLine(indent=False)])]
+
+
+def insert(
+    tree: cst.Module,
+    sites: Sequence[Site],
+    decorations: Mapping[cst.ClassDef, Decoration],
+) -> cst.Module:
+    """`tree` with a call at every site and each class decorated.
+
+    Every site lies in one of the decorated classes.
+    """
+    writer = _Writer(sites, decorations)
+    body = list(tree.body)
+    for index, node in enumerate(body):
+        if isinstance(node, cst.ClassDef) and node in decorations:
+            visited = node.visit(writer)
+            assert isinstance(visited, cst.ClassDef)
+            body[index] = visited
+    return tree.with_changes(body=_with_import(body))
+
+
+def _with_import(
+    body: Sequence[cst.BaseCompoundStatement | cst.SimpleStatementLine],
+) -> list[cst.BaseCompoundStatement | cst.SimpleStatementLine]:
+    """Our import after the last import before the first definition."""
+    imports = m.SimpleStatementLine(body=[m.Import() | m.ImportFrom()])
+    definitions = (cst.ClassDef, cst.FunctionDef)
+    end = next(i for i, node in enumerate(body) if isinstance(node, definitions))
+    last = max(i for i, node in enumerate(body[:end]) if m.matches(node, imports))
+    return [*body[: last + 1], cst.parse_statement(_IMPORT), *body[last + 1 :]]
+
+
+def call(site: Site) -> str:
+    """The call as source text."""
+    arguments = ", ".join(("self", f'"{site.point}"', *site.arguments))
+    method = f"residual_tap.{site.method}"
+    if site.condition:
+        method = f"(residual_tap.partial if {site.condition} else {method})"
+    return f"{method}({arguments})"
+
+
+def _statements(site: Site) -> list[cst.BaseStatement]:
+    assert all(name.isidentifier() for name in site.arguments), site.arguments
+    lines = (f"{', '.join(site.arguments)} = {call(site)}", *site.then)
+    return [cst.parse_statement(f"{line}\n") for line in lines]
+
+
+class _Writer(cst.CSTTransformer):
+    def __init__(
+        self, sites: Sequence[Site], decorations: Mapping[cst.ClassDef, Decoration]
+    ) -> None:
+        super().__init__()
+        self.sites = sites
+        self.decorations = decorations
+
+    def leave_SimpleStatementLine(
+        self,
+        original_node: cst.SimpleStatementLine,
+        updated_node: cst.SimpleStatementLine,
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        return self.around(original_node, updated_node)
+
+    def leave_Call(
+        self, original_node: cst.Call, updated_node: cst.Call
+    ) -> cst.BaseExpression:
+        for site in (s for s in self.sites if s.statement is original_node):
+            wrapped = replace(site, arguments=(code(updated_node),))
+            return cst.parse_expression(call(wrapped))
+        return updated_node
+
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        return self.around(original_node, updated_node)
+
+    def around(
+        self, original: cst.CSTNode, updated: cst.BaseStatement
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        before: list[cst.BaseStatement] = []
+        after: list[cst.BaseStatement] = []
+        for site in (s for s in self.sites if s.statement is original):
+            if not all(name.isidentifier() for name in site.arguments):
+                updated = _wrapped(updated, site)
+            else:
+                (after if site.after else before).extend(_statements(site))
+        if not before and not after:
+            return updated
+        return cst.FlattenSentinel([*before, updated, *after])
+
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        here = [s for s in self.sites if s.statement is original_node]
+        if not here:
+            return updated_node
+        body = list(updated_node.body.body)
+        at = 1 if updated_node.get_docstring() is not None else 0
+        new = [statement for site in here for statement in _statements(site)]
+        return updated_node.with_deep_changes(
+            updated_node.body, body=[*body[:at], *new, *body[at:]]
+        )
+
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
+        decoration = self.decorations.get(original_node)
+        if decoration is None:
+            return updated_node
+        body = [*updated_node.body.body, *decoration.members()]
+        return updated_node.with_changes(
+            decorators=[decoration.decorator(), *updated_node.decorators],
+            body=updated_node.body.with_changes(body=body),
+        )
+
+
+def _wrapped(line: cst.BaseStatement, site: Site) -> cst.SimpleStatementLine:
+    """`return f(x), residual` as `return residual_tap.pair(..., f(x), residual)`."""
+    assert isinstance(line, cst.SimpleStatementLine)
+    node = line.body[0]
+    assert isinstance(node, cst.Return) and node.value is not None, code(line)
+    value = node.value
+    if isinstance(value, cst.Tuple):
+        parts = tuple(code(element.value) for element in value.elements)
+    else:
+        parts = (code(value),)
+    assert len(parts) == len(site.arguments), f"a returned value is lost: {code(line)}"
+    wrapped = cst.parse_expression(call(replace(site, arguments=parts)))
+    return line.with_changes(body=[node.with_changes(value=wrapped)])

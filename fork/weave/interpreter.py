@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a decoder layer's `forward` on sums of terms, one path at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import libcst as cst
+
+from fork.weave.events import NONE, NoTensor, Trace, Value
+from fork.weave.expressions import NAME, Expressions, Raised, read
+from fork.weave.layer_class import LayerClass, code
+from fork.weave.rules import Rule
+from fork.weave.stream import Role, Tensor, Term, Unprovable
+
+HIDDEN_NAMES = ("hidden_states", "x")
+RESIDUAL = "residual"
+MAX_PATHS = 4096
+_ASSUMED = {"self.tp_size > 1": True}
+"""On one rank a reduction changes nothing, so nothing is lost by assuming more."""
+
+
+class _Returned(Exception):
+    """The path reached a return statement."""
+
+    def __init__(self, values: list[Value]) -> None:
+        self.values = values
+
+
+@dataclass
+class Interpreter:
+    """All paths through one method of one layer class."""
+
+    layer: LayerClass
+    method: cst.FunctionDef
+    assume: Mapping[str, bool]
+    rule: Rule
+
+    def traces(self) -> Iterator[Trace]:
+        """Each path once, conditions that must agree on one path agreeing.
+
+        Raises:
+            Unprovable: on a construct that cannot be followed.
+        """
+        pending: list[list[bool]] = [[]]
+        count = 0
+        while pending:
+            count += 1
+            if count > MAX_PATHS:
+                raise Unprovable(f"more than {MAX_PATHS} paths")
+            run = _Path(self, pending.pop())
+            trace = run.run()
+            pending.extend(run.alternatives)
+            if trace is not None:
+                yield trace
+
+
+class _Path(Expressions):
+    """One path; decisions beyond `given` are True, their opposites alternatives."""
+
+    def __init__(self, owner: Interpreter, given: list[bool]) -> None:
+        super().__init__(owner.layer, owner.rule)
+        self.method = owner.method
+        self.assume = {**_ASSUMED, **owner.assume}
+        self.given = given
+        self.taken: list[bool] = []
+        self.alternatives: list[list[bool]] = []
+        self.known: dict[str, bool] = {}
+        self.small: cst.CSTNode = owner.method
+        self.depth = 0
+        self.params = [
+            p.name.value
+            for p in (*self.method.params.params, *self.method.params.kwonly_params)
+        ]
+
+    def run(self) -> Trace | None:
+        entry = []
+        hidden = next((n for n in HIDDEN_NAMES if n in self.params), None)
+        if hidden is None:
+            raise Unprovable(f"forward takes none of {', '.join(HIDDEN_NAMES)}")
+        tensor = Tensor.of(Term(hidden, Role.ENTRY))
+        entry.append(tensor.copy())
+        self.env[hidden] = tensor
+        if RESIDUAL in self.params:
+            if self.choose():
+                self.env[RESIDUAL] = NONE
+            else:
+                tensor = Tensor.of(Term(RESIDUAL, Role.ENTRY))
+                entry.append(tensor.copy())
+                self.env[RESIDUAL] = tensor
+        self.trace = Trace(tuple(entry))
+        try:
+            self.block(self.method.body)
+        except _Returned:
+            return self.trace
+        except Raised:
+            return None
+        raise Unprovable("forward can end without a return")
+
+    # Decisions
+
+    def choose(self) -> bool:
+        if len(self.taken) < len(self.given):
+            outcome = self.given[len(self.taken)]
+        else:
+            outcome = True
+            self.alternatives.append([*self.taken, False])
+        self.taken.append(outcome)
+        return outcome
+
+    def decide(self, test: cst.BaseExpression) -> bool:
+        text = code(test.with_changes(lpar=(), rpar=()))
+        if text in self.assume:
+            return self.assume[text]
+        if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+            return not self.decide(test.expression)
+        if isinstance(test, cst.BooleanOperation):
+            left = self.decide(test.left)
+            if isinstance(test.operator, cst.And):
+                return left and self.decide(test.right)
+            return left or self.decide(test.right)
+        if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
+            operator = test.comparisons[0].operator
+            if isinstance(operator, cst.Is | cst.IsNot):
+                value = self.value(test.left)
+                if value is not None and code(test.comparisons[0].comparator) == "None":
+                    return isinstance(value, NoTensor) == isinstance(operator, cst.Is)
+                if isinstance(operator, cst.IsNot):
+                    return not self.remembered(text.replace(" is not ", " is "))
+        return self.remembered(text)
+
+    def remembered(self, text: str) -> bool:
+        """A condition on nothing that changes has one outcome on a path."""
+        if set(NAME.findall(text)) & self.env.keys():
+            return self.choose()
+        if text not in self.known:
+            self.known[text] = self.choose()
+        return self.known[text]
+
+    # Statements
+
+    def block(self, body: cst.BaseSuite) -> None:
+        for node in body.body:
+            if isinstance(node, cst.SimpleStatementLine):
+                for small in node.body:
+                    self.statement = node
+                    self.simple(small)
+            elif isinstance(node, cst.If):
+                self.branch(node)
+            elif isinstance(node, cst.With):
+                self.block(node.body)
+            elif self.reads(node):
+                raise Unprovable(f"a {type(node).__name__} statement over the stream")
+
+    def branch(self, node: cst.If) -> None:
+        self.statement = node
+        if self.decide(node.test):
+            self.block(node.body)
+        elif isinstance(node.orelse, cst.If):
+            self.branch(node.orelse)
+        elif node.orelse is not None:
+            self.block(node.orelse.body)
+
+    def simple(self, node: cst.CSTNode) -> None:
+        self.small = node
+        if isinstance(node, cst.Assign):
+            for target in node.targets:
+                self.assign(target.target, node.value)
+        elif isinstance(node, cst.AnnAssign) and node.value is not None:
+            self.assign(node.target, node.value)
+        elif isinstance(node, cst.AugAssign):
+            self.change(node)
+        elif isinstance(node, cst.Expr):
+            self.call_for_effect(node.value)
+        elif isinstance(node, cst.Return):
+            self.leave(node)
+        elif isinstance(node, cst.Raise):
+            raise Raised
+
+    def assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        if isinstance(target, cst.Tuple):
+            names = [code(element.value) for element in target.elements]
+            results = self.several(value, names)
+            if len(results) != len(names):
+                raise Unprovable(f"{code(value)} is unpacked into {len(names)} names")
+            for name, result in zip(names, results, strict=True):
+                self.bind(name, result)
+        elif isinstance(target, cst.Name):
+            self.bind(target.value, self.value(value))
+        elif self.reads(value):
+            base = target.value if isinstance(target, cst.Subscript) else None
+            held = self.value(base) if base is not None else None
+            if isinstance(held, Tensor) and held.terms:
+                raise Unprovable(f"{code(target)} is written in part")
+
+    def bind(self, name: str, result: Value) -> None:
+        if name == "_":
+            return
+        self.env[name] = result
+        if not isinstance(result, Tensor) or not result.terms:
+            return
+        if len(result.terms) > 1:
+            self.event("add", (name,), (result.copy(),))
+        elif next(iter(result.terms)).role not in (Role.ENTRY, Role.TAP):
+            self.event("made", (name,), (result.copy(),), holding=True)
+
+    def change(self, node: cst.AugAssign) -> None:
+        held, operand = self.value(node.target), self.value(node.value)
+        if not isinstance(held, Tensor):
+            if isinstance(operand, Tensor) and isinstance(node.target, cst.Subscript):
+                raise Unprovable(f"{code(node.target)} is written in part")
+            return
+        result = self.combine(node.operator, held, operand, code(node))
+        held.terms = result.terms if isinstance(result, Tensor) else {}
+        self.bind(code(node.target), held)
+
+    def call_for_effect(self, node: cst.BaseExpression) -> None:
+        if not isinstance(node, cst.Call):
+            return
+        given = [self.value(arg.value) for arg in node.args]
+        tensors = [t for t in given if isinstance(t, Tensor) and t.terms]
+        buffers = [t for t in tensors if t.is_buffer]
+        reads = read(t for t in tensors if t not in buffers)
+        for buffer in buffers:
+            term = Term(code(node.func), self.role(node), reads)
+            buffer.terms = dict(Tensor.of(term).terms)
+            for name, value in self.env.items():
+                if value is buffer:
+                    self.bind(name, buffer)
+                    break
+
+    def leave(self, node: cst.Return) -> None:
+        if node.value is None:
+            raise Unprovable("forward returns nothing")
+        method = self.inlined(node.value)
+        if method is not None:
+            assert isinstance(node.value, cst.Call)
+            raise _Returned(self.run_method(method, node.value))
+        if isinstance(node.value, cst.Tuple):
+            parts = [element.value for element in node.value.elements]
+            values = [self.value(part) for part in parts]
+        else:
+            parts = [node.value]
+            both = ["", ""] if self.is_tap(node.value) else [""]
+            values = self.several(node.value, both)
+        if self.depth == 0:
+            tensors = tuple(v if isinstance(v, Tensor) else None for v in values)
+            self.event("return", tuple(code(part) for part in parts), tensors)
+        raise _Returned(values)
+
+    def run_method(self, method: cst.FunctionDef, node: cst.Call) -> list[Value]:
+        names = [p.name.value for p in method.params.params][1:]
+        outer, given = self.env, {}
+        for name, argument in zip(names, node.args, strict=False):
+            key = argument.keyword.value if argument.keyword else name
+            given[key] = self.value(argument.value)
+        tail = isinstance(self.small, cst.Return)
+        self.env, self.depth = given, self.depth + (not tail)
+        try:
+            self.block(method.body)
+        except _Returned as returned:
+            return returned.values
+        finally:
+            self.env, self.depth = outer, self.depth - (not tail)
+        raise Unprovable(f"{method.name.value} can end without a return")

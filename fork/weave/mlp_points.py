@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optional hook points around a layer's MLP: `mlp_in` and `mlp_out`.
+
+They are no part of the stream, so a layer may lack them: where the MLP's input or
+output has no single place in `forward`, it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import libcst as cst
+import libcst.matchers as m
+
+from fork.weave.events import Event, Trace
+from fork.weave.placement import BLOCK, Site, final_terms, merged
+from fork.weave.stream import Role, Term, Unprovable
+
+MLP_IN, MLP_OUT = "mlp_in", "mlp_out"
+_UNPACKED = m.SimpleStatementLine(
+    body=[m.Assign(targets=[m.AssignTarget(target=m.Tuple())])]
+)
+MLP_POINTS = (MLP_IN, MLP_OUT)
+
+
+def place_mlp(traces: Sequence[Trace], early: bool) -> list[Site]:
+    """The sites of both points; every path must have both.
+
+    Args:
+        traces: All paths.
+        early: Put `mlp_in` where the input is made, for all that reads it, instead
+            of before the first call of the MLP.
+
+    Raises:
+        Unprovable: a path has no MLP, or its input or output has no single place.
+    """
+    return merged([site for trace in traces for site in _sites(trace, early)])
+
+
+def _sites(trace: Trace, early: bool) -> tuple[Site, Site]:
+    calls = [event for event in trace.events if event.kind == "mlp"]
+    if not calls:
+        raise Unprovable("a path has no MLP")
+    name = calls[0].names[0]
+    if not name.isidentifier():
+        raise Unprovable(f"the MLP's input has no name: {name}")
+    entering = Site(MLP_IN, "value", (name,), calls[0].statement)
+    if early:
+        entering = _where_made(trace, calls[0])
+    whole = _outputs(final_terms(trace).keys())
+    for event in trace.events:
+        if event.kind in ("made", "add") and event.held() == whole:
+            return entering, Site(
+                MLP_OUT, "value", event.names[:1], event.statement, after=True
+            )
+    if len(calls) > 1:
+        raise Unprovable("the MLP's output has no name")
+    if m.matches(calls[0].statement, _UNPACKED):
+        raise Unprovable("the MLP's output is one of several results")
+    assert isinstance(calls[0].node, cst.Call)
+    return entering, Site(MLP_OUT, "value", (), calls[0].node)
+
+
+def _where_made(trace: Trace, call: Event) -> Site:
+    wanted = call.tensors[0]
+    assert wanted is not None
+    for event in trace.events:
+        made = event.tensors[0] if event.kind == "made" else None
+        if made is not None and made.terms == wanted.terms:
+            return Site(MLP_IN, "value", event.names[:1], event.statement, after=True)
+    raise Unprovable("the MLP's input has no name where it is made")
+
+
+def _outputs(terms: Set[Term]) -> frozenset[Term]:
+    """The MLP's results among what `terms` were computed from, the nearest ones."""
+    reached = _reached(terms, frozenset())
+    return frozenset(term for term in reached if term.role is Role.MLP)
+
+
+def _reached(terms: Set[Term], points: Set[str]) -> frozenset[Term]:
+    """Terms that `terms` were computed from, up to sublayers, taps and `points`."""
+    found: set[Term] = set()
+    pending = list(terms)
+    while pending:
+        term = pending.pop()
+        if term in found or term.point in points:
+            continue
+        found.add(term)
+        ends = (Role.ENTRY, Role.TAP, Role.STREAM, Role.MIXER, Role.MLP)
+        if term.role not in ends:
+            pending.extend(term.reads)
+    return frozenset(found)
+
+
+def prove_mlp(trace: Trace) -> None:
+    """Hold one path of a woven forward to the meaning of the MLP's points.
+
+    Raises:
+        Unprovable: naming the point and what is wrong at it.
+    """
+    taps = [event for event in trace.events if event.kind == "value"]
+    met = tuple(event.label for event in taps)
+    if met != MLP_POINTS:
+        raise Unprovable(f"a path meets {', '.join(met) or 'no point of the MLP'}")
+    if any(t.role is Role.MLP for t in _reached(final_terms(trace).keys(), {MLP_OUT})):
+        raise Unprovable(f"an MLP's output goes around {MLP_OUT}")
+    if any(MLP_IN in _points_before(term) for term in _mixers(trace)):
+        raise Unprovable(f"a token mixer reads {MLP_IN}")
+    if any(e.kind == "tap" and e.label == f"partial {BLOCK}" for e in trace.events):
+        raise Unprovable(f"{MLP_OUT} is not reduced over ranks in the layer")
+    for event in trace.events:
+        if event.kind == "mlp" and not _only_from_tap(event):
+            raise Unprovable(f"{event.label} reads more than {MLP_IN}")
+    for event in trace.events:
+        for tensor in filter(None, event.tensors):
+            if any(
+                t.point == MLP_OUT and w.reductions for t, w in tensor.terms.items()
+            ):
+                raise Unprovable(f"{MLP_OUT} is reduced over ranks behind it")
+
+
+def _mixers(trace: Trace) -> set[Term]:
+    held = (term for event in trace.events for term in event.held())
+    return {term for term in held if term.role is Role.MIXER}
+
+
+def _points_before(term: Term) -> set[str | None]:
+    """The points of all that `term` was computed from."""
+    pending, seen = [term], {term}
+    while pending:
+        fresh = pending.pop().reads - seen
+        seen |= fresh
+        pending.extend(fresh)
+    return {found.point for found in seen}
+
+
+def _only_from_tap(event: Event) -> bool:
+    """Whether all that the call reads was computed from `mlp_in`."""
+    pending = [t for tensor in event.tensors if tensor for t in tensor.terms]
+    seen = set(pending)
+    while pending:
+        term = pending.pop()
+        if term.point == MLP_IN:
+            continue
+        if term.role in (Role.ENTRY, Role.TAP, Role.STREAM):
+            return False
+        fresh = term.reads - seen
+        seen |= fresh
+        pending.extend(fresh)
+    return True

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in a decoder layer's `forward` each hook point's call belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from fork.weave.events import Event, Trace
+from fork.weave.interpreter import RESIDUAL
+from fork.weave.stream import Role, Term, Unprovable, Weight, check_known, sublayers
+
+PRE, POST, BLOCK = "pre_attn", "post_attn", "post_block"
+POINTS = (PRE, POST, BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call to insert: `a, b = residual_tap.<method>(self, point, a, b)`."""
+
+    point: str
+    method: str
+    """`pair`, `partial` or `stream`."""
+    arguments: tuple[str, ...]
+    """Source text of the tensors; both assigned back when they are names."""
+    statement: cst.CSTNode
+    """The statement of the original tree the call goes to; a function definition
+    means its first statement."""
+    after: bool = False
+    condition: str = ""
+    """When true the method is `partial`, otherwise `pair`."""
+    then: tuple[str, ...] = ()
+    """Statements that go in behind the call."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it comes before everything else in its method."""
+        return isinstance(self.statement, cst.FunctionDef) and self.point == PRE
+
+    def on_condition(self, condition: str) -> Site:
+        """The same site, a partial sum only if `condition` is true."""
+        return replace(self, method="pair", condition=condition)
+
+    def followed_by(self, statements: tuple[str, ...]) -> Site:
+        """The same site with `statements` behind it."""
+        return replace(self, then=statements)
+
+
+def place(
+    traces: Sequence[Trace], method: cst.FunctionDef, wanted: Set[str]
+) -> list[Site]:
+    """The sites that give every path the hook points it wants, in order of execution.
+
+    Raises:
+        Unprovable: the stream cannot be found at a point of some path.
+    """
+    hidden = [trace.entry[0] for trace in traces]
+    partial_in = any(
+        weight.reductions
+        for trace, entry in zip(traces, hidden, strict=True)
+        for term, weight in final_terms(trace).items()
+        if term in entry.terms
+    )
+    paired_in = any(
+        term.label == RESIDUAL for trace in traces for term in final_terms(trace)
+    )
+    arguments = (next(iter(hidden[0].terms)).label, RESIDUAL)
+    pair = "partial" if partial_in else "pair"
+    first = Site(
+        PRE,
+        pair if paired_in else "stream",
+        arguments if paired_in else arguments[:1],
+        method,
+    )
+    sites = [first]
+    for trace in traces:
+        last = trace.events[-1]
+        names = _leaving(last) if BLOCK in wanted else last.names[:1]
+        method_out = pair if len(names) == 2 else "stream"
+        leaving = Site(BLOCK, method_out, names, last.statement)
+        if POST in wanted:
+            sites.append(_after_mixer(trace, traces, first, leaving))
+        sites.append(leaving)
+    return merged([site for site in sites if site.point in wanted])
+
+
+def final_terms(trace: Trace) -> dict[Term, Weight]:
+    """The terms the layer returns in its stream, with what happened to them."""
+    tensors = [t for t in trace.events[-1].tensors if t is not None]
+    return {t: w for tensor in reversed(tensors) for t, w in tensor.terms.items()}
+
+
+def _leaving(event: Event) -> tuple[str, ...]:
+    """What holds the stream at a return; a residual inside the first is stale."""
+    held = [
+        (name, tensor)
+        for name, tensor in zip(event.names, event.tensors, strict=True)
+        if tensor is not None
+    ]
+    if not held or event.tensors[0] is None:
+        raise Unprovable("what forward returns first does not come from the stream")
+    if len(held) > 2:
+        raise Unprovable(f"forward returns {len(held)} tensors of the stream")
+    if len(held) == 1:
+        return (held[0][0],)
+    (first, hidden), (second, residual) = held
+    shared = hidden.terms.keys() & residual.terms.keys()
+    if shared and shared != residual.terms.keys():
+        raise Unprovable("the two returned tensors share some but not all terms")
+    return (first,) if shared else (first, second)
+
+
+def _after_mixer(
+    trace: Trace, traces: Sequence[Trace], first: Site, leaving: Site
+) -> Site:
+    final = final_terms(trace)
+    roles = {t: sublayers(t) for t in final if t.role is not Role.ENTRY}
+    check_known(roles)
+    if any(len(found) > 1 for found in roles.values()):
+        raise Unprovable("one summand holds the token mixer's and the MLP's output")
+    mixers = {t for t, found in roles.items() if found == {Role.MIXER}}
+    mlps = {t for t, found in roles.items() if found == {Role.MLP}}
+    if not mixers:
+        return Site(POST, first.method, first.arguments, first.statement)
+    for event in trace.events:
+        if event.kind not in ("fused", "add"):
+            continue
+        held = event.held()
+        if held & mixers and _holds_entry(held) and not held & mlps:
+            fused = event.kind == "fused"
+            reduces = fused and "reduce" in event.label
+            return Site(
+                POST,
+                ("partial" if reduces else "pair") if fused else "stream",
+                event.names,
+                event.statement,
+                after=not fused,
+            )
+    if not mlps:
+        return Site(POST, leaving.method, leaving.arguments, leaving.statement)
+    return _parallel(trace, mixers, any(_reduced(t, mixers) for t in traces))
+
+
+def _holds_entry(terms: Iterable[Term]) -> bool:
+    return any(term.role is Role.ENTRY for term in terms)
+
+
+def _reduced(trace: Trace, mixers: set[Term]) -> bool:
+    labels = {term.label for term in mixers}
+    return any(
+        weight.reductions
+        for term, weight in final_terms(trace).items()
+        if term.label in labels
+    )
+
+
+def _parallel(trace: Trace, mixers: set[Term], partial: bool) -> Site:
+    """Mixer and MLP read one norm: tap the mixer's output with the entry stream."""
+    if len(mixers) > 1:
+        raise Unprovable("several token mixers in a parallel block")
+    for event in trace.events:
+        if event.kind == "made" and event.held() == mixers:
+            stream = _holder(event, trace)
+            names = (event.names[0], stream)
+            method = "partial" if partial else "pair"
+            return Site(POST, method, names, event.statement, after=True)
+    raise Unprovable("the token mixer's output has no name of its own")
+
+
+def _holder(event: Event, trace: Trace) -> str:
+    entry = {t for tensor in trace.entry for t in tensor.terms}
+    used = final_terms(trace).keys() & entry
+    for name, tensor in reversed(event.holding):
+        if tensor.terms.keys() == used:
+            return name
+    raise Unprovable("no name holds the entry stream beside the token mixer's output")
+
+
+def merged(sites: list[Site]) -> list[Site]:
+    """The sites of all paths, each once; paths must agree."""
+    merged: dict[tuple[int, bool, str], Site] = {}
+    for site in sites:
+        known = merged.setdefault((id(site.statement), site.after, site.point), site)
+        if known != site:
+            raise Unprovable(
+                f"{site.point} is {known.method}({', '.join(known.arguments)}) on one "
+                f"path and {site.method}({', '.join(site.arguments)}) on another"
+            )
+    return list(merged.values())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a woven layer: every path meets every hook point, each holding the stream.
+
+The woven `forward` is run on sums of terms again, now with the taps in it. What
+a tap returns is a new term, so it shows whether an intervention at a point reaches
+everything behind it exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from fork.weave.events import Event, Trace
+from fork.weave.placement import BLOCK, POINTS, POST, PRE
+from fork.weave.stream import Role, Term, Unprovable, check_known, origins, sublayers
+
+
+def prove(trace: Trace, several_mixers: bool = False) -> None:
+    """Hold one path of a woven forward to the meaning of the hook points.
+
+    Raises:
+        Unprovable: naming the point and what is wrong at it.
+    """
+    taps = [event for event in trace.events if event.kind == "tap"]
+    met = tuple(event.label.split()[1] for event in taps)
+    if met != POINTS:
+        raise Unprovable(f"a path meets {', '.join(met) or 'no point'}")
+    before, after, leaving = taps
+    entry = frozenset(t for tensor in trace.entry for t in tensor.terms)
+    start = before.held() & entry
+    if not start or before.held() - entry:
+        raise Unprovable(f"{PRE} does not hold what enters the layer")
+    first = _results(trace, PRE)
+    added = _additions(after, first, POST)
+    _check_source(added, first, POST)
+    if any(sublayers(term) != {Role.MIXER} for term in added):
+        raise Unprovable(f"{POST} holds more than the token mixer's output")
+    second = _results(trace, POST)
+    added = _additions(leaving, second, BLOCK)
+    if not several_mixers and any(Role.MIXER in sublayers(t) for t in added):
+        raise Unprovable(f"a token mixer's output is added after {POST}")
+    check_known(added)
+    _check_source(added, second | first, BLOCK)
+    _check_return(trace)
+    _check_reductions(trace, taps)
+
+
+def _results(trace: Trace, point: str) -> frozenset[Term]:
+    """The terms the tap at `point` returned, found where they are used."""
+    found: set[Term] = set()
+    pending = [t for e in trace.events for x in e.tensors if x for t in x.terms]
+    seen = set(pending)
+    while pending:
+        term = pending.pop()
+        if term.point == point:
+            found.add(term)
+        fresh = term.reads - seen
+        seen |= fresh
+        pending.extend(fresh)
+    return frozenset(found)
+
+
+def _additions(event: Event, stream: Set[Term], point: str) -> frozenset[Term]:
+    """What was added to `stream` on the way to `event`, which must hold all of it."""
+    held = event.held()
+    tensors = [t for t in event.tensors if t is not None]
+    if sum(len(t.terms) for t in tensors) != len(held):
+        raise Unprovable(f"{point} would count a tensor twice")
+    if not stream <= held:
+        raise Unprovable(f"{point} misses a part of the stream")
+    parts = [w.scalings for x in tensors for t, w in x.terms.items() if t in stream]
+    if len(set(parts)) > 1:
+        raise Unprovable(f"the parts of the stream are scaled apart before {point}")
+    return held - stream
+
+
+def _check_reductions(trace: Trace, taps: list[Event]) -> None:
+    """Only the branch of a `partial` may be summed over ranks behind its tap."""
+    methods = {point: method for method, point in (t.label.split() for t in taps)}
+    summed: set[str] = set()
+    for event in trace.events:
+        for tensor in filter(None, event.tensors):
+            for term, weight in tensor.terms.items():
+                partial = methods.get(term.point or "") == "partial" and not term.part
+                if term.role is not Role.TAP or not weight.reductions:
+                    continue
+                if not partial:
+                    raise Unprovable(f"{term.point} is reduced over ranks behind it")
+                summed.add(term.point or "")
+    expected = {p for p, method in methods.items() if method == "partial"} - {BLOCK}
+    if len(trace.entry) == 1:  # without a residual the branch is the whole stream
+        expected.discard(PRE)
+    if expected - summed:
+        raise Unprovable(f"{', '.join(expected - summed)} is not reduced behind it")
+
+
+def _check_source(added: Set[Term], stream: Set[Term], point: str) -> None:
+    for term in added:
+        stray = origins(frozenset({term})) - stream
+        if stray:
+            names = ", ".join(sorted(t.label for t in stray))
+            raise Unprovable(f"{term.label} before {point} is computed from {names}")
+
+
+def _check_return(trace: Trace) -> None:
+    event = trace.events[-1]
+    tapped = _results(trace, BLOCK)
+    streams = [t for t in event.tensors if t is not None]
+    if not streams or not streams[0].terms.keys() <= tapped:
+        raise Unprovable(f"{BLOCK} is not what the layer returns")
+    returned = frozenset(t for tensor in streams for t in tensor.terms if t in tapped)
+    if returned != tapped:
+        raise Unprovable(f"a part of {BLOCK} is not returned")

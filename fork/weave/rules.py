@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the analysis cannot know about single decoder layers, each with its reason.
+
+Keys are `path:Class`, the path below `vllm/` without `.py`. Three tables: `RULES`
+help the analysis or replace a part of it, `REFUSED` layers have no hook points,
+`NOT_TAPPED` classes look like decoder layers and are none of a language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A call put in by hand: `arguments = residual_tap.method(self, point, ...)`."""
+
+    point: str
+    method: str
+    arguments: tuple[str, ...]
+    statement: str
+    """How the statement begins that the call goes to; it must begin exactly one."""
+    after: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Facts about one class that its `forward` does not show."""
+
+    reason: str
+    cases: tuple[Mapping[str, bool], ...] = ({},)
+    """Outcomes of conditions, by source text; only these combinations are looked
+    at. A condition not named has both outcomes."""
+    unless: Mapping[str, str] = field(default_factory=dict)
+    """Expression over `self` to the reason why a layer where it is true has no
+    hook points; asked at start-up through `hook_points_unless`."""
+    adding: tuple[str, ...] = ()
+    """Norms that return `(norm(x + residual), x + residual)`, built elsewhere."""
+    passing: tuple[str, ...] = ()
+    """Submodules that return their first argument plus their own output."""
+    beside: tuple[str, ...] = ()
+    """Submodules that add to the stream after the MLP and are neither of the two."""
+    inline: tuple[str, ...] = ()
+    """Methods of the class to look into where `forward` calls them."""
+    partial_when: Mapping[str, str] = field(default_factory=dict)
+    """Point to the expression that tells whether the branch is a partial sum."""
+    first: tuple[str, ...] = ()
+    """Statements that go in after the first tap."""
+    anchors: tuple[Anchor, ...] = ()
+    """Calls put in by hand instead of those the analysis finds for their points."""
+    points: tuple[str, ...] = ("pre_attn", "post_attn", "post_block")
+    several_mixers: bool = False
+    """A token mixer may add to the stream after `post_attn`."""
+    proven: bool = True
+    """False where the proof cannot follow; the reason then says who checked."""
+
+
+_MODELS = "model_executor/models/"
+_SPLIT = "tokens are split over tensor-parallel ranks between the layers"
+_ATTN_SPLIT = {
+    "self.use_attn_reduce_scatter_for_moe": f"use_attn_reduce_scatter_for_moe: {_SPLIT}"
+}
+_POST_LN = (
+    "the other outcome is post-LN: the stream itself is normed, the same places "
+    "hold it and everything later is computed from it"
+)
+_BUILT_IN_BASE = "its RMSNorms are built by a base class in another module"
+
+RULES: Mapping[str, Rule] = {
+    f"{_MODELS}mistral:MistralDecoderLayer": Rule(
+        reason=_BUILT_IN_BASE,
+        adding=("input_layernorm", "post_attention_layernorm"),
+    ),
+    f"{_MODELS}interns2_mobius:InternS2MobiusDecoderLayer": Rule(
+        reason="its norms are GemmaRMSNorm under a name imported from qwen3_5",
+        adding=("input_layernorm", "post_attention_layernorm"),
+        cases=({"self.use_attn_reduce_scatter_for_moe": False},),
+        unless=_ATTN_SPLIT,
+    ),
+    f"{_MODELS}qwen3_next:Qwen3NextDecoderLayer": Rule(
+        reason="between layers a rank may hold only its share of the tokens",
+        cases=({"self.use_attn_reduce_scatter_for_moe": False},),
+        unless=_ATTN_SPLIT,
+    ),
+    f"{_MODELS}deepseek_v2:DeepseekV2DecoderLayer": Rule(
+        reason="between layers a rank may hold only its share of the tokens",
+        cases=(
+            {
+                "self.use_sequence_parallel_moe": False,
+                "input_is_sequence_parallel": False,
+            },
+        ),
+        unless={
+            "self.use_sequence_parallel_moe": f"use_sequence_parallel_moe: {_SPLIT}"
+        },
+    ),
+    f"{_MODELS}longcat_flash:FlashDecoderLayer": Rule(
+        reason="two attentions and two MLPs a block: post_attn is the first "
+        "attention's; the norms are RMSNorms in a ModuleList",
+        adding=("input_layernorm", "post_attention_layernorm"),
+        anchors=(
+            Anchor(
+                point="post_attn",
+                method="pair",
+                arguments=("hidden_states", "residual"),
+                statement="hidden_states, residual = self.post_attention_layernorm[0](",
+            ),
+        ),
+        several_mixers=True,
+    ),
+    f"{_MODELS}nemotron_nas:DeciLMDecoderLayer": Rule(
+        reason="attention or FFN may be missing: the points stay where both paths "
+        "pass, and the pair flows through unchanged",
+        anchors=(
+            Anchor(
+                point="post_attn",
+                method="pair",
+                arguments=("hidden_states", "residual"),
+                statement="if not self._is_no_op_ffn:",
+            ),
+            Anchor(
+                point="post_block",
+                method="pair",
+                arguments=("hidden_states", "residual"),
+                statement="return hidden_states, residual",
+            ),
+        ),
+    ),
+    "models/deepseek_v32/nvidia/model:DeepseekV32DecoderLayer": Rule(
+        reason="the first layer may be given its normed input along with the stream; "
+        "with a tap in the layer it must norm what the tap returned",
+        cases=({"self.use_sequence_parallel": False, "attn_in is not None": False},),
+        unless={"self.use_sequence_parallel": f"use_sequence_parallel: {_SPLIT}"},
+        first=("attn_in = None if self.residual_taps else attn_in",),
+    ),
+    "models/minimax_m3/nvidia/model:MiniMaxM3DecoderLayer": Rule(
+        reason="whether a layer's FFN output is summed over ranks in the layer or by "
+        "the next norm is settled when the model is built",
+        partial_when={
+            "pre_attn": "self.fuse_input_allreduce",
+            "post_block": "self.ffn_all_reduce_deferred",
+        },
+    ),
+    "models/kimi_k3/amd/linear:KimiDecoderLayer": Rule(
+        reason="with attention residuals there is no running sum",
+        cases=({"self.use_attn_residuals": False},),
+        unless={
+            "self.use_attn_residuals": "attention residuals: blocks read a learned mix "
+            "of earlier blocks, there is no running sum"
+        },
+    ),
+    "models/kimi_k3/nvidia/model:KimiDecoderLayer": Rule(
+        reason="with attention residuals there is no running sum; the norms are "
+        "called in methods of their own",
+        cases=({"self.use_attn_res": False, "self.use_sequence_parallel": False},),
+        unless={
+            "self.use_attn_res": "attention residuals: blocks read a learned mix "
+            "of earlier blocks, there is no running sum",
+            "self.use_sequence_parallel": f"use_sequence_parallel: {_SPLIT}",
+        },
+        inline=("_pre_attn_norm", "_post_attn_norm"),
+    ),
+    "models/glm5next/common/model:Glm5NextDecoderLayer": Rule(
+        reason="without hyper-connections the block is an ordinary one",
+        cases=({"self.mhc": False, "self.is_mtp_layer": False},),
+        unless={"self.mhc": "hyper-connections: several streams, mixed between blocks"},
+    ),
+    "models/hy_v4/nvidia/model:HYV4DecoderLayer": Rule(
+        reason="without hyper-connections the block is an ordinary one",
+        cases=({"self.enable_ihc": False},),
+        unless={"self.enable_ihc": "hyper-connections: several streams in one tensor"},
+        inline=("_forward_normal",),
+    ),
+    "models/hy_v4/amd/model:HYV4DecoderLayer": Rule(
+        reason="without hyper-connections the block is an ordinary one",
+        cases=({"self.enable_ihc": False},),
+        unless={"self.enable_ihc": "hyper-connections: several streams in one tensor"},
+        inline=("_forward_normal",),
+    ),
+    f"{_MODELS}falcon:FalconDecoderLayer": Rule(
+        reason="sequential and parallel blocks in one forward; only these flags occur "
+        "together (reduce_row_parallel_results says that the block is sequential)",
+        anchors=(
+            Anchor(
+                point="post_attn",
+                method="stream",
+                arguments=("residual",),
+                statement="residual += attention_output",
+                after=True,
+            ),
+            Anchor(
+                point="post_attn",
+                method="partial",
+                arguments=("attention_output", "residual"),
+                statement="mlp_output += attention_output",
+            ),
+        ),
+        cases=(
+            {
+                "self.config.new_decoder_architecture": False,
+                "self.config.parallel_attn": False,
+                "self.reduce_row_parallel_results": True,
+            },
+            *(
+                {
+                    "self.config.parallel_attn": True,
+                    "self.reduce_row_parallel_results": False,
+                    "attention_bias is not None": False,
+                    "self.config.num_ln_in_parallel_attn == 2": norms == 2,
+                    "self.config.num_ln_in_parallel_attn == 1": norms == 1,
+                }
+                for norms in (1, 2)
+            ),
+        ),
+        unless={
+            "self.config.bias and not self.reduce_row_parallel_results": "a parallel "
+            "block with biases adds the attention's bias after the MLP's output"
+        },
+    ),
+    **{
+        f"{_MODELS}granitemoehybrid:GraniteMoeHybrid{kind}DecoderLayer": Rule(
+            reason="every block has a shared MLP or experts, or both",
+            cases=(
+                {"self.shared_mlp is None": False},
+                {
+                    "self.shared_mlp is None": True,
+                    "self.block_sparse_moe is not None": True,
+                },
+            ),
+        )
+        for kind in ("Mamba", "Attention")
+    },
+    f"{_MODELS}gemma4:Gemma4DecoderLayer": Rule(
+        reason="after the MLP a per-layer embedding is added and the stream is scaled; "
+        "post_block is what leaves the layer",
+        beside=("per_layer_projection",),
+    ),
+    f"{_MODELS}zamba2:Zamba2HybridLayer": Rule(
+        reason="the shared transformer only feeds the mamba layer inside, which adds "
+        "its output to the stream",
+        passing=("mamba_decoder",),
+    ),
+    f"{_MODELS}bloom:BloomBlock": Rule(
+        reason=_POST_LN,
+        cases=({"self.apply_residual_connection_post_layernorm": False},),
+    ),
+    f"{_MODELS}chatglm:GLMBlock": Rule(
+        reason=_POST_LN,
+        cases=({"self.apply_residual_connection_post_layernorm": False},),
+    ),
+    f"{_MODELS}opt:OPTDecoderLayer": Rule(
+        reason=_POST_LN,
+        cases=({"self.do_layer_norm_before": True},),
+    ),
+    f"{_MODELS}dbrx:DbrxBlock": Rule(
+        reason="the attention is added inside norm_attn_norm, which has post_attn; "
+        "read by hand: both returned tensors come from that tap",
+        points=("pre_attn", "post_block"),
+        anchors=(
+            Anchor(
+                point="pre_attn",
+                method="stream",
+                arguments=("hidden_states",),
+                statement="hidden_states, residual = self.norm_attn_norm(",
+            ),
+            Anchor(
+                point="post_block",
+                method="stream",
+                arguments=("hidden_states",),
+                statement="return hidden_states",
+            ),
+        ),
+        proven=False,
+    ),
+    f"{_MODELS}dbrx:DbrxFusedNormAttention": Rule(
+        reason="the part of DbrxBlock that adds the attention's output; read by hand: "
+        "residual and norm_2 are computed from the tap",
+        points=("post_attn",),
+        anchors=(
+            Anchor(
+                point="post_attn",
+                method="stream",
+                arguments=("hidden_states",),
+                statement="hidden_states = residual + x",
+                after=True,
+            ),
+        ),
+        proven=False,
+    ),
+}
+
+_HYPER = (
+    "hyper-connections: a layer takes in the streams of the layer before only inside "
+    "a fused kernel that mixes and norms them at once"
+)
+_DEFERRED = (
+    "the MLP's output is convolved, added and normed in one kernel of the next layer: "
+    "the stream and its norm leave it together, an intervention could not reach both"
+)
+
+REFUSED: Mapping[str, str] = {
+    f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: four streams are predicted and "
+    "corrected in every block, no single tensor is the residual stream",
+    f"{_MODELS}hrm_text:HrmTextDecoderLayer": "two stacks share the layer indices and "
+    "run several times a pass: a hook point has no single value",
+    "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
+    "models/inkling/nvidia/model:InklingDecoderLayer": _DEFERRED,
+    "models/deepseek_v4/amd/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/deepseek_v4/cpu/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/deepseek_v4/nvidia/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/deepseek_v4/xpu/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/deepseek_v41/amd/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/deepseek_v41/nvidia/model:DeepseekV4DecoderLayer": _HYPER,
+    "models/qwen4_exp/amd/model:Qwen4ExpDecoderLayer": _HYPER,
+    "models/qwen4_exp/nvidia/model:Qwen4ExpDecoderLayer": _HYPER,
+}
+
+_DRAFT = "a draft model's layer: proposals are checked by the model that is tapped"
+_ENCODER = "a layer of an encoder-decoder model, which generates from audio or images"
+_PART = "a part of a block, not a block: it does not add to the stream"
+
+NOT_TAPPED: Mapping[str, str] = {
+    f"{_MODELS}cohere_asr:CohereASRDecoderLayer": _ENCODER,
+    f"{_MODELS}whisper:WhisperDecoderLayer": _ENCODER,
+    f"{_MODELS}whisper:WhisperEncoderLayer": _ENCODER,
+    f"{_MODELS}whisper_causal:WhisperCausalEncoderLayer": _ENCODER,
+    f"{_MODELS}nemotron_parse:BartDecoderLayer": _ENCODER,
+    f"{_MODELS}nemotron_parse:MBartDecoderLayer": _ENCODER,
+    f"{_MODELS}cohere_eagle:CohereEagleDecoderLayer": _DRAFT,
+    f"{_MODELS}deepseek_eagle3:DeepseekV2Eagle3DecoderLayer": _DRAFT,
+    f"{_MODELS}gemma4_dspark:Gemma4DSparkDecoderLayer": _DRAFT,
+    f"{_MODELS}gemma4_mtp:Gemma4MTPDecoderLayer": _DRAFT,
+    f"{_MODELS}llama_eagle:LlamaDecoderLayer": _DRAFT,
+    f"{_MODELS}llama_eagle3:LlamaDecoderLayer": _DRAFT,
+    f"{_MODELS}minicpm_eagle:EagleMiniCPMDecoderLayer": _DRAFT,
+    f"{_MODELS}mistral_eagle:EagleMistralDecoderLayer": _DRAFT,
+    f"{_MODELS}nemotron_h_mtp:NemotronHMTPAttentionDecoderLayer": _DRAFT,
+    f"{_MODELS}nemotron_h_mtp:NemotronHMTPMoEDecoderLayer": _DRAFT,
+    f"{_MODELS}qwen3_dflash:DFlashQwen3DecoderLayer": _DRAFT,
+    f"{_MODELS}qwen3_dflash2:DFlash2Qwen3DecoderLayer": _DRAFT,
+    f"{_MODELS}qwen3_eagle3:Qwen3Eagle3DecoderLayer": _DRAFT,
+    "models/kimi_k3/nvidia/dspark_mla:K3DSparkDecoderLayer": _DRAFT,
+    f"{_MODELS}embedding_gemma2:EmbeddingGemma2DecoderLayer": "an embedding model's "
+    "layer: nothing is generated",
+    f"{_MODELS}openai_privacy_filter:OpenAIPrivacyFilterDecoderLayer": "a token "
+    "classifier's layer: nothing is generated",
+    f"{_MODELS}falcon_h1:FalconH1AttentionDecoderLayer": _PART,
+    f"{_MODELS}falcon_h1:FalconH1SSMDecoderLayer": _PART,
+    f"{_MODELS}zamba2:Zamba2AttentionDecoderLayer": _PART,
+    f"{_MODELS}iquest_loopcoder:LoopGateProjection": "a gate between two runs of a "
+    "layer, not a block",
+}
+
+_BETWEEN = (
+    "between some blocks the model itself changes the stream ({what}), so post_block "
+    "of one layer is not pre_attn of the next there"
+)
+_DEEPSTACK = _BETWEEN.format(what="features of images or audio are added")
+
+LOOPS: Mapping[str, str] = {
+    f"vllm/{_MODELS}solar.py:SolarModel": _BETWEEN.format(
+        what="an earlier block is blended in"
+    ),
+    f"vllm/{_MODELS}qwen3_vl.py:Qwen3LLMModel": _DEEPSTACK,
+    f"vllm/{_MODELS}qwen3_vl_moe.py:Qwen3MoeLLMModel": _DEEPSTACK,
+    f"vllm/{_MODELS}qwen3_omni_moe_thinker.py:Qwen3MoeLLMModel": _DEEPSTACK,
+    f"vllm/{_MODELS}cohere_compass.py:CohereCompassTextModel": _DEEPSTACK,
+    f"vllm/{_MODELS}granite4_vision.py:Granite4VisionLLMModel": _DEEPSTACK,
+    f"vllm/{_MODELS}moss_audio.py:MossQwen3Model": _DEEPSTACK,
+    f"vllm/{_MODELS}iquest_loopcoder.py:IQuestLoopCoderModel": "all layers run "
+    "several times a pass: every run passes the hook points, and a capture keeps the "
+    "last run",
+}
+"""Model class to what it does to the stream between or around its layers."""
+
+_AUDIO = "an encoder-decoder model that turns audio or images into text"
+
+MODELS: Mapping[str, str] = {
+    "CohereAsrForConditionalGeneration": _AUDIO,
+    "NemotronParseForConditionalGeneration": _AUDIO,
+    "WhisperForConditionalGeneration": _AUDIO,
+}
+"""Architecture to the reason why it is refused as a whole."""

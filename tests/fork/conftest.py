@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from tests.fork._checkout import Mini, make_mini
+
+
+@pytest.fixture
+def mini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mini:
+    """A miniature checkout with a cache of its own and no decoder-layer weave."""
+    monkeypatch.setenv("CLEARBOX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fork.weaver.LAYER_WEAVE", tmp_path / "absent.py")
+    return make_mini(tmp_path / "checkout")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, on the miniature checkout."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fork.__main__ import main
+from tests.fork._checkout import Mini, make_wheel
+
+
+@pytest.fixture
+def arguments(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr("fork.commands._options.HERE", mini.checkout)
+    return ["--device", "cpu", "--wheel", str(mini.wheel), "--jobs", "1"]
+
+
+def test_build_says_what_it_made(
+    mini: Mini, arguments: list[str], capsys, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(["build", *arguments, "--out", str(out)]) == 0
+    assert "1 files woven, 1 added" in capsys.readouterr().out
+    assert "count(y)" in (out / "vllm/engine.py").read_text()
+
+
+def test_build_reports_faults_and_fails(
+    mini: Mini, arguments: list[str], capsys
+) -> None:
+    mini.write("vllm/data/table.json", "ours")
+    assert main(["build", *arguments]) == 1
+    errors = capsys.readouterr().err
+    assert "would replace a file of vLLM 1.2.3" in errors
+    assert "1 fault(s), nothing was changed" in errors
+
+
+def test_diff_is_a_diff_and_nothing_else(arguments: list[str], capsys) -> None:
+    assert main(["diff", *arguments]) == 0
+    assert capsys.readouterr().out == (
+        "--- a/vllm/_version.py\n+++ b/vllm/_version.py\n@@ -1 +1,5 @@\n"
+        "-__version__ = '1.2.3'\n"
+        '+"""Version of the fork; upstream\'s release number, then ours."""\n+\n'
+        '+__version__ = version = "1.2.3+clearbox.1.cpu"\n'
+        '+__version_tuple__ = version_tuple = (1, 2, 3, "clearbox.1.cpu")\n'
+        "+__commit_id__ = commit_id = None\n"
+        "--- a/vllm/engine.py\n+++ b/vllm/engine.py\n@@ -1,3 +1,4 @@\n"
+        " def step(x):\n     y = x + 1\n+    count(y)\n     return y\n"
+        "--- /dev/null\n+++ b/vllm/ours/new.py\n@@ -0,0 +1 @@\n+VALUE = 1\n"
+    )
+
+
+def test_diff_stat_counts(arguments: list[str], capsys) -> None:
+    assert main(["diff", *arguments, "--stat"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "edited +1     -0     vllm/engine.py" in lines
+    assert lines[-1] == "3 files, +7 -1 lines"
+
+
+def test_check_passes_and_says_what_it_tested(arguments: list[str], capsys) -> None:
+    assert main(["check", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "fits  vllm/engine.py (edits)" in text
+    assert "nothing was imported or run" in text
+    assert "the decoder-layer weave is absent and was not tried" in text
+
+
+def test_check_names_what_no_longer_fits(
+    mini: Mini, arguments: list[str], capsys
+) -> None:
+    path = mini.checkout.edits / "vllm/engine.py"
+    path.write_text(path.read_text().replace("y = x + 1", "y = x + 2"))
+    assert main(["check", *arguments, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["upstream"] == "1.2.3"
+    assert report["fits"] is False
+    (file,) = report["files"]
+    assert file["module"] == "vllm/engine.py"
+    assert [fault["kind"] for fault in file["faults"]] == ["MissingAnchor"]
+
+
+def test_check_of_another_release(
+    mini: Mini, capsys, tmp_path: Path, arguments
+) -> None:
+    wheel = make_wheel(tmp_path / "later", "1.3.0")
+    options = ["--upstream", "1.3.0", "--wheel", str(wheel)]
+    assert main(["check", "--device", "cpu", "--jobs", "1", *options]) == 0
+    assert "vLLM 1.3.0: all fit (1 edit files" in capsys.readouterr().out
+
+
+def test_check_refuses_a_wheel_of_another_release_than_named(
+    mini: Mini, arguments: list[str], capsys
+) -> None:
+    assert main(["check", *arguments, "--upstream", "1.3.0"]) == 1
+    assert "is vLLM 1.2.3, not 1.3.0" in capsys.readouterr().err
+
+
+def test_a_hash_needs_a_wheel(mini: Mini, arguments: list[str], capsys) -> None:
+    assert main(["build", "--device", "cpu", "--wheel-sha256", "0" * 64]) == 1
+    assert "--wheel-sha256 needs --wheel" in capsys.readouterr().err
+
+
+def test_a_commands_summary_is_its_docstring(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("build", "check", "diff"):
+        assert name in text

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold for the hook points of any woven layer, checked on toy numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fork.weave.layer_class import LayerClass
+from fork.weave.rules import Rule
+from tests.fork.weave._toy import Layer, Neutral, Taps, methods, run
+
+DELTA = 0.75
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to run one woven class."""
+
+    source: str
+    cls: LayerClass
+    rule: Rule
+    flags: Mapping[str, bool]
+    truth: bool
+    residual: float | None
+
+    def layer(self, taps: Taps, **settings: Any) -> Layer:
+        """The layer, with `taps` woven in."""
+        names = methods(self.source, self.cls.name, taps)
+        made = type(self.cls.name, (Layer,), names)(
+            self.cls.builds, self._adds, self.rule.passing, self.truth
+        )
+        for text, outcome in self.flags.items():
+            _set(made, text, outcome)
+        for name, value in settings.items():
+            setattr(made, name, value)
+        return made
+
+    def _adds(self, attribute: str) -> bool:
+        return attribute in self.rule.adding or self.cls.norm_adds(attribute)
+
+
+def subjects(source: str, cls: LayerClass, rule: Rule) -> Iterator[Subject]:
+    """Every combination of the rule's cases, all-false and all-true flags, residuals."""
+    takes = "residual" in [p.name.value for p in cls.methods["forward"].params.params]
+    residuals = (None, 0.5) if takes else (None,)
+    for flags, truth, residual in itertools.product(
+        rule.cases, (False, True), residuals
+    ):
+        yield Subject(source, cls, rule, flags, truth, residual)
+
+
+def _set(layer: Any, text: str, outcome: bool) -> None:
+    """Make the condition `self.a.b`, or `self.a == 2`, come out as wanted."""
+    path, _, number = text.partition(" == ")
+    first, *inner = path.removeprefix("self.").split(".")
+    if not path.startswith("self."):
+        return
+    if path.endswith((" is None", " is not None")):
+        first = first.partition(" is ")[0]
+        if outcome == path.endswith(" is None"):
+            setattr(layer, first, None)
+        return
+    value: Any = outcome
+    if number:
+        value = int(number) if outcome else -1
+    if inner:
+        holder = layer.__dict__.setdefault(first, Neutral(layer.truth_))
+        if not number or outcome:
+            setattr(holder, inner[0], value)
+    else:
+        setattr(layer, first, value)
+
+
+def check(subject: Subject) -> None:
+    """The hook points hold the stream, and a change at one goes on exactly once."""
+    base = Taps()
+    layer = subject.layer(base)
+    leaving = run(layer, 0.3, subject.residual, base)
+    entering = 0.3 + (subject.residual if base.paired["pre_attn"] else 0) * 1.0 if (
+        subject.residual is not None
+    ) else 0.3
+    near = pytest.approx
+    assert base.seen["pre_attn"] == near(entering)
+    assert base.seen["post_block"] == near(leaving)
+    if not subject.rule.several_mixers:
+        mixed = base.seen["post_attn"] - base.seen["pre_attn"]
+        assert mixed == near(sum(layer.mixed_))
+    _check_changes(subject, base, leaving)
+    silent = Taps()
+    if not subject.rule.several_mixers:
+        run(subject.layer(silent, mlp_scale_=0.0), 0.3, subject.residual, silent)
+        assert silent.seen["post_block"] == near(silent.seen["post_attn"])
+
+
+def _check_changes(subject: Subject, base: Taps, leaving: float) -> None:
+    expected: dict[str, Callable[[Taps], float]] = {
+        "pre_attn": lambda taps: run(
+            subject.layer(taps), 0.3 + DELTA, subject.residual, taps
+        ),
+        "post_attn": lambda taps: run(
+            subject.layer(taps, boost_=DELTA), 0.3, subject.residual, taps
+        ),
+        "post_block": lambda taps: leaving + DELTA,
+    }
+    for point, reference in expected.items():
+        silent = Taps()
+        wanted = reference(silent)
+        if point == "post_attn" and base.seen["post_attn"] == base.seen["pre_attn"]:
+            continue  # no token mixer whose output could be raised instead
+        for replaces in (False, True):
+            taps = Taps({point: DELTA}, replaces)
+            got = run(subject.layer(taps), 0.3, subject.residual, taps)
+            assert got == pytest.approx(wanted), (point, replaces)
+            assert taps.seen[point] == pytest.approx(base.seen[point])

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a decoder layer's `forward` on toy numbers, without torch or weights.
+
+A tensor is one number that in-place operators change for all who hold it. Norms
+are the identity, token mixers and MLPs are nonlinear, every other attribute of a
+layer is a factor of one and a false condition. So an intervention at a hook point
+can be compared with the same change made where it comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fork.weave.stream import Role, role_of
+
+
+class Toy:
+    """A tensor of one number."""
+
+    dtype = "float32"
+    shape = (1, 1)
+
+    def __init__(self, number: float, is_buffer: bool = False) -> None:
+        self.number = number
+        self.is_buffer = is_buffer
+
+    def __iter__(self) -> Iterator[Toy]:
+        """Unpacked as (output, bias), as upstream's linear layers return it."""
+        return iter((self, Toy(0.0)))
+
+    def __add__(self, other: Any) -> Toy:
+        return Toy(self.number + _number(other, 0.0))
+
+    __radd__ = __add__
+
+    def __iadd__(self, other: Any) -> Toy:
+        self.number += _number(other, 0.0)
+        return self
+
+    def __mul__(self, other: Any) -> Toy:
+        return Toy(self.number * _number(other, 1.0))
+
+    __rmul__ = __mul__
+
+    def __imul__(self, other: Any) -> Toy:
+        self.number *= _number(other, 1.0)
+        return self
+
+    def __getitem__(self, index: object) -> Toy:
+        return self
+
+    def clone(self) -> Toy:
+        return Toy(self.number)
+
+    def to(self, *_: object) -> Toy:
+        return self
+
+    def dim(self) -> int:
+        return 2
+
+
+def _number(value: Any, neutral: float) -> float:
+    if isinstance(value, Toy):
+        return value.number
+    return value if isinstance(value, int | float) else neutral
+
+
+class Neutral:
+    """Any other object: a condition, a factor of one, a function of no effect."""
+
+    def __init__(self, truth: bool = False) -> None:
+        self.truth_ = truth
+
+    def __bool__(self) -> bool:
+        return self.truth_
+
+    def __getattr__(self, name: str) -> Neutral:
+        return Neutral(self.truth_)
+
+    def __getitem__(self, index: object) -> Neutral:
+        return Neutral(self.truth_)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return next((a for a in (*args, *kwargs.values()) if isinstance(a, Toy)), self)
+
+    def __add__(self, other: Any) -> Any:
+        return other if isinstance(other, Toy) else self
+
+    __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __add__
+    __truediv__ = __rtruediv__ = __mod__ = __neg__ = __add__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+
+class Torch(Neutral):
+    """The `torch` of the toy layers."""
+
+    def empty_like(self, other: Toy) -> Toy:
+        return Toy(0.0, is_buffer=True)
+
+    zeros_like = empty_like
+
+
+class Globals(dict[str, Any]):
+    """The names of a module: those nobody defined are neutral."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Neutral()
+
+
+class Taps:
+    """The `residual_tap` of the toy layers: records, then changes the stream.
+
+    `replaces` hands the whole stream back in the first tensor, as clamping does.
+    """
+
+    def __init__(
+        self, change: dict[str, float] | None = None, replaces: bool = False
+    ) -> None:
+        self.change = change or {}
+        self.replaces = replaces
+        self.seen: dict[str, float] = {}
+        """Point to the stream there, before the change."""
+        self.paired: dict[str, bool] = {}
+
+    def tapped(self, *points: str) -> Callable[[type], type]:
+        return lambda cls: cls
+
+    def stream(self, layer: object, point: str, hidden: Toy) -> Toy:
+        self.seen[point] = hidden.number
+        self.paired[point] = False
+        return Toy(hidden.number + self.change.get(point, 0.0))
+
+    value = stream
+
+    def pair(
+        self, layer: object, point: str, hidden: Toy, residual: Toy | None
+    ) -> tuple[Toy, Toy | None]:
+        if residual is None:
+            return self.stream(layer, point, hidden), None
+        self.seen[point] = hidden.number + residual.number
+        self.paired[point] = True
+        change = self.change.get(point, 0.0)
+        if self.replaces:
+            return Toy(hidden.number + residual.number + change), Toy(0.0)
+        return Toy(hidden.number + change), Toy(residual.number)
+
+    partial = pair
+
+
+class Layer:
+    """Base of the toy layers: what `forward` finds on `self`."""
+
+    def __init__(
+        self,
+        builds: Mapping[str, str],
+        adding: Callable[[str], bool],
+        passing: tuple[str, ...] = (),
+        truth: bool = False,
+    ) -> None:
+        self.builds_ = builds
+        self.adding_ = adding
+        self.passing_ = passing
+        self.truth_ = truth
+        self.mixed_: list[float] = []
+        self.boost_ = 0.0
+        """Added to the output of the first token mixer."""
+        self.mlp_scale_ = 1.0
+        self.residual_taps = None
+
+    def __getattr__(self, name: str) -> Any:
+        role = role_of(name)
+        if role is Role.OTHER or name == "mixer":
+            role = role_of(self.builds_.get(name, ""))
+        if name in self.passing_:
+            return _Submodule(lambda *a, **k: self._pass(*a, **k))
+        runs = {Role.NORM: self._norm(name), Role.MIXER: self._mix, Role.MLP: self._mlp}
+        return _Submodule(runs[role]) if role in runs else Neutral(self.truth_)
+
+    def _norm(self, name: str) -> Callable[..., Any]:
+        def norm(hidden: Toy, residual: Toy | None = None) -> Any:
+            if residual is None:
+                return Toy(hidden.number)
+            if self.adding_(name):  # in place, as upstream's kernel is
+                residual.number += hidden.number
+                hidden.number = residual.number
+            return hidden, residual
+
+        return norm
+
+    def _mix(self, *args: Any, **kwargs: Any) -> Toy:
+        output = math.sin(_inputs(args, kwargs)[0].number) + 0.25
+        self.mixed_.append(output + (0.0 if self.mixed_ else self.boost_))
+        for buffer in _inputs(args, kwargs, buffers=True):
+            buffer.number, buffer.is_buffer = self.mixed_[-1], False
+        return Toy(self.mixed_[-1])
+
+    def _mlp(self, *args: Any, **kwargs: Any) -> Toy:
+        number = _inputs(args, kwargs)[0].number
+        return Toy(self.mlp_scale_ * (math.cos(number) + 0.125))
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Toy:
+        return _inputs(args, kwargs)[0] + self._mix(*args, **kwargs)
+
+
+class _Submodule(Neutral):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__(truth=True)
+        self.run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __getitem__(self, index: object) -> _Submodule:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name.startswith("forward") else Neutral()
+
+
+def _inputs(args: Any, kwargs: Any, buffers: bool = False) -> list[Toy]:
+    given = [kwargs.get("hidden_states"), *args, *kwargs.values()]
+    return [t for t in given if isinstance(t, Toy) and t.is_buffer == buffers]
+
+
+def fused_allreduce(hidden: Toy, residual: Toy, norm: Any) -> Any:
+    """The functions that reduce, add and norm at once, on one rank."""
+    total = hidden.number + residual.number
+    return Toy(total), Toy(total)
+
+
+def methods(source: str, name: str, taps: Taps) -> dict[str, Any]:
+    """The methods of class `name` in `source`, with toys for all that they use."""
+    tree = ast.parse(source)
+    cls = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    wanted = [n for n in cls.body if isinstance(n, ast.FunctionDef)]
+    for function in wanted:
+        function.decorator_list = []
+    future = ast.parse("from __future__ import annotations").body
+    names = Globals(
+        torch=Torch(),
+        residual_tap=taps,
+        isinstance=lambda value, kind: False,
+        fused_allreduce_rms_norm=fused_allreduce,
+        fused_allreduce_gemma_rms_norm=fused_allreduce,
+    )
+    exec(compile(ast.Module([*future, *wanted], []), name, "exec"), names)
+    return {f.name: names[f.name] for f in wanted if f.name != "__init__"}
+
+
+def run(
+    layer: Layer, hidden: float, residual: float | None, taps: Taps
+) -> float:
+    """Call `forward`; the stream that leaves it, as its last hook point carries it."""
+    arguments: dict[str, Any] = {}
+    function = type(layer).forward
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ("hidden_states", "x"):
+            arguments[name] = Toy(hidden)
+        elif name == "residual":
+            arguments[name] = None if residual is None else Toy(residual)
+        elif role_of(name) is Role.MLP:
+            arguments[name] = getattr(layer, name)
+        elif name != "self" and parameter.default is inspect.Parameter.empty:
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                arguments[name] = Neutral()
+    result = function(layer, **arguments)
+    parts = result if isinstance(result, tuple) else (result,)
+    toys = [part for part in parts if isinstance(part, Toy)]
+    return sum(t.number for t in (toys if taps.paired["post_block"] else toys[:1]))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of activation capture."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from vllm.config.utils import config
+
+OverloadPolicy = Literal["block", "drop", "spill"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ConsumerConfig:
+    """One consumer instance: which class, under which name, with what parameters."""
+
+    name: str
+    """The name of an entry point in the group `vllm.capture_consumers`."""
+    instance_name: str = ""
+    """The name under which requests address the instance; `name` if empty."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """What the consumer's constructor gets."""
+
+    @model_validator(mode="after")
+    def _default_instance_name(self) -> "ConsumerConfig":
+        if not self.instance_name:
+            object.__setattr__(self, "instance_name", self.name)
+        return self
+
+
+def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
+    """A consumer as the command line gives it: `NAME[:key=value,...]`.
+
+    A value that is JSON (`8`, `true`, `[0,1]`, `{"post_block":[3]}`) is read as
+    JSON, anything else as text. The key `instance_name` names the instance.
+
+    Raises:
+        ValueError: the text does not have this form.
+
+    """
+    if isinstance(text, dict):
+        unknown = text.keys() - {"name", "instance_name", "params"}
+        if unknown or not isinstance(text.get("name"), str):
+            raise ValueError(
+                f"a capture consumer is {{'name', 'instance_name'?, 'params'?}}, "
+                f"got the keys {sorted(text)}"
+            )
+        return ConsumerConfig(**text)
+    stripped = text.strip()
+    if stripped.startswith("{"):
+        return parse_consumer(json.loads(stripped))
+    name, _, rest = stripped.partition(":")
+    if not name:
+        raise ValueError(
+            f"--capture-consumers {text!r}: expected NAME[:key=value,...], for "
+            "example filesystem:root=/data/captures"
+        )
+    params = {}
+    for item in _split_outside_json(rest):
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ValueError(
+                f"--capture-consumers {text!r}: {item!r} is not key=value; separate "
+                "parameters by commas, and quote a value with a comma as JSON"
+            )
+        params[key.strip()] = _json_or_text(value.strip())
+    instance_name = str(params.pop("instance_name", ""))
+    return ConsumerConfig(name, instance_name, params)
+
+
+def _split_outside_json(text: str) -> list[str]:
+    """`text` split at commas that are not within brackets, braces or quotes."""
+    parts, depth, quoted, begin, index = [], 0, False, 0, 0
+    while index < len(text):
+        letter = text[index]
+        if quoted:
+            index += letter == "\\"
+            quoted = letter != '"'
+        elif letter == '"':
+            quoted = True
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            parts.append(text[begin:index])
+            begin = index + 1
+        index += 1
+    return [part for part in (*parts, text[begin:]) if part.strip()]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+@config
+class CaptureConfig:
+    """Configuration of activation capture."""
+
+    consumers: list[ConsumerConfig] = Field(default_factory=list)
+    """The consumer instances that receive captured rows."""
+    driver_instances: list[str] = Field(default_factory=list)
+    """Names of ready instances that live beside the `LLM`, set by it."""
+    driver_key: str = ""
+    """Finds the ready instances again, in the process of the `LLM`."""
+    hook_points: dict[int, list[str]] | None = None
+    """The hook points of each layer of the loaded model, set once it is loaded."""
+    staging_bytes: int = Field(default=256 * MIB, gt=0)
+    """Device memory, in bytes, that captured rows pass through. Half of it bounds
+    what one step captures; a step with more gets fewer prompt tokens."""
+    dispatch_queue_size: int = Field(default=1024, gt=0)
+    """How many packets of rows may wait for a consumer."""
+    dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)
+    """How many bytes of rows may wait for a consumer."""
+    overload_policy: OverloadPolicy = "block"
+    """What happens when a consumer's queue is full: `block` slows the engine
+    down. `drop` and `spill` are not available yet."""
+    graphsafe_keys: list[str] = Field(default_factory=list)
+    """`LAYER:HOOK`, accepted for compatibility: every key is graph-safe."""
+
+    @field_validator("consumers", mode="before")
+    @classmethod
+    def _parse_consumers(cls, value: Any) -> Any:
+        return [
+            entry if isinstance(entry, ConsumerConfig) else parse_consumer(entry)
+            for entry in value
+        ]
+
+    @field_validator("overload_policy")
+    @classmethod
+    def _only_block(cls, value: OverloadPolicy) -> OverloadPolicy:
+        if value != "block":
+            raise ValueError(
+                f"--capture-overload-policy {value} is not available yet; use block"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _distinct_instances(self) -> "CaptureConfig":
+        names = [entry.instance_name for entry in self.consumers]
+        names += self.driver_instances
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"two capture consumers are named {name!r}; give one of them "
+                    "another instance_name"
+                )
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any consumer exists."""
+        return bool(self.consumers or self.driver_instances)
+
+    def rows_per_step(self, row_bytes: int) -> int:
+        """How many rows of `row_bytes` bytes a step may capture."""
+        return self.staging_bytes // row_bytes // 2
+
+    def compute_hash(self) -> str:
+        """Hash of what changes the model's graph: whether taps are compiled in."""
+        from vllm.config.utils import hash_factors
+
+        return hash_factors({"capture": self.enabled})

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens at one hook point of one layer: copy rows out, change rows.
+
+Legend: T tokens of the step (padding included), H width of the stream,
+S rows of staging memory, K hook points of this process.
+"""
+
+import torch
+
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+class Launch:
+    """Whether `capture_rows` launches anything in the forward pass under way.
+
+    Set by the runner's adapter before each pass, read while a pass runs eagerly
+    or is recorded as a graph; replaying a graph does what was recorded. Engine
+    thread only.
+    """
+
+    capture: bool = False
+
+
+class ResidualTap:
+    """The hook point of one layer: persistent tensors that recorded graphs read.
+
+    Both features are optional. All arguments that differ between layers are
+    tensors, so that equal subgraphs stay equal for the compile cache.
+    """
+
+    def __init__(
+        self,
+        slots: torch.Tensor | None = None,  # [T], int32, strided: -1 or a staging row
+        staging: torch.Tensor | None = None,  # [S, H]
+    ) -> None:
+        self.slots = slots
+        self.staging = staging
+
+    def __call__(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Capture, then intervene; returns the pair that the layer goes on with."""
+        if self.slots is not None:
+            torch.ops.vllm.capture_rows(
+                hidden_states, residual, self.slots, self.staging, False
+            )
+        return hidden_states, residual
+
+    def on_partial(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `__call__`, for a branch that still waits for its all-reduce."""
+        if get_tensor_model_parallel_world_size() == 1:
+            return self(hidden_states, residual)
+        if self.slots is not None:
+            torch.ops.vllm.capture_rows(
+                hidden_states, residual, self.slots, self.staging, True
+            )
+        return hidden_states, residual
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _capture_rows_kernel(
+        hidden_ptr,  # [T, H]
+        residual_ptr,  # [T, H] or unused
+        slots_ptr,  # [T]
+        staging_ptr,  # [S, H]
+        hidden_stride,
+        residual_stride,
+        slots_stride,
+        staging_stride,
+        width,
+        HAS_RESIDUAL: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0)
+        slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
+        if slot < 0:
+            return
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < width
+            row = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask)
+            if HAS_RESIDUAL:
+                # Summed and rounded as the next fused add-norm does it.
+                other = tl.load(
+                    residual_ptr + token * residual_stride + column, mask=mask
+                )
+                row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
+            tl.store(staging_ptr + slot * staging_stride + column, row, mask=mask)
+
+
+def capture_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    staging: torch.Tensor,
+    partial: bool,
+) -> None:
+    """Copy the rows that have a slot to staging: `staging[slots[t]] = stream[t]`.
+
+    Args:
+        hidden: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
+        residual: the other half, or None.
+        slots: `[>= T]` int32, -1 where the token's row is not wanted.
+        staging: `[S, H]` in the stream's dtype.
+        partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
+
+    """
+    if not Launch.capture:
+        return
+    if partial:
+        # All ranks launch alike, so all of them come here. The layer goes on with
+        # its own part: only the copy is summed.
+        hidden = tensor_model_parallel_all_reduce(hidden)
+    if hidden.dim() > 2:
+        hidden = hidden.flatten(0, -2)
+        residual = None if residual is None else residual.flatten(0, -2)
+    if hidden.is_cuda:
+        assert hidden.stride(-1) == 1 and staging.stride(-1) == 1
+        num_tokens, width = hidden.shape
+        _capture_rows_kernel[(num_tokens,)](
+            hidden,
+            residual,
+            slots,
+            staging,
+            hidden.stride(0),
+            0 if residual is None else residual.stride(0),
+            slots.stride(0),
+            staging.stride(0),
+            width,
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=min(triton.next_power_of_2(width), 4096),
+            num_warps=8,
+        )
+        return
+    slots = slots[: hidden.shape[0]]
+    tokens = (slots >= 0).nonzero().squeeze(1)
+    rows = hidden[tokens]
+    if residual is not None:
+        rows = rows + residual[tokens]
+    staging[slots[tokens].long()] = rows.to(staging.dtype)
+
+
+def _capture_rows_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    staging: torch.Tensor,
+    partial: bool,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="capture_rows",
+    op_func=capture_rows,
+    mutates_args=["staging"],
+    fake_impl=_capture_rows_fake,
+)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder layer calls at its hook points.
+
+The build weaves calls of `pair`, `partial`, `stream` and `value` into the
+`forward` of every decoder layer, and the decorator `tapped` onto its class.
+With capture and steering off, `layer.residual_taps` is None: the calls return
+their arguments, and nothing of them is left in a compiled graph.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.residual_ops import ResidualTap
+
+LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
+
+
+def tapped(*points: str) -> Callable[[LayerClass], LayerClass]:
+    """Class decorator: `forward` of this decoder layer has calls at `points`."""
+
+    def record(layer_class: LayerClass) -> LayerClass:
+        layer_class.residual_taps = None  # type: ignore[attr-defined]
+        layer_class.hook_points = points  # type: ignore[attr-defined]
+        layer_class.hook_points_forward = layer_class.forward  # type: ignore[attr-defined]
+        return layer_class
+
+    return record
+
+
+def hook_points(layer: nn.Module) -> tuple[str, ...]:
+    """The hook points of `layer`; none if its `forward` is not the woven one.
+
+    A plug-in's subclass that overrides `forward` inherits the record but not
+    the calls.
+    """
+    woven = getattr(type(layer), "hook_points_forward", None)
+    if woven is None or type(layer).forward is not woven:
+        return ()
+    return tuple(type(layer).hook_points)  # type: ignore[attr-defined]
+
+
+def attach(layer: nn.Module, taps: Mapping[str, ResidualTap]) -> None:
+    """Give `layer` something to do at its hook points."""
+    # Straight into the instance's dictionary: the class attribute that says
+    # "nothing to do" must stay visible to `torch.compile` on other instances.
+    layer.__dict__["residual_taps"] = dict(taps)
+
+
+def pair(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+    residual: torch.Tensor | None,  # same shape
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A hook point where the stream is `hidden_states + residual`.
+
+    Without a residual `hidden_states` is the stream.
+    """
+    taps = layer.residual_taps
+    if taps is None or point not in taps:
+        return hidden_states, residual
+    return taps[point](hidden_states, residual)
+
+
+def partial(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `pair`, where `hidden_states` is not yet summed over tensor-parallel ranks."""
+    taps = layer.residual_taps
+    if taps is None or point not in taps:
+        return hidden_states, residual
+    return taps[point].on_partial(hidden_states, residual)
+
+
+def stream(
+    layer: nn.Module, point: str, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """A hook point where `hidden_states` is the stream itself."""
+    taps = layer.residual_taps
+    if taps is None or point not in taps:
+        return hidden_states
+    return taps[point](hidden_states, None)[0]
+
+
+value = stream
+"""A hook point at a tensor beside the stream: what enters or leaves the MLP."""

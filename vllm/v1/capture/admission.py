@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request's capture can be carried out, and how: decided once, up front.
+
+After admission nothing can fail for a reason that lies with the user.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.errors import (
+    CaptureValidationError,
+    UnknownCaptureConsumerError,
+)
+from vllm.v1.capture.plan import CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.selectors import fail, plain, resolve_positions
+from vllm.v1.capture.types import (
+    CaptureContext,
+    CaptureSpec,
+    VllmInternalRequestId,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+HookPoints = Mapping[int, tuple[str, ...]]
+"""The hook points of each layer of the loaded model, over all stages."""
+
+
+class Admission:
+    """Turns what requests and consumers ask for into plans."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        consumers: Mapping[str, Any],
+        hook_points: HookPoints,
+    ) -> None:
+        """Args:
+        vllm_config: the engine's configuration.
+        consumers: an instance of each consumer, by instance name.
+        hook_points: of the loaded model.
+
+        """
+        self.consumers = dict(consumers)
+        self._vllm_config = vllm_config
+        self._hook_points = dict(hook_points)
+        self._rows_per_step = vllm_config.capture_config.rows_per_step(
+            self._row_bytes()
+        )
+        self._global_specs = self._read_global_specs()
+
+    def _row_bytes(self) -> int:
+        model_config = self._vllm_config.model_config
+        return int(model_config.get_hidden_size() * model_config.dtype.itemsize)
+
+    def _read_global_specs(self) -> dict[str, CaptureSpec]:
+        specs = {}
+        for name, consumer in self.consumers.items():
+            ask = getattr(consumer, "global_capture_spec", None)
+            spec = ask() if ask is not None else None
+            if spec is not None:
+                # Layers and hooks are the same for every request: a mistake in
+                # them is found now, at start-up.
+                self._taps(spec, self._context("start-up", 1, None), name)
+                specs[name] = spec
+        return specs
+
+    def _context(
+        self, request_id: str, num_prompt_tokens: int, max_tokens: int | None
+    ) -> CaptureContext:
+        model_config = self._vllm_config.model_config
+        parallel_config = self._vllm_config.parallel_config
+        return CaptureContext(
+            vllm_internal_request_id=VllmInternalRequestId(request_id),
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=0,
+            num_hidden_layers=max(self._hook_points, default=-1) + 1,
+            hidden_size=model_config.get_hidden_size(),
+            element_size_bytes=model_config.dtype.itemsize,
+            tensor_parallel_size=parallel_config.tensor_parallel_size,
+            pipeline_parallel_size=parallel_config.pipeline_parallel_size,
+            max_tokens=max_tokens,
+            hook_points=self._hook_points,
+        )
+
+    def plan(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        reply_to: str,
+    ) -> CapturePlan | None:
+        """The plan for a request, None if nothing is captured of it.
+
+        `params.capture` is replaced by its plain form, which travels to workers.
+
+        Raises:
+            CaptureValidationError: naming the parameter, the value, the remedy.
+
+        """
+        if params.capture is None and not self._global_specs:
+            return None
+        ctx = self._context(request_id, num_prompt_tokens, params.max_tokens)
+        if params.capture is not None:
+            params.capture = self._plain_capture(params.capture)
+        wanted = {
+            name: self._taps(spec, ctx, name)
+            for name, spec in self._specs(params.capture or {}, ctx).items()
+        }
+        if not wanted:
+            return None
+        plan = CapturePlan(
+            client_request_id=request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            groups=group_taps(wanted),
+            reply_to=reply_to,
+            num_samples=params.n,
+        )
+        self._check_budget(plan)
+        return plan
+
+    def _plain_capture(self, raw: Any) -> dict[str, Any]:
+        capture = plain(raw)
+        if not isinstance(capture, dict) or not capture:
+            raise fail(
+                "capture must map at least one consumer to what it shall capture, "
+                'for example {"filesystem": {"hooks": {"post_block": [0]}}}',
+                "capture",
+                raw,
+            )
+        for name in capture:
+            consumer = self.consumers.get(name)
+            if consumer is None:
+                having = sorted(self.consumers)
+                raise UnknownCaptureConsumerError(
+                    f"capture: this server has no consumer {name!r}; it has "
+                    f"{having}. Start it with --capture-consumers {name} to add one",
+                    parameter="capture",
+                    value=name,
+                )
+            if not getattr(consumer, "reads_client_spec", False):
+                raise CaptureValidationError(
+                    f"capture.{name}: this consumer takes no requests of its own; "
+                    "its configuration says what it captures. Leave it out",
+                    parameter=f"capture.{name}",
+                    value=capture[name],
+                )
+        return capture
+
+    def _specs(
+        self, capture: Mapping[str, Any], ctx: CaptureContext
+    ) -> dict[str, CaptureSpec]:
+        specs = dict(self._global_specs)
+        for name, raw in capture.items():
+            try:
+                specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
+            except CaptureValidationError:
+                raise
+            except Exception as error:
+                # A plug-in's own way of saying no.
+                raise CaptureValidationError(
+                    f"capture.{name}: {error}", parameter=f"capture.{name}", value=raw
+                ) from error
+        return specs
+
+    def _taps(
+        self, spec: CaptureSpec, ctx: CaptureContext, name: str
+    ) -> dict[Tap, Ranges]:
+        """Every tap of a spec with its positions; checks what a plug-in returned."""
+        ranges = resolve_positions(spec.positions, ctx, f"capture.{name}.positions")
+        taps: dict[Tap, Ranges] = {}
+        for hook, layers in spec.hooks.items():
+            for layer in layers:
+                if hook not in self._hook_points.get(layer, ()):
+                    raise fail(
+                        f"capture.{name}: layer {layer} of this model has no hook "
+                        f"point {hook!r}; it has "
+                        f"{list(self._hook_points.get(layer, ()))}, and the layers "
+                        f"are 0 to {ctx.num_hidden_layers - 1}",
+                        f"capture.{name}.hooks",
+                        {hook: layers},
+                    )
+                taps[layer, str(hook)] = ranges
+        return taps
+
+    def _check_budget(self, plan: CapturePlan) -> None:
+        """Refuse what could never be scheduled: more taps than a step has rows."""
+        per_token = sum(len(group.taps) for group in plan.groups)
+        if per_token > self._rows_per_step:
+            raise fail(
+                f"capture: {per_token} hook points at one token exceed the "
+                f"{self._rows_per_step} rows that one step may capture; capture "
+                "fewer layers, or start the server with a larger "
+                "--capture-staging-bytes",
+                "capture",
+                per_token,
+            )
+        config = self._vllm_config.scheduler_config
+        ranges = union(group.ranges for group in plan.groups)
+        rows = plan.rows_in(0, plan.num_prompt_tokens)
+        if ranges and not config.enable_chunked_prefill and rows > self._rows_per_step:
+            raise fail(
+                f"capture: without chunked prefill the {rows} rows of this prompt "
+                f"must fit one step, which may capture {self._rows_per_step}; "
+                "enable chunked prefill or capture fewer positions",
+                "capture",
+                rows,
+            )

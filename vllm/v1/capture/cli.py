@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture on the command line and among the engine's arguments."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from vllm.config.capture import CaptureConfig
+from vllm.logger import init_logger
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.registry import check_consumer, consumer_class
+from vllm.v1.capture.types import HOOK_NAMES
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
+
+_READY: dict[str, dict[str, Any]] = {}
+"""Ready instances by the key that their configuration carries, in this process."""
+
+
+def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `EngineArgs` has fields for."""
+    group = parser.add_argument_group(
+        "capture", "Activations of the residual stream, delivered to consumers."
+    )
+    group.add_argument(
+        "--capture-consumers",
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME[:key=value,...]",
+        help="A consumer of captured activations, such as "
+        "filesystem:root=/data/captures; repeatable. Values that are JSON are read "
+        "as JSON; instance_name=... names the instance.",
+    )
+    group.add_argument(
+        "--capture-staging-bytes",
+        type=int,
+        default=None,
+        help="Device memory that captured rows pass through; half of it bounds what "
+        "one step captures.",
+    )
+    group.add_argument(
+        "--capture-dispatch-queue-size",
+        type=int,
+        default=None,
+        help="How many packets of rows may wait for a consumer.",
+    )
+    group.add_argument(
+        "--capture-overload-policy",
+        choices=["block", "drop", "spill"],
+        default=None,
+        help="What happens when a consumer's queue is full.",
+    )
+    group.add_argument(
+        "--capture-graphsafe-key",
+        action="append",
+        default=None,
+        metavar="LAYER:HOOK",
+        help="Accepted for compatibility; every key is graph-safe.",
+    )
+
+
+def capture_config(args: "EngineArgs") -> CaptureConfig:
+    """The configuration that the engine's arguments stand for.
+
+    Raises:
+        ValueError: a consumer is unknown, badly written or not a consumer.
+
+    """
+    entries: list[Any] = []
+    ready: dict[str, Any] = {}
+    given = args.capture_consumers or []
+    for entry in [given] if isinstance(given, (str, dict)) else given:
+        if isinstance(entry, (str, dict)):
+            entries.append(entry)
+        else:
+            name = _name_of(entry)
+            check_consumer(entry, name)
+            if entry.location != "driver":
+                raise CaptureValidationError(
+                    f"capture consumer {name!r}: a ready instance must have "
+                    'location "driver", as workers live in other processes; give '
+                    "its class an entry point, or set its location",
+                    parameter="capture_consumers",
+                    value=name,
+                )
+            if name in ready:
+                raise CaptureValidationError(
+                    f"two capture consumers are named {name!r}; give one of them "
+                    "an attribute `instance_name`",
+                    parameter="capture_consumers",
+                    value=name,
+                )
+            ready[name] = entry
+    key = ""
+    if ready:
+        key = uuid4().hex
+        _READY[key] = ready
+    chosen: dict[str, Any] = {
+        "staging_bytes": args.capture_staging_bytes,
+        "dispatch_queue_size": args.capture_dispatch_queue_size,
+        "overload_policy": args.capture_overload_policy,
+    }
+    config = CaptureConfig(
+        consumers=entries,
+        driver_instances=list(ready),
+        driver_key=key,
+        graphsafe_keys=args.capture_graphsafe_key or [],
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+    for consumer in config.consumers:
+        check_consumer(consumer_class(consumer.name), consumer.name)
+    _check_graphsafe_keys(config.graphsafe_keys)
+    return config
+
+
+def ready_instances(config: CaptureConfig) -> dict[str, Any]:
+    """The ready instances that belong to a configuration."""
+    return _READY.get(config.driver_key, {})
+
+
+def _name_of(instance: Any) -> str:
+    return str(getattr(instance, "instance_name", type(instance).__name__))
+
+
+def _check_graphsafe_keys(keys: list[str]) -> None:
+    for key in keys:
+        layer, _, hook = key.partition(":")
+        if not layer.isdigit() or hook not in HOOK_NAMES:
+            raise CaptureValidationError(
+                f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
+                f"3:post_block; the hook points are {list(HOOK_NAMES)}",
+                parameter="capture_graphsafe_key",
+                value=key,
+            )
+    if keys:
+        logger.info(
+            "--capture-graphsafe-key changes nothing: every key is captured inside "
+            "CUDA graphs"
+        )

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer that writes rows to files."""
+
+from vllm.v1.capture.consumers.filesystem.consumer import FilesystemConsumer
+from vllm.v1.capture.consumers.filesystem.reader import (
+    read_per_file,
+    read_request,
+)
+from vllm.v1.capture.consumers.filesystem.types import FilesystemCaptureRequest
+
+__all__ = [
+    "FilesystemCaptureRequest",
+    "FilesystemConsumer",
+    "read_per_file",
+    "read_request",
+]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer that says in the log what was captured, to see that capture works."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.selectors import parse_spec
+from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class LoggingConsumer(CaptureConsumer):
+    """Logs one line per key: shape, dtype and mean norm of the rows.
+
+    Parameters: `hooks` and `positions`, the global spec (none by default), with
+    `hooks` as `{hook: [layers]}`. Requests may ask for more under `logging`.
+    """
+
+    location: Literal["worker", "driver"] = "worker"
+    reads_client_spec: ClassVar[bool] = True
+
+    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
+        unknown = params.keys() - {"hooks", "positions"}
+        if unknown:
+            raise CaptureValidationError(
+                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks and "
+                "positions",
+                parameter=f"capture_consumers.logging.{sorted(unknown)[0]}",
+                value=params[sorted(unknown)[0]],
+            )
+        self._spec = (
+            CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
+            if "hooks" in params
+            else None
+        )
+
+    def global_capture_spec(self) -> CaptureSpec | None:
+        """What the parameters say."""
+        return self._spec
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        """`{"hooks": ..., "positions": ...}`."""
+        return parse_spec(raw, ctx, "capture.logging")
+
+    def on_capture(
+        self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
+    ) -> str:
+        """Log the rows; the line is the result's payload."""
+        norm = tensor.float().norm(dim=-1).mean().item() if len(tensor) else 0.0
+        line = (
+            f"{sidecar['client_request_id']} layer {key[1]} {key[2]}: "
+            f"{tuple(tensor.shape)} {sidecar['dtype']}, mean norm {norm:.4g}"
+        )
+        logger.info("captured %s", line)
+        return line
+
+    def on_error(self, key: CaptureKey, error: str) -> None:
+        """Log the failure."""
+        logger.error("capture of %s failed: %s", key, error)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in the engine core: what its methods of the same names do."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.v1.capture.wire import CaptureEnd
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
+    """Requests have ended for the client: tell the workers, after their steps.
+
+    While the engine runs steps the next one carries the message, so that nothing
+    waits; an idle engine is told at once.
+    """
+    decoded = [
+        end if isinstance(end, CaptureEnd) else msgspec.convert(end, CaptureEnd)
+        for end in ends
+    ]
+    if core.scheduler.has_requests():
+        core.scheduler.capture.add_ends(decoded)
+    else:
+        end_captures_now(core, decoded)
+
+
+def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
+    """As `end_captures`, where no further step may follow.
+
+    A core in the process of its front end runs steps only as long as requests
+    are unfinished for the latter.
+    """
+    from vllm.v1.worker import residual_stream
+
+    core.model_executor.collective_rpc(residual_stream.end_captures, args=(ends,))
+
+
+def note_hook_points(core: "EngineCore") -> None:
+    """Put the loaded model's hook points, over all stages, into the configuration."""
+    from vllm.v1.worker import residual_stream
+
+    stages = core.model_executor.collective_rpc(residual_stream.hook_points_of)
+    core.vllm_config.capture_config.hook_points = {
+        layer: points for stage in stages for layer, points in stage.items()
+    }

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can get wrong about capture, as upstream's client errors (HTTP 400)."""
+
+from vllm.exceptions import VLLMValidationError
+
+
+class CaptureValidationError(VLLMValidationError, ValueError):
+    """A capture request that cannot be carried out as it stands.
+
+    The message names the parameter, the value and the remedy. It is a
+    `ValueError` too, which is what offline users catch.
+    """
+
+
+class UnknownCaptureConsumerError(CaptureValidationError):
+    """A consumer name that no entry point, entry of the configuration or
+    instance of this server has."""

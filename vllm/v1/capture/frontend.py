@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in the front end: admission, the ends of requests, and their results."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.capture.admission import Admission
+from vllm.v1.capture.channel import (
+    ChunksMessage,
+    EndMessage,
+    Inbox,
+    Message,
+    ResultMessage,
+)
+from vllm.v1.capture.engine import end_captures_now
+from vllm.v1.capture.lane import Ending, SinkLane
+from vllm.v1.capture.cli import ready_instances
+from vllm.v1.capture.registry import as_sink, build_consumer
+from vllm.v1.capture.results import merge, merge_samples
+from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.capture.wire import CaptureEnd
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import RequestState
+
+logger = init_logger(__name__)
+
+WAIT_SECONDS = 120.0
+"""How long a request that waits for its results waits at most."""
+
+KEPT_RESULTS = 4096
+"""Results of requests that nobody waited for are kept for this many requests."""
+
+
+@dataclass
+class _Sample:
+    """What is known of one sample's results: per instance, per stage."""
+
+    instances: tuple[str, ...]
+    stages: int
+    results: dict[str, dict[int, CaptureResult]] = field(default_factory=dict)
+
+    def complete(self) -> bool:
+        return all(
+            len(self.results.get(name, ())) == self.stages for name in self.instances
+        )
+
+    def merged(self, request_id: str) -> dict[str, CaptureResult]:
+        merged = {}
+        for name in self.instances:
+            got = self.results.get(name, {})
+            if len(got) < self.stages:
+                key: Any = (request_id, -1, "*")
+                merged[name] = CaptureResult(key, "pending")
+            else:
+                merged[name] = merge(request_id, [got[s] for s in sorted(got)])
+        return merged
+
+
+@dataclass
+class _Tracked:
+    """A request as the client knows it: one id, one or more samples."""
+
+    samples: dict[int, _Sample] = field(default_factory=dict)
+
+    def complete(self) -> bool:
+        return all(sample.complete() for sample in self.samples.values())
+
+    def merged(self, request_id: str) -> dict[str, CaptureResult]:
+        each = {
+            index: sample.merged(request_id) for index, sample in self.samples.items()
+        }
+        if len(each) == 1:
+            return next(iter(each.values()))
+        names = sorted({name for results in each.values() for name in results})
+        return {
+            name: merge_samples(
+                request_id, {index: each[index][name] for index in sorted(each)}
+            )
+            for name in names
+        }
+
+
+class CaptureFrontend:
+    """One per engine client; the engine calls it from one thread, results come
+    in on another."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        admission: Admission,
+        send_ends: Callable[[list[CaptureEnd]], None],
+    ) -> None:
+        """Args:
+        vllm_config: the engine's configuration.
+        admission: checks what requests ask for.
+        send_ends: gives the engine the ends of requests.
+
+        """
+        config = vllm_config.capture_config
+        self._stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._admission = admission
+        self._send_ends = send_ends
+        self._tracked: dict[str, _Tracked] = {}
+        self._owner: dict[str, tuple[str, int]] = {}
+        self._ends: list[CaptureEnd] = []
+        self._changed = threading.Condition()
+        self._waiters: dict[str, list[Callable[[], None]]] = {}
+        self._lanes = {
+            name: SinkLane(
+                name,
+                as_sink(consumer),
+                config.dispatch_queue_bytes,
+                config.dispatch_queue_size,
+            )
+            for name, consumer in admission.consumers.items()
+            if consumer.location == "driver"
+        }
+        self._inbox = Inbox(self._receive)
+
+    def admit(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        resumable: bool = False,
+    ) -> None:
+        """Check what a request asks for and put its plan into `params`.
+
+        Raises:
+            CaptureValidationError: nothing was scheduled; the message says what
+                to change.
+
+        """
+        if resumable and params.capture is not None:
+            raise fail(
+                "capture: a request with streaming input cannot be captured yet; "
+                "send the whole prompt",
+                "capture",
+                params.capture,
+            )
+        params._capture_plan = self._admission.plan(
+            request_id, params, num_prompt_tokens, self._inbox.address
+        )
+
+    def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
+        """A sample is about to be sent to the engine."""
+        plan = params._capture_plan
+        if plan is None:
+            return
+        parent = state.parent_req.request_id if state.parent_req else state.request_id
+        with self._changed:
+            tracked = self._tracked.setdefault(parent, _Tracked())
+            tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
+            state.capture_id = parent
+            self._owner[state.request_id] = (parent, state.request_index)
+
+    def end_request(self, state: "RequestState", finish_reason: str) -> None:
+        """A sample has ended for the client: by a stop, its length, or an abort."""
+        with self._changed:
+            owner = self._owner.get(state.request_id)
+            if owner is None:
+                return
+            sample = self._tracked[owner[0]].samples[owner[1]]
+        assert state.detokenizer is not None
+        token_ids = list(state.detokenizer.output_token_ids)
+        self._ends.append(
+            CaptureEnd(
+                request_id=state.request_id,
+                reply_to=self._inbox.address,
+                token_ids=token_ids,
+                sample_index=state.request_index,
+                finish_reason=finish_reason,
+                instances=list(sample.instances),
+            )
+        )
+
+    def flush(self) -> None:
+        """Send the ends that were noted to the engine.
+
+        Called after a batch of outputs, when every output that the ends rest on
+        has been processed.
+        """
+        if self._ends:
+            ends, self._ends = self._ends, []
+            self._send_ends(ends)
+
+    def results(self, output: "RequestOutput") -> None:
+        """Put what is known by now into a final output."""
+        parent = output.capture_id
+        if parent is None:
+            return
+        with self._changed:
+            tracked = self._tracked.get(parent)
+            if tracked is None:
+                return
+            merged = tracked.merged(output.request_id)
+            output.capture_results = merged
+            if tracked.complete():
+                self._forget(parent)
+
+    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+        """Wait for the results of final outputs, and put them in."""
+        deadline = monotonic() + WAIT_SECONDS
+        for output in outputs:
+            parent = getattr(output, "capture_id", None)
+            if parent is None:
+                continue
+            with self._changed:
+                self._changed.wait_for(
+                    lambda parent=parent: self._is_complete(parent),  # type: ignore[misc]
+                    max(deadline - monotonic(), 0.0),
+                )
+            self.results(output)
+
+    async def complete(
+        self, output: "RequestOutput", params: "SamplingParams"
+    ) -> None:
+        """Put results into a final output; wait for them if the request says so."""
+        if output.finished and output.capture_id is not None:
+            if params.capture_wait:
+                await self._wait_async(output, output.capture_id)
+            self.results(output)
+
+    async def _wait_async(self, output: "RequestOutput", parent: str) -> None:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        with self._changed:
+            if not self._is_complete(parent):
+                self._waiters.setdefault(parent, []).append(
+                    lambda: loop.call_soon_threadsafe(done.set)
+                )
+            else:
+                done.set()
+        try:
+            await asyncio.wait_for(done.wait(), WAIT_SECONDS)
+        except asyncio.TimeoutError:
+            logger.warning(
+                "The capture results of %s did not arrive within %.0f s",
+                output.request_id,
+                WAIT_SECONDS,
+            )
+
+    def close(self) -> None:
+        """Shut driver-side consumers down and stop listening."""
+        for lane in self._lanes.values():
+            lane.close(30.0)
+        self._inbox.close()
+
+    def _is_complete(self, parent: str) -> bool:
+        tracked = self._tracked.get(parent)
+        return tracked is None or tracked.complete()
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, ChunksMessage):
+            self._lanes[message.instance].submit([c.chunk() for c in message.chunks])
+        elif isinstance(message, EndMessage):
+            self._finish_driver_side(message)
+        else:
+            self._note(
+                message.request_id, message.instance, message.stage, message.result()
+            )
+
+    def _finish_driver_side(self, message: EndMessage) -> None:
+        finalizes = tuple(
+            CaptureFinalize((message.request_id, e.layer, e.hook), e.value)  # type: ignore[arg-type]
+            for e in message.sidecars
+        )
+        self._lanes[message.instance].finish(
+            Ending(
+                message.request_id,
+                finalizes,
+                lambda result: self._note(
+                    message.request_id, message.instance, message.stage, result
+                ),
+            )
+        )
+
+    def _note(
+        self, request_id: str, instance: str, stage: int, result: CaptureResult
+    ) -> None:
+        with self._changed:
+            owner = self._owner.get(request_id)
+            if owner is None:
+                return
+            parent, index = owner
+            tracked = self._tracked[parent]
+            tracked.samples[index].results.setdefault(instance, {})[stage] = result
+            if tracked.complete():
+                for wake in self._waiters.pop(parent, []):
+                    wake()
+                self._changed.notify_all()
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Forget complete results that nobody has fetched, oldest first."""
+        if len(self._tracked) <= KEPT_RESULTS:
+            return
+        for parent, tracked in list(self._tracked.items()):
+            if tracked.complete():
+                self._forget(parent)
+                if len(self._tracked) <= KEPT_RESULTS:
+                    return
+
+    def _forget(self, parent: str) -> None:
+        self._tracked.pop(parent, None)
+        for request_id in [r for r, (p, _) in self._owner.items() if p == parent]:
+            del self._owner[request_id]
+
+
+class NoCapture:
+    """The front end of a server without consumers: refuses, otherwise does nothing."""
+
+    def admit(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        resumable: bool = False,
+    ) -> None:
+        """Refuse a request that wants something captured.
+
+        Raises:
+            CaptureValidationError: there is nobody to capture for.
+
+        """
+        if params.capture is not None:
+            raise fail(
+                "capture: this server has no capture consumers; start it with "
+                "--capture-consumers NAME, or LLM(capture_consumers=[...]) offline",
+                "capture",
+                params.capture,
+            )
+
+    def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
+        """Nothing is tracked."""
+
+    def end_request(self, state: "RequestState", finish_reason: str) -> None:
+        """Nothing is tracked."""
+
+    def flush(self) -> None:
+        """Nothing is sent."""
+
+    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+        """There is nothing to wait for."""
+
+    async def complete(
+        self, output: "RequestOutput", params: "SamplingParams"
+    ) -> None:
+        """There are no results."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NO_CAPTURE = NoCapture()
+
+
+def _open(
+    engine: "LLMEngine | AsyncLLM", send: Callable[[list[CaptureEnd]], None]
+) -> CaptureFrontend | NoCapture:
+    config = engine.vllm_config.capture_config
+    if not config.enabled:
+        return NO_CAPTURE
+    consumers = {
+        entry.instance_name: build_consumer(entry, engine.vllm_config)
+        for entry in config.consumers
+    }
+    consumers.update(ready_instances(config))
+    points = {
+        layer: tuple(names) for layer, names in (config.hook_points or {}).items()
+    }
+    admission = Admission(engine.vllm_config, consumers, points)
+    frontend = CaptureFrontend(engine.vllm_config, admission, send)
+    engine.input_processor.capture = frontend
+    engine.output_processor.capture = frontend
+    weakref.finalize(engine, frontend.close)
+    return frontend
+
+
+def open_for_engine(engine: "LLMEngine") -> CaptureFrontend | NoCapture:
+    """The front end of an offline engine, whose core may run in this process."""
+    core = engine.engine_core
+
+    def send(ends: list[CaptureEnd]) -> None:
+        if hasattr(core, "call_utility"):
+            core.call_utility("end_captures", ends)
+        else:
+            end_captures_now(core.engine_core, ends)  # type: ignore[attr-defined]
+
+    return _open(engine, send)
+
+
+def open_for_async_engine(engine: "AsyncLLM") -> CaptureFrontend | NoCapture:
+    """The front end of a serving engine, whose core runs in other processes."""
+    core = engine.engine_core
+    # The loop keeps only weak references to tasks.
+    sending: set[asyncio.Task[Any]] = set()
+
+    def send(ends: list[CaptureEnd]) -> None:
+        task = asyncio.ensure_future(core.call_utility_async("end_captures", ends))
+        sending.add(task)
+        task.add_done_callback(_sent)
+
+    def _sent(task: "asyncio.Task[Any]") -> None:
+        sending.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("The end of captures was not sent: %s", task.exception())
+
+    return _open(engine, send)

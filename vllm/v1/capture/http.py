@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in HTTP requests and responses."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.results import merge_samples
+from vllm.v1.capture.types import CaptureResult
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+FIELDS = ("capture", "capture_wait")
+"""Fields of the generation requests; other requests refuse them."""
+
+
+def refuse_unsupported(model_class: Any, data: Any) -> None:
+    """Refuse our fields on a kind of request that cannot carry them.
+
+    Raises:
+        CaptureValidationError: names the field.
+
+    """
+    if not isinstance(data, Mapping):
+        return
+    if data.get("use_beam_search") and data.get("capture") is not None:
+        raise CaptureValidationError(
+            "capture: beam search cannot be captured; leave out use_beam_search",
+            parameter="capture",
+            value=data["capture"],
+        )
+    for name in FIELDS:
+        if name in data and name not in model_class.model_fields:
+            raise CaptureValidationError(
+                f"{name}: {model_class.__name__} cannot be captured; only "
+                "/v1/completions and /v1/chat/completions can",
+                parameter=name,
+                value=data[name],
+            )
+
+
+def response_results(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """`capture_results` of a response to one or several prompts."""
+    found = {
+        index: output.capture_results
+        for index, output in enumerate(outputs)
+        if output is not None and output.capture_results
+    }
+    if not found:
+        return None
+    if len(outputs) == 1:
+        return as_json(found[0])
+    names = sorted({name for results in found.values() for name in results})
+    return as_json(
+        {
+            name: merge_samples(
+                name,
+                {i: results[name] for i, results in found.items() if name in results},
+            )
+            for name in names
+        }
+    )
+
+
+def as_json(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
+    """Results by instance, as JSON."""
+    return {
+        name: {
+            "key": list(result.key),
+            "status": result.status,
+            "error": result.error,
+            "payload": _plain(result.payload),
+        }
+        for name, result in results.items()
+    }
+
+
+def _plain(payload: Any) -> Any:
+    if isinstance(payload, Mapping):
+        if all(isinstance(key, tuple) for key in payload):
+            return [
+                {"layer": layer, "hook": hook, "value": _plain(value)}
+                for (layer, hook), value in payload.items()
+            ]
+        return {str(key): _plain(value) for key, value in payload.items()}
+    if isinstance(payload, (list, tuple)):
+        return [_plain(value) for value in payload]
+    if payload is None or isinstance(payload, (bool, int, float, str)):
+        return payload
+    return str(payload) if isinstance(payload, Path) else repr(payload)
+
+
+def stamp(chunk: Any, output: "RequestOutput") -> None:
+    """Put the results of a final output into the chunk that ends its stream."""
+    if output.finished and output.capture_results:
+        chunk.capture_results = as_json(output.capture_results)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each selected row once, in ascending order, whatever the engine recomputes.
+
+A step computes rows that may turn out not to count: a draft token that is
+rejected, a token past the one that ends the request, a position that is
+computed again after a preemption. The ledger of one group of taps holds rows
+back until that is settled, drops what was superseded, and skips what was
+handed on before.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows at consecutive positions, at all taps of a group."""
+
+    start: int
+    """Token position of the first row."""
+    tensor: torch.Tensor  # [taps, num_rows, hidden_size], on the CPU
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row's."""
+        return self.start + self.tensor.shape[1]
+
+    def between(self, start: int, stop: int) -> "Rows | None":
+        """The part at positions `[start, stop)`, None where there is none."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        if start >= stop:
+            return None
+        part = self.tensor[:, start - self.start : stop - self.start]
+        return Rows(start, part, self.step)
+
+
+class RowLedger:
+    """The rows of one request at one group of taps, on their way to consumers."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Rows] = deque()
+        self._handed_on = 0
+        """Every row below this position was handed on, or is not selected."""
+
+    def add(self, rows: Rows) -> list[Rows]:
+        """Take a step's rows; returns those that have become settled by it.
+
+        A step that computes position p proves that the tokens before p stand,
+        and that whatever was computed at p and after is void.
+        """
+        settled = self._take_below(rows.start)
+        self._pending.clear()
+        fresh = rows.between(self._handed_on, rows.stop)
+        if fresh is not None:
+            self._pending.append(fresh)
+        return settled
+
+    def finish(self, stop: int) -> list[Rows]:
+        """The remaining rows of a request whose last row is at `stop - 1`."""
+        settled = self._take_below(stop)
+        self._pending.clear()
+        return settled
+
+    def _take_below(self, stop: int) -> list[Rows]:
+        taken = []
+        for rows in self._pending:
+            part = rows.between(self._handed_on, stop)
+            if part is not None:
+                taken.append(part)
+                self._handed_on = part.stop
+        return taken

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request has captured, resolved: the form that travels to the workers.
+
+A plan is made once, at admission, from everything that asked for rows of the
+request: the specs it carries and the global specs of consumers. Nothing after
+admission interprets a user's input again. This module imports neither torch
+nor the rest of capture, because `vllm.sampling_params` imports it.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import TypeAlias
+
+import msgspec
+
+OPEN_END = 1 << 40
+"""The end of a range that goes on as long as the request does."""
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Token positions as disjoint, ascending ranges `[start, stop)`."""
+
+Tap: TypeAlias = tuple[int, str]
+"""`(layer, hook)`: a place where rows are read."""
+
+
+def ranges_of(positions: Iterable[int]) -> Ranges:
+    """The ranges that cover exactly `positions`."""
+    ordered = sorted(set(positions))
+    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    spans = [[position for _, position in run] for _, run in runs]
+    return tuple((span[0], span[-1] + 1) for span in spans)
+
+
+def union(ranges: Iterable[Ranges]) -> Ranges:
+    """The ranges that cover what any of `ranges` covers."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(span for spans in ranges for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def overlap(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of `ranges` that lie within `[start, stop)`."""
+    return [
+        (max(first, start), min(last, stop))
+        for first, last in ranges
+        if first < stop and last > start
+    ]
+
+
+class Reader(msgspec.Struct, frozen=True, array_like=True):
+    """One consumer instance that reads a group's rows at `ranges`."""
+
+    instance: str
+    ranges: Ranges
+
+
+class TapGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Taps that are all read at the same positions, by the same readers.
+
+    Grouping is what keeps a step cheap: the rows of a group are placed, copied
+    and handed on as one block `[taps, rows, hidden_size]`.
+    """
+
+    taps: tuple[Tap, ...]
+    ranges: Ranges
+    readers: tuple[Reader, ...]
+
+
+class CapturePlan(msgspec.Struct, frozen=True, array_like=True):
+    """Everything the engine must know about the capture of one request."""
+
+    client_request_id: str
+    num_prompt_tokens: int
+    groups: tuple[TapGroup, ...]
+    reply_to: str
+    """Where the front end that admitted the request listens for results."""
+    num_samples: int = 1
+    """`n` of the request; its samples run as requests of their own."""
+
+    @property
+    def first_prompt_row(self) -> int | None:
+        """The lowest prompt position that is captured, if any is.
+
+        The prefix cache may serve only what lies below it.
+        """
+        starts = [
+            group.ranges[0][0]
+            for group in self.groups
+            if group.ranges and group.ranges[0][0] < self.num_prompt_tokens
+        ]
+        return min(starts, default=None)
+
+    def rows_in(self, start: int, stop: int) -> int:
+        """How many rows, over all taps, the positions `[start, stop)` have."""
+        return sum(
+            len(group.taps) * (last - first)
+            for group in self.groups
+            for first, last in overlap(group.ranges, start, stop)
+        )
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """The consumer instances that read anything of this request, sorted."""
+        return tuple(
+            sorted({reader.instance for g in self.groups for reader in g.readers})
+        )
+
+
+def group_taps(wanted: Mapping[str, Mapping[Tap, Ranges]]) -> tuple[TapGroup, ...]:
+    """Groups that together read, once each, what every instance wants.
+
+    Args:
+        wanted: per consumer instance, the ranges it wants at each tap.
+
+    """
+    readers: dict[Tap, list[Reader]] = {}
+    for instance in sorted(wanted):
+        for tap, ranges in wanted[instance].items():
+            readers.setdefault(tap, []).append(Reader(instance, ranges))
+    by_readers: dict[tuple[Reader, ...], list[Tap]] = {}
+    for tap in sorted(readers):
+        by_readers.setdefault(tuple(readers[tap]), []).append(tap)
+    return tuple(
+        TapGroup(tuple(taps), union(reader.ranges for reader in who), who)
+        for who, taps in by_readers.items()
+    )

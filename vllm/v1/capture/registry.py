@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding consumers: names in the configuration, classes behind entry points."""
+
+from importlib.metadata import entry_points
+from inspect import isabstract
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
+from vllm.v1.capture.errors import (
+    CaptureValidationError,
+    UnknownCaptureConsumerError,
+)
+from vllm.v1.capture.sink import CaptureSink
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.capture import ConsumerConfig
+
+ENTRY_POINT_GROUP = "vllm.capture_consumers"
+
+SIDECAR_FIELDS = frozenset(
+    {
+        "capture_error",
+        "capture_note",
+        "client_request_id",
+        "client_spec",
+        "dtype",
+        "finish_reason",
+        "hidden_size",
+        "hook",
+        "layer",
+        "layer_convention",
+        "model",
+        "num_generated_tokens",
+        "num_prompt_tokens",
+        "num_rows",
+        "num_samples",
+        "pipeline_parallel_rank",
+        "pipeline_parallel_size",
+        "positions",
+        "sample_index",
+        "token_ids",
+        "vllm_internal_request_id",
+    }
+)
+"""What a sidecar can hold; a consumer may require no other field."""
+
+
+def consumer_names() -> list[str]:
+    """The names of all installed consumers."""
+    return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def consumer_class(name: str) -> type[Any]:
+    """The class that the entry point `name` stands for.
+
+    Raises:
+        UnknownCaptureConsumerError: no installed package has this name.
+        CaptureValidationError: the name is taken twice, or what it names is no
+            consumer.
+
+    """
+    found = {
+        entry.value: entry
+        for entry in entry_points(group=ENTRY_POINT_GROUP)
+        if entry.name == name
+    }
+    if not found:
+        raise UnknownCaptureConsumerError(
+            f"capture consumer {name!r} is not installed; installed are "
+            f"{consumer_names()}. A package adds one with an entry point in the "
+            f"group {ENTRY_POINT_GROUP!r}",
+            parameter="capture_consumers",
+            value=name,
+        )
+    if len(found) > 1:
+        raise CaptureValidationError(
+            f"capture consumer {name!r} is defined by several packages "
+            f"({sorted(found)}); uninstall all but one",
+            parameter="capture_consumers",
+            value=name,
+        )
+    (entry,) = found.values()
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        raise CaptureValidationError(
+            f"capture consumer {name!r} ({entry.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}",
+            parameter="capture_consumers",
+            value=name,
+        ) from error
+    check_consumer(loaded, name)
+    return loaded
+
+
+def check_consumer(thing: Any, name: str) -> None:
+    """Refuse what is neither a consumer nor a sink, class or instance."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    location = getattr(thing, "location", None)
+    if issubclass(kind, CaptureConsumer):
+        problem = "it leaves on_capture undefined" if isabstract(kind) else None
+        unknown = kind.required_sidecar_fields - SIDECAR_FIELDS
+        if unknown:
+            problem = (
+                f"it requires the sidecar fields {sorted(unknown)}, which do not "
+                f"exist; there are {sorted(SIDECAR_FIELDS)}"
+            )
+    else:
+        missing = [
+            method
+            for method in ("submit_chunk", "submit_finalize", "get_result", "shutdown")
+            if not callable(getattr(thing, method, None))
+        ]
+        problem = (
+            f"{kind.__name__} is neither a CaptureConsumer nor a CaptureSink (it has "
+            f"no {', '.join(missing)})"
+            if missing
+            else None
+        )
+    if problem is None and location not in ("worker", "driver"):
+        problem = f'its location is {location!r}, not "worker" or "driver"'
+    if problem is not None:
+        raise CaptureValidationError(
+            f"capture consumer {name!r}: {problem}",
+            parameter="capture_consumers",
+            value=name,
+        )
+
+
+def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
+    """An instance for one entry of the configuration.
+
+    Raises:
+        CaptureValidationError: its parameters are wrong; the message names the
+            instance and says what the consumer says.
+
+    """
+    kind = consumer_class(entry.name)
+    try:
+        return kind(vllm_config, dict(entry.params))
+    except Exception as error:
+        raise CaptureValidationError(
+            f"capture consumer {entry.instance_name!r} rejects its parameters "
+            f"{dict(entry.params)}: {error}",
+            parameter="capture_consumers",
+            value=entry.instance_name,
+        ) from error
+
+
+def as_sink(consumer: Any) -> CaptureSink:
+    """`consumer` itself if it takes rows as they come, otherwise batched."""
+    if hasattr(consumer, "submit_chunk"):
+        return consumer
+    return BatchingSink(consumer)
+
+

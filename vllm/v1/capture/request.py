@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One captured request in one worker: from rows to chunks and sidecars."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.capture.lane import Ending
+from vllm.v1.capture.ledger import RowLedger, Rows
+from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.capture.rows import LocalGroup
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+    VllmInternalRequestId,
+)
+
+LAYER_CONVENTION = "0-based block index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnd:
+    """What the front end says of a request that has ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The generated tokens that count."""
+    sample_index: int
+    finish_reason: str
+    answer: Callable[[str, CaptureResult], None]
+    """`answer(instance, result)`: sends a result to the front end."""
+    instances: tuple[str, ...]
+
+    def never_started(self) -> None:
+        """Answer for a request of which this worker has computed nothing."""
+        for instance in self.instances:
+            self.answer(
+                instance,
+                CaptureResult(
+                    (VllmInternalRequestId(self.request_id), -1, "*"),
+                    "error",
+                    f"the request ended ({self.finish_reason}) before any of its "
+                    "rows was computed",
+                ),
+            )
+
+
+class CapturedRequest:
+    """Splits the rows of a request's groups into chunks for each reader.
+
+    Belongs to the dispatcher's thread.
+    """
+
+    def __init__(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        groups: Sequence[LocalGroup],
+        prompt_token_ids: Sequence[int] | None,
+        common: Mapping[str, Any],
+        client_specs: Mapping[str, Any],
+        early: frozenset[str],
+    ) -> None:
+        """Args:
+        req_id: the engine's id.
+        plan: the request's plan.
+        groups: its groups, as far as they are in this process.
+        prompt_token_ids: None for prompts given as embeddings.
+        common: sidecar entries that all requests share.
+        client_specs: what the request says to each instance, as plain data.
+        early: the instances that take rows before it is known that they count.
+
+        """
+        self.req_id = VllmInternalRequestId(req_id)
+        self._plan = plan
+        self._groups = groups
+        self._prompt_token_ids = prompt_token_ids
+        self._common = common
+        self._client_specs = client_specs
+        self._early = early
+        self._ledgers = [RowLedger() for _ in groups]
+        self._held: dict[tuple[int, str], list[CaptureChunk]] = {}
+        self._counts: dict[tuple[int, str], int] = {}
+
+    def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
+        """A step's rows of one group; returns the chunks to submit now."""
+        return self._chunks(group, self._ledgers[group].add(rows))
+
+    def finish(
+        self, end: RequestEnd
+    ) -> tuple[dict[str, list[CaptureChunk]], dict[str, Ending]]:
+        """The remaining chunks, then what each instance is told at the end."""
+        stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
+        chunks: dict[str, list[CaptureChunk]] = {}
+        for number, ledger in enumerate(self._ledgers):
+            settled = self._chunks(number, ledger.finish(stop))
+            for instance, batch in settled.items():
+                chunks.setdefault(instance, []).extend(batch)
+        for (_, instance), held in sorted(self._held.items()):
+            kept = [part for chunk in held if (part := _trim(chunk, stop))]
+            chunks.setdefault(instance, []).extend(kept)
+        self._held.clear()
+        for batch in chunks.values():
+            batch.sort(key=lambda chunk: (chunk.key[1:], chunk.row_offset))
+        endings = {
+            instance: Ending(
+                self.req_id,
+                tuple(self._finalizes(instance, end, stop)),
+                lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
+            )
+            for instance in self._plan.instances
+        }
+        return chunks, endings
+
+    def _chunks(
+        self, number: int, settled: Sequence[Rows]
+    ) -> dict[str, list[CaptureChunk]]:
+        ready: dict[str, list[CaptureChunk]] = {}
+        group = self._groups[number]
+        for rows in settled:
+            for reader in group.readers:
+                for chunk in self._chunks_for(number, reader, rows):
+                    if reader.instance in self._early or not self._may_void(chunk):
+                        ready.setdefault(reader.instance, []).append(chunk)
+                    else:
+                        self._held.setdefault((number, reader.instance), []).append(
+                            chunk
+                        )
+        return ready
+
+    def _may_void(self, chunk: CaptureChunk) -> bool:
+        """Whether the front end may still end the request before these rows.
+
+        It finds stop strings and learns of aborts later than the engine computes.
+        """
+        return bool(chunk.metadata["positions"][-1] >= self._plan.num_prompt_tokens)
+
+    def _chunks_for(
+        self, number: int, reader: Reader, rows: Rows
+    ) -> list[CaptureChunk]:
+        group = self._groups[number]
+        chunks: list[CaptureChunk] = []
+        for start, stop in overlap(reader.ranges, rows.start, rows.stop):
+            part = rows.between(start, stop)
+            assert part is not None
+            offset = self._counts.get((number, reader.instance), 0)
+            self._counts[number, reader.instance] = offset + stop - start
+            for index, (layer, hook) in enumerate(group.taps):
+                chunks.append(
+                    CaptureChunk(
+                        (self.req_id, layer, hook),
+                        part.tensor[index],
+                        part.tensor.dtype,
+                        offset,
+                        rows.step,
+                        {"positions": list(range(start, stop))},
+                    )
+                )
+        return chunks
+
+    def _finalizes(
+        self, instance: str, end: RequestEnd, stop: int
+    ) -> list[CaptureFinalize]:
+        finalizes = []
+        for number, group in enumerate(self._groups):
+            for reader in group.readers:
+                if reader.instance != instance:
+                    continue
+                facts = self._facts(number, reader, end, stop)
+                for layer, hook in group.taps:
+                    key: CaptureKey = (self.req_id, layer, hook)
+                    sidecar = {**facts, "layer": layer, "hook": hook}
+                    finalizes.append(CaptureFinalize(key, sidecar))
+        return finalizes
+
+    def _facts(
+        self, number: int, reader: Reader, end: RequestEnd, stop: int
+    ) -> dict[str, Any]:
+        positions, remarks = self._positions(number, reader, end, stop)
+        return {
+            **self._common,
+            **remarks,
+            "vllm_internal_request_id": self.req_id,
+            "client_request_id": self._plan.client_request_id,
+            "client_spec": self._client_specs.get(reader.instance),
+            "sample_index": end.sample_index,
+            "num_samples": self._plan.num_samples,
+            "num_prompt_tokens": self._plan.num_prompt_tokens,
+            "num_generated_tokens": len(end.token_ids),
+            "finish_reason": end.finish_reason,
+            "num_rows": len(positions),
+            "positions": positions,
+            "token_ids": self._tokens_at(positions, end.token_ids),
+        }
+
+    def _positions(
+        self, number: int, reader: Reader, end: RequestEnd, stop: int
+    ) -> tuple[list[int], dict[str, str]]:
+        """The positions of the reader's rows, and what there is to say about them."""
+        positions = [
+            position
+            for first, last in overlap(reader.ranges, 0, stop)
+            for position in range(first, last)
+        ]
+        got = self._counts.get((number, reader.instance), 0)
+        if got < len(positions):
+            share = f"{got} of {len(positions)} rows"
+            if end.finish_reason != "abort":
+                return positions, {"capture_error": f"only {share} arrived"}
+            note = f"the request was aborted after {share}"
+            return positions[:got], {"capture_note": note}
+        if missed := _unreached(reader.ranges, stop):
+            note = (
+                f"the request ended at position {stop - 1} and did not reach the "
+                f"positions {missed}"
+            )
+            return positions, {"capture_note": note}
+        return positions, {}
+
+    def _tokens_at(
+        self, positions: Sequence[int], generated: Sequence[int]
+    ) -> list[int | None]:
+        prompt = self._plan.num_prompt_tokens
+        return [
+            generated[position - prompt]
+            if position >= prompt
+            else (self._prompt_token_ids[position] if self._prompt_token_ids else None)
+            for position in positions
+        ]
+
+
+def _trim(chunk: CaptureChunk, stop: int) -> CaptureChunk | None:
+    """`chunk` without its rows at `stop` and after; None if nothing is left."""
+    positions = chunk.metadata["positions"]
+    kept = sum(position < stop for position in positions)
+    if kept == 0:
+        return None
+    if kept < len(positions):
+        chunk.tensor = chunk.tensor[:kept]
+        chunk.metadata = {"positions": positions[:kept]}
+    return chunk
+
+
+def _unreached(ranges: Ranges, stop: int) -> list[int]:
+    """Positions that were named one by one but that the request did not reach."""
+    return [
+        position
+        for first, last in ranges
+        if last != OPEN_END and last > stop
+        for position in range(max(first, stop), last)
+    ]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a step are captured, and where in staging memory each goes.
+
+A step's tokens are the rows of one tensor `[num_tokens, hidden_size]` at every
+tap. This module finds, for the requests that have a plan, the rows that their
+plans select, and lays them out as blocks `[taps, rows]`: one block for all
+requests that read the same taps, so that the work per step does not grow with
+the number of layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What the runner-neutral code needs to know of a step, in batch order."""
+
+    req_ids: Sequence[str]
+    num_computed: npt.NDArray[np.integer]  # [num_reqs], position of the first token
+    num_scheduled: npt.NDArray[np.integer]  # [num_reqs]
+    first_row: npt.NDArray[np.integer]  # [num_reqs], row of the first token
+    num_rows: int
+    """Rows of the step's tensors, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """A plan's group, as far as its taps are in this process."""
+
+    taps: tuple[Tap, ...]
+    columns: tuple[int, ...]
+    """Index of each tap among the taps of this process."""
+    ranges: Ranges
+    readers: tuple[Reader, ...]
+
+
+def local_groups(plan: CapturePlan, columns: Mapping[Tap, int]) -> tuple[LocalGroup, ...]:
+    """The groups of `plan`, reduced to the taps that `columns` has."""
+    groups = []
+    for group in plan.groups:
+        taps = tuple(tap for tap in group.taps if tap in columns)
+        if taps:
+            where = tuple(columns[tap] for tap in taps)
+            groups.append(LocalGroup(taps, where, group.ranges, group.readers))
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Consecutive rows of one request that a step captures for one group."""
+
+    req_id: str
+    group: int
+    """Index of the group among the request's local groups."""
+    start: int
+    """Token position of the first row."""
+    num_rows: int
+    row: int
+    """Where the rows begin in the step's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
+
+    columns: tuple[int, ...]
+    picks: tuple[Pick, ...]
+    num_rows: int
+
+
+def pick_rows(
+    view: StepView, groups_of: Mapping[str, Sequence[LocalGroup]]
+) -> tuple[Block, ...]:
+    """The blocks that a step captures, none where no plan selects a row."""
+    picked: dict[tuple[int, ...], list[Pick]] = {}
+    for index, req_id in enumerate(view.req_ids):
+        groups = groups_of.get(req_id)
+        if not groups:
+            continue
+        start = int(view.num_computed[index])
+        stop = start + int(view.num_scheduled[index])
+        offset = int(view.first_row[index]) - start
+        for number, group in enumerate(groups):
+            for first, last in overlap(group.ranges, start, stop):
+                picked.setdefault(group.columns, []).append(
+                    Pick(req_id, number, first, last - first, first + offset)
+                )
+    return tuple(
+        Block(columns, tuple(picks), sum(pick.num_rows for pick in picks))
+        for columns, picks in picked.items()
+    )
+
+
+def assign_slots(
+    blocks: Sequence[Block],
+    base: int,
+    slots: npt.NDArray[np.int32],  # [num_rows, taps of this process]
+) -> None:
+    """Write each selected row's staging row into `slots`, from `base` on.
+
+    `slots` is overwritten in full: -1 where nothing is captured. The rows of a
+    block lie as `[taps, rows]`, the blocks one after the other.
+    """
+    slots.fill(-1)
+    for block in blocks:
+        rows = np.concatenate(
+            [np.arange(pick.row, pick.row + pick.num_rows) for pick in block.picks]
+        )
+        columns = np.asarray(block.columns)
+        taps = len(block.columns)
+        slots[rows[:, None], columns[None, :]] = (
+            base
+            + np.arange(taps)[None, :] * block.num_rows
+            + np.arange(block.num_rows)[:, None]
+        )
+        base += taps * block.num_rows
+
+
+def rows_of(blocks: Sequence[Block]) -> int:
+    """How many staging rows `blocks` take."""
+    return sum(len(block.columns) * block.num_rows for block in blocks)

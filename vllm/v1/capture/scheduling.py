@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in the scheduler: how many rows a step may take, and requests' ends."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.capture.wire import CaptureEnd
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+def plan_of(request: "Request") -> CapturePlan | None:
+    """The capture plan that admission gave a request, if any."""
+    params = request.sampling_params
+    return params._capture_plan if params is not None else None
+
+
+def cacheable_tokens(request: "Request", num_tokens: int) -> int:
+    """How many of a request's first `num_tokens` the prefix cache may serve.
+
+    A cached block is not computed again, so no row of it can be captured: reuse
+    ends at the lowest captured prompt position.
+    """
+    plan = plan_of(request)
+    first = plan.first_prompt_row if plan is not None else None
+    return num_tokens if first is None else min(num_tokens, first)
+
+
+class CaptureScheduling:
+    """Bounds the captured rows of a step, and carries ends to the workers."""
+
+    def __init__(self, rows_per_step: int) -> None:
+        self._rows_per_step = rows_per_step
+        self._rows_left = rows_per_step
+        self._ends: list[CaptureEnd] = []
+
+    def new_step(self) -> None:
+        """A step is about to be scheduled."""
+        self._rows_left = self._rows_per_step
+
+    def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
+        """How many of `num_tokens`, from position `computed` on, fit this step.
+
+        What does not fit is scheduled in a later step: nothing fails, no row is
+        lost.
+        """
+        plan = plan_of(request)
+        if plan is None or num_tokens <= 0:
+            return num_tokens
+        if plan.rows_in(computed, computed + num_tokens) <= self._rows_left:
+            return num_tokens
+        low, high = 0, num_tokens  # rows_in grows with the number of tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if plan.rows_in(computed, computed + middle) <= self._rows_left:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
+        """The step will compute these tokens of the request."""
+        plan = plan_of(request)
+        if plan is not None:
+            self._rows_left -= plan.rows_in(computed, computed + num_tokens)
+
+    def add_ends(self, ends: Sequence[CaptureEnd]) -> None:
+        """Requests that have ended; the next step's output carries them."""
+        self._ends.extend(ends)
+
+    def take_ends(self) -> list[CaptureEnd] | None:
+        """The ends to send with this step, None where there are none."""
+        ends, self._ends = self._ends, []
+        return ends or None
+
+
+def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
+    """The scheduler's part of capture for a configuration."""
+    config = vllm_config.capture_config
+    model_config = vllm_config.model_config
+    row_bytes = model_config.get_hidden_size() * model_config.dtype.itemsize
+    return CaptureScheduling(config.rows_per_step(row_bytes))

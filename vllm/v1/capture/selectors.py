@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user writes (hooks, layers, positions) to what is captured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.plan import OPEN_END, Ranges, ranges_of
+from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
+
+POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
+
+
+def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
+    """The error for `parameter`; long values are shortened in the message."""
+    shown = repr(value)
+    if len(shown) > 120:
+        shown = shown[:117] + "..."
+    return CaptureValidationError(message, parameter=parameter, value=shown)
+
+
+def plain(raw: Any) -> Any:
+    """`raw` as JSON-like data: dataclasses become dicts, tuples become lists."""
+    if is_dataclass(raw) and not isinstance(raw, type):
+        raw = asdict(raw)
+    if isinstance(raw, Mapping):
+        return {key: plain(value) for key, value in raw.items()}
+    if isinstance(raw, (list, tuple)):
+        return [plain(value) for value in raw]
+    return raw
+
+
+def parse_spec(
+    raw: Any, ctx: CaptureContext, where: str, extra_keys: Iterable[str] = ()
+) -> CaptureSpec:
+    """The spec that `{"hooks": {hook: layers}, "positions": selector}` stands for.
+
+    Args:
+        raw: what the user wrote; `positions` defaults to `"last_prompt"`.
+        ctx: the request and the model.
+        where: the parameter's name in messages, such as `capture.filesystem`.
+        extra_keys: keys beside `hooks` and `positions` that the caller reads.
+
+    Raises:
+        CaptureValidationError: naming the parameter, the value and the remedy.
+
+    """
+    raw = plain(raw)
+    allowed = {"hooks", "positions", *extra_keys}
+    if not isinstance(raw, dict):
+        raise fail(
+            f"{where} must be an object with the keys {sorted(allowed)}", where, raw
+        )
+    if unknown := sorted(str(key) for key in raw if key not in allowed):
+        raise fail(
+            f"{where} has no key {unknown[0]!r}; its keys are {sorted(allowed)}",
+            f"{where}.{unknown[0]}",
+            raw[unknown[0]] if unknown[0] in raw else unknown[0],
+        )
+    hooks = parse_hooks(raw.get("hooks"), ctx, f"{where}.hooks")
+    positions = raw.get("positions", "last_prompt")
+    resolve_positions(positions, ctx, f"{where}.positions")
+    return CaptureSpec(hooks, positions)
+
+
+def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int]]:
+    """`{hook: layer selector}` with every selector as a sorted list of layers."""
+    if not isinstance(raw, dict) or not raw:
+        raise fail(
+            f"{where} must map at least one hook point to layers, for example "
+            '{"post_block": [0]} or {"post_block": "all"}',
+            where,
+            raw,
+        )
+    hooks: dict[Any, list[int]] = {}
+    for hook, selector in raw.items():
+        if hook not in HOOK_NAMES:
+            raise fail(
+                f"{where}: {hook!r} is not a hook point; the hook points are "
+                f"{list(HOOK_NAMES)}",
+                where,
+                hook,
+            )
+        having = [
+            layer for layer, points in sorted(ctx.hook_points.items()) if hook in points
+        ]
+        if not having:
+            raise fail(
+                f"{where}: this model has no hook point {hook!r}; it has "
+                f"{sorted({p for points in ctx.hook_points.values() for p in points})}",
+                where,
+                hook,
+            )
+        hooks[hook] = _parse_layers(selector, having, ctx, f"{where}.{hook}")
+    return hooks
+
+
+def _parse_layers(
+    raw: Any, having: Sequence[int], ctx: CaptureContext, where: str
+) -> list[int]:
+    if raw == "all":
+        return list(having)
+    if isinstance(raw, list):
+        layers = [_layer(value, ctx, where) for value in raw]
+    elif isinstance(raw, dict) and raw and not raw.keys() - {"layers", "ranges"}:
+        layers = [
+            _layer(value, ctx, f"{where}.layers")
+            for value in _a_list(raw.get("layers", []), f"{where}.layers")
+        ]
+        for pair in _a_list(raw.get("ranges", []), f"{where}.ranges"):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise fail(
+                    f"{where}.ranges must hold pairs [first, last], last included",
+                    f"{where}.ranges",
+                    pair,
+                )
+            first, last = (_layer(value, ctx, f"{where}.ranges") for value in pair)
+            if first > last:
+                raise fail(
+                    f"{where}.ranges: a pair [first, last] needs first <= last",
+                    f"{where}.ranges",
+                    pair,
+                )
+            layers += range(first, last + 1)
+    else:
+        raise fail(
+            f'{where} must be a list of layers, "all", or '
+            '{"layers": [...], "ranges": [[first, last], ...]}',
+            where,
+            raw,
+        )
+    if not layers:
+        raise fail(f"{where} selects no layer; name one or leave it out", where, raw)
+    for layer in layers:
+        if layer not in having:
+            raise fail(
+                f"{where}: layer {layer} of this model does not have this hook "
+                f"point; these have it: {list(having)}",
+                where,
+                layer,
+            )
+    return sorted(set(layers))
+
+
+def _a_list(raw: Any, where: str) -> list[Any]:
+    if not isinstance(raw, list):
+        raise fail(f"{where} must be a list", where, raw)
+    return raw
+
+
+def _layer(raw: Any, ctx: CaptureContext, where: str) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise fail(f"{where}: a layer is a whole number", where, raw)
+    if not 0 <= raw < ctx.num_hidden_layers:
+        raise fail(
+            f"{where}: layer {raw} is outside of this model's layers "
+            f"0 to {ctx.num_hidden_layers - 1}",
+            where,
+            raw,
+        )
+    return raw
+
+
+def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
+    """The ranges of token positions that a selector stands for.
+
+    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
+    tokens it generates; ranges of generated positions are open at the end.
+    """
+    prompt = ctx.num_prompt_tokens
+    if isinstance(raw, str) and raw in POSITION_NAMES:
+        return {
+            "last_prompt": ((prompt - 1, prompt),),
+            "all_prompt": ((0, prompt),),
+            "all_generated": ((prompt, OPEN_END),),
+            "all": ((0, OPEN_END),),
+        }[raw]
+    if not isinstance(raw, list) or not raw:
+        raise fail(
+            f"{where} must be one of {list(POSITION_NAMES)} or a list of token "
+            "positions that is not empty",
+            where,
+            raw,
+        )
+    for value in raw:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise fail(f"{where}: a position is a whole number", where, value)
+        if value < 0:
+            raise fail(
+                f"{where}: positions count from 0; give "
+                f"{max(prompt + value, 0)} for the position {value} from the "
+                "prompt's end",
+                where,
+                value,
+            )
+        if ctx.max_tokens is not None and value > prompt + ctx.max_tokens - 2:
+            raise fail(
+                f"{where}: with {prompt} prompt tokens and max_tokens="
+                f"{ctx.max_tokens} the last row is at position "
+                f"{prompt + ctx.max_tokens - 2} (the last token is never fed "
+                "back); leave the position out or raise max_tokens",
+                where,
+                value,
+            )
+    return ranges_of(raw)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that captured rows pass through: device ring, then host ring.
+
+Graphs write rows into one persistent tensor on the device. A step owns a
+segment of it, from the moment its slots are assigned until the rows have been
+handed on; segments are taken and given back in order, as a ring, so a step
+that is computed while the previous one is still being copied disturbs nothing.
+On a CPU device and host ring are the same memory.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from vllm.utils.platform_utils import is_pin_memory_available
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Staging rows `[start, start + num_rows)` of one step."""
+
+    start: int
+    num_rows: int
+
+
+class RowRing:
+    """Gives out segments of `[0, num_rows)` in order, and takes them back in order.
+
+    `reserve` is called on the engine's thread and waits while there is no room,
+    `release` on the dispatcher's.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._taken: deque[Segment] = deque()
+        self._changed = threading.Condition()
+
+    def reserve(self, num_rows: int, timeout: float | None = None) -> Segment | None:
+        """The next segment, or None if none became free within `timeout` seconds."""
+        assert 0 < num_rows <= self.num_rows, (
+            f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
+        )
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._place(num_rows) is not None, timeout
+            ):
+                return None
+            start = self._place(num_rows)
+            assert start is not None
+            segment = Segment(start, num_rows)
+            self._taken.append(segment)
+            return segment
+
+    def release(self, segment: Segment) -> None:
+        """Give back the oldest segment that is still taken."""
+        with self._changed:
+            oldest = self._taken.popleft()
+            assert oldest == segment, f"released {segment}, the oldest is {oldest}"
+            self._changed.notify_all()
+
+    def _place(self, num_rows: int) -> int | None:
+        if not self._taken:
+            return 0
+        tail = self._taken[0].start
+        head = self._taken[-1].start + self._taken[-1].num_rows
+        if self._taken[-1].start >= tail:  # free: [head, end) and [0, tail)
+            if head + num_rows <= self.num_rows:
+                return head
+            return 0 if num_rows <= tail else None
+        return head if head + num_rows <= tail else None
+
+
+class Staging:
+    """Staging memory with the copies that empty it.
+
+    The engine's thread reserves, computes and calls `to_host`; the dispatcher's
+    thread waits for the copy, reads `host_rows` and releases.
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.ring = RowRing(num_rows)
+        # Recorded graphs hold the address: allocated once, never replaced.
+        self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self.host_rows = torch.empty(
+                num_rows, width, dtype=dtype, pin_memory=is_pin_memory_available()
+            )
+        else:
+            self.host_rows = self.rows
+
+    def to_host(self, segment: Segment) -> torch.cuda.Event | None:
+        """Start copying a segment to the host, after what the stream has queued.
+
+        Returns the event to wait for, or None if the rows are there already.
+        """
+        if self._stream is None:
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        span = slice(segment.start, segment.start + segment.num_rows)
+        with torch.cuda.stream(self._stream):
+            self.host_rows[span].copy_(self.rows[span], non_blocking=True)
+            # Blocking: a waiting dispatcher must not spin on the driver's lock.
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+        return done

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in one worker process: what the runner's adapter talks to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.channel import Outbox, ResultMessage
+from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
+from vllm.v1.capture.forwarding import ForwardingSink
+from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.plan import CapturePlan, Tap
+from vllm.v1.capture.registry import as_sink, build_consumer
+from vllm.v1.capture.request import (
+    LAYER_CONVENTION,
+    CapturedRequest,
+    RequestEnd,
+)
+from vllm.v1.capture.rows import (
+    Block,
+    LocalGroup,
+    StepView,
+    assign_slots,
+    local_groups,
+    pick_rows,
+    rows_of,
+)
+from vllm.v1.capture.staging import Segment, Staging
+from vllm.v1.capture.types import CaptureResult
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.capture.wire import CaptureEnd
+
+logger = init_logger(__name__)
+
+SHUTDOWN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This process's place among the workers."""
+
+    tensor_rank: int
+    pipeline_rank: int
+    pipeline_size: int
+
+
+class WorkerCapture:
+    """Places, stages and dispatches the rows of one process.
+
+    All methods are called on the engine's thread. On tensor-parallel ranks other
+    than 0 the taps exist, so that graphs are equal, but no row is taken.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        stage: Stage,
+        taps: Sequence[Tap],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        config = vllm_config.capture_config
+        max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._stage = stage
+        self._columns = {tap: column for column, tap in enumerate(taps)}
+        self._takes_rows = stage.tensor_rank == 0
+        num_rows = 2 * config.rows_per_step(width * dtype.itemsize)
+        self._staging = Staging(
+            num_rows if self._takes_rows else 1, width, dtype, device
+        )
+        # Recorded graphs hold the address. Token-major, so that the rows of a
+        # step are one contiguous copy; -1 wherever nothing is captured.
+        self._slots = torch.full(
+            (max_rows, len(taps)), -1, dtype=torch.int32, device=device
+        )
+        self._slots_np = np.full((max_rows, len(taps)), -1, dtype=np.int32)
+        self._written = 0
+        self._groups: dict[str, tuple[LocalGroup, ...]] = {}
+        self._blocks: tuple[Block, ...] = ()
+        self._segment: Segment | None = None
+        self._step = 0
+        self._outbox = Outbox()
+        self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
+        self._early = frozenset(
+            name
+            for name, lane in self._lanes.items()
+            if getattr(lane.sink, "truncates", False)
+        )
+        self._common = {
+            "model": vllm_config.model_config.served_model_name
+            or vllm_config.model_config.model,
+            "layer_convention": LAYER_CONVENTION,
+            "hidden_size": width,
+            "dtype": str(dtype).removeprefix("torch."),
+            "pipeline_parallel_rank": stage.pipeline_rank,
+            "pipeline_parallel_size": stage.pipeline_size,
+        }
+        self._dispatcher = Dispatcher(self._staging, self._lanes)
+
+    def tap(self, tap: Tap) -> ResidualTap:
+        """The tensors that the hook point `tap` reads and writes."""
+        return ResidualTap(self._slots[:, self._columns[tap]], self._staging.rows)
+
+    def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
+        config = vllm_config.capture_config
+        sinks: dict[str, Any] = {}
+        for entry in config.consumers:
+            consumer = build_consumer(entry, vllm_config)
+            sinks[entry.instance_name] = (
+                as_sink(consumer) if consumer.location == "worker" else None
+            )
+        sinks.update(dict.fromkeys(config.driver_instances))
+        return {
+            name: SinkLane(
+                name,
+                sink or ForwardingSink(name, self._stage.pipeline_rank, self._outbox),
+                config.dispatch_queue_bytes,
+                config.dispatch_queue_size,
+            )
+            for name, sink in sinks.items()
+        }
+
+    def add_request(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        prompt_token_ids: Sequence[int] | None,
+        client_specs: Mapping[str, Any] | None,
+    ) -> None:
+        """A request with a plan is scheduled; again, after a preemption."""
+        if req_id in self._groups:
+            return
+        groups = local_groups(plan, self._columns)
+        self._groups[req_id] = groups
+        if self._takes_rows:
+            for name, lane in self._lanes.items():
+                if isinstance(lane.sink, ForwardingSink) and name in plan.instances:
+                    lane.sink.route(req_id, plan.reply_to)
+            self._dispatcher.open(
+                CapturedRequest(
+                    req_id,
+                    plan,
+                    groups,
+                    prompt_token_ids,
+                    self._common,
+                    client_specs or {},
+                    self._early,
+                )
+            )
+
+    def end_request(self, end: "CaptureEnd") -> None:
+        """The front end says that a request has ended, and with which tokens."""
+        self._groups.pop(end.request_id, None)
+        if self._takes_rows:
+            self._dispatcher.end(
+                RequestEnd(
+                    request_id=end.request_id,
+                    token_ids=tuple(end.token_ids),
+                    sample_index=end.sample_index,
+                    finish_reason=end.finish_reason,
+                    answer=partial(self._answer, end.reply_to, end.request_id),
+                    instances=tuple(end.instances),
+                )
+            )
+
+    def _answer(
+        self, reply_to: str, request_id: str, instance: str, result: CaptureResult
+    ) -> None:
+        if isinstance(self._lanes[instance].sink, ForwardingSink):
+            if result.status == "ok":
+                return  # The front end's own lane has the result.
+        stage = self._stage.pipeline_rank
+        message = ResultMessage.of(request_id, instance, stage, result)
+        self._outbox.send(reply_to, message)
+
+    def plan_step(self, view: StepView) -> bool:
+        """Find the rows that a step captures; whether there are any.
+
+        Every rank of every stage decides this alike.
+        """
+        self._step += 1
+        self._blocks = pick_rows(view, self._groups) if self._groups else ()
+        Launch.capture = bool(self._blocks)
+        return Launch.capture
+
+    def begin_step(self, num_rows: int) -> None:
+        """Write the slots that the pass over `num_rows` rows (with padding) reads."""
+        if not self._takes_rows:
+            return
+        if not self._blocks:
+            if self._written:
+                # A graph that always launches its taps must find nothing to do.
+                self._slots[: self._written].fill_(-1)
+                self._written = 0
+            return
+        self._segment = self._staging.ring.reserve(rows_of(self._blocks))
+        assert self._segment is not None
+        self._written = max(num_rows, self._written)
+        slots = self._slots_np[: self._written]
+        assign_slots(self._blocks, self._segment.start, slots)
+        async_tensor_h2d(slots, out=self._slots[: self._written])
+        self._written = num_rows
+
+    def end_step(self) -> None:
+        """The pass is queued on the device: send its rows on their way."""
+        Launch.capture = False
+        if self._segment is None:
+            return
+        copied = self._staging.to_host(self._segment)
+        self._dispatcher.step(
+            StagedStep(self._step, self._blocks, self._segment, copied)
+        )
+        self._segment = None
+
+    def close(self) -> None:
+        """Flush what is under way and shut the consumers down."""
+        self._dispatcher.close(SHUTDOWN_SECONDS)
+        for lane in self._lanes.values():
+            lane.close(SHUTDOWN_SECONDS)
+        self._outbox.close()
