@@ -16,6 +16,7 @@ NAME = "vllm"
 ENTRY_POINTS = {
     "vllm.capture_consumers": {
         "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
+        "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
     }
 }

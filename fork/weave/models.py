@@ -6,15 +6,21 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fork.weave.decoder_layers import RefusedLayer, TappedLayer, weave_module
+from fork.weave.decoder_layers import (
+    RefusedLayer,
+    TappedLayer,
+    WeaveResult,
+    weave_module,
+)
 from fork.weave.rules import LOOPS, MODELS
 from fork.weave.sources import Place, Reached, Sources
 
+Weave = Callable[[str, str], WeaveResult]
 REGISTRY = "vllm/model_executor/models/registry.py"
 _TABLES = {
     "_TEXT_GENERATION_MODELS": "text",
@@ -54,10 +60,15 @@ class ArchitectureReport:
     note: str = ""
 
 
-def reports(root: Path) -> list[ArchitectureReport]:
-    """A report for every generating architecture, in the registry's order."""
+def reports(root: Path, weave: Weave = weave_module) -> list[ArchitectureReport]:
+    """A report for every generating architecture, in the registry's order.
+
+    Args:
+        root: Where the release is unpacked.
+        weave: What weaves a module, given its source and path; it may remember.
+    """
     sources = Sources(root)
-    layers = _Layers(root)
+    layers = _Layers(root, weave)
     return [
         _report(architecture, table, place, sources, layers)
         for architecture, table, place in _architectures(root)
@@ -88,15 +99,16 @@ def _file(root: Path, module: str) -> str:
 class _Layers:
     """The weave's results, by the place of each class."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, weave: Weave) -> None:
         self.root = root
+        self.weave = weave
         self.of = lru_cache(maxsize=None)(self._of)
 
     def _of(self, path: str) -> dict[str, TappedLayer | RefusedLayer]:
         file = self.root / path
         if not file.exists():
             return {}
-        result = weave_module(file.read_text(encoding="utf-8"), path)
+        result = self.weave(file.read_text(encoding="utf-8"), path)
         found: list[TappedLayer | RefusedLayer] = [*result.layers, *result.refused]
         return {layer.name: layer for layer in found}
 

@@ -240,7 +240,7 @@ def test_steering_along_the_tone_direction_decides_the_tone(
 
 def test_a_tiny_training_run_writes_a_model_that_loads(tmp_path: Path) -> None:
     tiny = (
-        "--steps 2 --batch-tokens 200 --length 64 --hidden-size 64 --layers 1 --vocab-size 400"
+        "--steps 2 --batch-tokens 200 --length 64 --hidden-size 64 --layers 1"
         " --tokenizer-documents 50 --threads 1"
     )
     train_main([*tiny.split(), "--out", str(tmp_path)])

@@ -12,7 +12,10 @@ EDITS = [
     ),
     last(
         scope="RequestOutput.__init__",
-        insert="self.capture_id = capture_id\nself.capture_results = None",
+        insert=(
+            "self.capture_id = capture_id\n"
+            "self.capture_results: dict[str, Any] | None = None"
+        ),
         why="Results are put in once they are known.",
     ),
     last(

@@ -30,7 +30,7 @@ class Subject:
 
     def layer(self, taps: Taps, **settings: Any) -> Layer:
         """The layer, with `taps` woven in."""
-        names = methods(self.source, self.cls.name, taps)
+        names = methods(self.source, self.cls.name, taps, self.rule.inline)
         made = type(self.cls.name, (Layer,), names)(
             self.cls.builds, self._adds, self.rule.passing, self.truth
         )
@@ -45,7 +45,7 @@ class Subject:
 
 
 def subjects(source: str, cls: LayerClass, rule: Rule) -> Iterator[Subject]:
-    """Every combination of the rule's cases, all-false and all-true flags, residuals."""
+    """Each case of the rule, with other flags all false or all true, and residuals."""
     takes = "residual" in [p.name.value for p in cls.methods["forward"].params.params]
     residuals = (None, 0.5) if takes else (None,)
     for flags, truth, residual in itertools.product(
@@ -81,9 +81,7 @@ def check(subject: Subject) -> None:
     base = Taps()
     layer = subject.layer(base)
     leaving = run(layer, 0.3, subject.residual, base)
-    entering = 0.3 + (subject.residual if base.paired["pre_attn"] else 0) * 1.0 if (
-        subject.residual is not None
-    ) else 0.3
+    entering = 0.3 + (subject.residual or 0.0) * base.paired["pre_attn"]
     near = pytest.approx
     assert base.seen["pre_attn"] == near(entering)
     assert base.seen["post_block"] == near(leaving)

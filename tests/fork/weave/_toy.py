@@ -14,6 +14,8 @@ import builtins
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from fork.weave.stream import Role, role_of
@@ -95,7 +97,8 @@ class Neutral:
     __truediv__ = __rtruediv__ = __mod__ = __neg__ = __add__
 
     def __eq__(self, other: object) -> bool:
-        return False
+        """A layer's kind is one of two names, as the flags are."""
+        return other == ("linear_attention" if self.truth_ else "full_attention")
 
     def __hash__(self) -> int:
         return id(self)
@@ -194,7 +197,9 @@ class Layer:
         return _Submodule(runs[role]) if role in runs else Neutral(self.truth_)
 
     def _norm(self, name: str) -> Callable[..., Any]:
-        def norm(hidden: Toy, residual: Toy | None = None) -> Any:
+        def norm(hidden: Toy | None, residual: Toy | None = None) -> Any:
+            if hidden is None:
+                return Neutral()
             if residual is None:
                 return Toy(hidden.number)
             if self.adding_(name):  # in place, as upstream's kernel is
@@ -245,14 +250,26 @@ def fused_allreduce(hidden: Toy, residual: Toy, norm: Any) -> Any:
     return Toy(total), Toy(total)
 
 
-def methods(source: str, name: str, taps: Taps) -> dict[str, Any]:
-    """The methods of class `name` in `source`, with toys for all that they use."""
+class _NoAsserts(ast.NodeTransformer):
+    def visit_Assert(self, node: ast.Assert) -> ast.Pass:
+        return ast.Pass()
+
+
+@lru_cache
+def _code(source: str, name: str, kept: tuple[str, ...]) -> CodeType:
+    """The functions `kept` of class `name`, compiled without their assertions."""
     tree = ast.parse(source)
     cls = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    wanted = [n for n in cls.body if isinstance(n, ast.FunctionDef)]
-    for function in wanted:
-        function.decorator_list = []
-    future = ast.parse("from __future__ import annotations").body
+    wanted = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name in kept]
+    body = [*ast.parse("from __future__ import annotations").body, *wanted]
+    module = ast.fix_missing_locations(_NoAsserts().visit(ast.Module(body, [])))
+    return compile(module, name, "exec")
+
+
+def methods(
+    source: str, name: str, taps: Taps, inline: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`forward` and `inline` of class `name`, with toys for all that they use."""
     names = Globals(
         torch=Torch(),
         residual_tap=taps,
@@ -260,26 +277,26 @@ def methods(source: str, name: str, taps: Taps) -> dict[str, Any]:
         fused_allreduce_rms_norm=fused_allreduce,
         fused_allreduce_gemma_rms_norm=fused_allreduce,
     )
-    exec(compile(ast.Module([*future, *wanted], []), name, "exec"), names)
-    return {f.name: names[f.name] for f in wanted if f.name != "__init__"}
+    kept = ("forward", *inline)
+    exec(_code(source, name, kept), names)
+    return {method: names[method] for method in kept}
 
 
-def run(
-    layer: Layer, hidden: float, residual: float | None, taps: Taps
-) -> float:
+def run(layer: Layer, hidden: float, residual: float | None, taps: Taps) -> float:
     """Call `forward`; the stream that leaves it, as its last hook point carries it."""
     arguments: dict[str, Any] = {}
     function = type(layer).forward
     for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
         if name in ("hidden_states", "x"):
             arguments[name] = Toy(hidden)
         elif name == "residual":
             arguments[name] = None if residual is None else Toy(residual)
         elif role_of(name) is Role.MLP:
             arguments[name] = getattr(layer, name)
-        elif name != "self" and parameter.default is inspect.Parameter.empty:
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                arguments[name] = Neutral()
+        elif name != "self" and parameter.default is parameter.empty:
+            arguments[name] = Neutral()
     result = function(layer, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
     toys = [part for part in parts if isinstance(part, Toy)]

@@ -24,6 +24,8 @@ class Launch:
     """
 
     capture: bool = False
+    always: bool = False
+    """Launch in every pass: for a runner that has one family of graphs."""
 
 
 class ResidualTap:
@@ -67,7 +69,7 @@ class ResidualTap:
 if HAS_TRITON:
 
     @triton.jit
-    def _capture_rows_kernel(
+    def _capture_rows_kernel(  # type: ignore[no-untyped-def]
         hidden_ptr,  # [T, H]
         residual_ptr,  # [T, H] or unused
         slots_ptr,  # [T]
@@ -114,7 +116,7 @@ def capture_rows(
         partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
 
     """
-    if not Launch.capture:
+    if not (Launch.capture or Launch.always):
         return
     if partial:
         # All ranks launch alike, so all of them come here. The layer goes on with

@@ -8,12 +8,14 @@ their arguments, and nothing of them is left in a compiled graph.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.residual_ops import ResidualTap
+
+Taps: TypeAlias = dict[str, ResidualTap] | None
 
 LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
@@ -59,7 +61,7 @@ def pair(
 
     Without a residual `hidden_states` is the stream.
     """
-    taps = layer.residual_taps
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or point not in taps:
         return hidden_states, residual
     return taps[point](hidden_states, residual)
@@ -72,17 +74,15 @@ def partial(
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `pair`, where `hidden_states` is not yet summed over tensor-parallel ranks."""
-    taps = layer.residual_taps
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or point not in taps:
         return hidden_states, residual
     return taps[point].on_partial(hidden_states, residual)
 
 
-def stream(
-    layer: nn.Module, point: str, hidden_states: torch.Tensor
-) -> torch.Tensor:
+def stream(layer: nn.Module, point: str, hidden_states: torch.Tensor) -> torch.Tensor:
     """A hook point where `hidden_states` is the stream itself."""
-    taps = layer.residual_taps
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or point not in taps:
         return hidden_states
     return taps[point](hidden_states, None)[0]

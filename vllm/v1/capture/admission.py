@@ -11,6 +11,8 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
+from vllm.v1.capture.held import HeldRows
+from vllm.v1.capture.geometry import row_bytes, torch_dtype
 from vllm.v1.capture.plan import CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.selectors import fail, plain, resolve_positions
 from vllm.v1.capture.types import (
@@ -36,23 +38,22 @@ class Admission:
         consumers: Mapping[str, Any],
         hook_points: HookPoints,
     ) -> None:
-        """Args:
-        vllm_config: the engine's configuration.
-        consumers: an instance of each consumer, by instance name.
-        hook_points: of the loaded model.
+        """Read the global specs.
+
+        Args:
+            vllm_config: the engine's configuration.
+            consumers: an instance of each consumer, by instance name.
+            hook_points: of the loaded model.
 
         """
         self.consumers = dict(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
-            self._row_bytes()
+            row_bytes(vllm_config)
         )
+        self.held = HeldRows(self.consumers, row_bytes(vllm_config))
         self._global_specs = self._read_global_specs()
-
-    def _row_bytes(self) -> int:
-        model_config = self._vllm_config.model_config
-        return int(model_config.get_hidden_size() * model_config.dtype.itemsize)
 
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
         specs = {}
@@ -67,7 +68,11 @@ class Admission:
         return specs
 
     def _context(
-        self, request_id: str, num_prompt_tokens: int, max_tokens: int | None
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        num_samples: int = 1,
     ) -> CaptureContext:
         model_config = self._vllm_config.model_config
         parallel_config = self._vllm_config.parallel_config
@@ -77,11 +82,12 @@ class Admission:
             num_computed_tokens=0,
             num_hidden_layers=max(self._hook_points, default=-1) + 1,
             hidden_size=model_config.get_hidden_size(),
-            element_size_bytes=model_config.dtype.itemsize,
+            element_size_bytes=torch_dtype(self._vllm_config).itemsize,
             tensor_parallel_size=parallel_config.tensor_parallel_size,
             pipeline_parallel_size=parallel_config.pipeline_parallel_size,
             max_tokens=max_tokens,
             hook_points=self._hook_points,
+            num_samples=num_samples,
         )
 
     def plan(
@@ -101,7 +107,7 @@ class Admission:
         """
         if params.capture is None and not self._global_specs:
             return None
-        ctx = self._context(request_id, num_prompt_tokens, params.max_tokens)
+        ctx = self._context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
         wanted = {

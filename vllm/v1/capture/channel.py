@@ -17,6 +17,7 @@ import zmq
 
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path, make_zmq_socket
+from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -52,7 +53,13 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     ) -> "ResultMessage":
         """The message for `result`; tensors in a keyed payload travel as such."""
         payload, by_key = result.payload, None
-        if isinstance(payload, dict) and all(isinstance(k, tuple) for k in payload):
+        if isinstance(payload, RowsByTap):
+            by_key = [
+                KeyedValue(*tap, value=payload.facts_of(tap), tensor=rows)
+                for tap, rows in payload.items()
+            ]
+            payload = None
+        elif isinstance(payload, dict) and all(isinstance(k, tuple) for k in payload):
             by_key = [
                 KeyedValue(layer, hook, tensor=value)
                 if isinstance(value, torch.Tensor)
@@ -68,14 +75,23 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         """The result as the instance gave it."""
         payload = self.payload
         if self.by_key is not None:
-            payload = {
-                (entry.layer, entry.hook): entry.value
-                if entry.tensor is None
-                else entry.tensor
-                for entry in self.by_key
-            }
+            payload = _keyed_payload(self.by_key)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
+
+
+def _keyed_payload(entries: list[KeyedValue]) -> dict[tuple[int, str], Any]:
+    rows = RowsByTap()
+    for entry in entries:
+        tap = (entry.layer, entry.hook)
+        if entry.tensor is not None and entry.value is not None:
+            rows.put(tap, entry.tensor, entry.value)
+    if rows:
+        return rows
+    return {
+        (entry.layer, entry.hook): entry.value if entry.tensor is None else entry.tensor
+        for entry in entries
+    }
 
 
 class WireChunk(msgspec.Struct, array_like=True):
@@ -196,7 +212,7 @@ class Inbox:
             if not self._socket.poll(200):
                 continue
             try:
-                frames = self._socket.recv_multipart(copy=True)
+                frames: Any = self._socket.recv_multipart(copy=True)
                 self._handle(decoder.decode(frames))
             except Exception:
                 # One bad message must not stop those of other requests.

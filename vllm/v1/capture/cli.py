@@ -72,7 +72,7 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
     """
     entries: list[Any] = []
     ready: dict[str, Any] = {}
-    given = args.capture_consumers or []
+    given: Any = args.capture_consumers or []
     for entry in [given] if isinstance(given, (str, dict)) else given:
         if isinstance(entry, (str, dict)):
             entries.append(entry)

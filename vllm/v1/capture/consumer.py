@@ -35,6 +35,9 @@ class CaptureConsumer(ABC):
     reads_client_spec: ClassVar[bool] = False
     """Whether a request may name this consumer in `SamplingParams.capture`."""
 
+    waits: ClassVar[bool] = False
+    """Whether a request that names this consumer always waits for its results."""
+
     required_sidecar_fields: ClassVar[frozenset[str]] = frozenset()
     """Sidecar fields that the consumer cannot do without; see `SIDECAR_FIELDS`."""
 

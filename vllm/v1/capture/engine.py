@@ -23,7 +23,7 @@ def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
         for end in ends
     ]
     if core.scheduler.has_requests():
-        core.scheduler.capture.add_ends(decoded)
+        core.scheduler.capture.add_ends(decoded)  # type: ignore[attr-defined]
     else:
         end_captures_now(core, decoded)
 

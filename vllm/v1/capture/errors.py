@@ -13,5 +13,4 @@ class CaptureValidationError(VLLMValidationError, ValueError):
 
 
 class UnknownCaptureConsumerError(CaptureValidationError):
-    """A consumer name that no entry point, entry of the configuration or
-    instance of this server has."""
+    """A consumer name that this server does not have."""

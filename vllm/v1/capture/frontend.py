@@ -16,11 +16,11 @@ from vllm.v1.capture.channel import (
     EndMessage,
     Inbox,
     Message,
-    ResultMessage,
 )
+from vllm.v1.capture.cli import ready_instances
 from vllm.v1.capture.engine import end_captures_now
 from vllm.v1.capture.lane import Ending, SinkLane
-from vllm.v1.capture.cli import ready_instances
+from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.registry import as_sink, build_consumer
 from vllm.v1.capture.results import merge, merge_samples
 from vllm.v1.capture.selectors import fail
@@ -74,6 +74,8 @@ class _Tracked:
     """A request as the client knows it: one id, one or more samples."""
 
     samples: dict[int, _Sample] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    """Bytes of rows that may come back with the results, per instance."""
 
     def complete(self) -> bool:
         return all(sample.complete() for sample in self.samples.values())
@@ -93,9 +95,54 @@ class _Tracked:
         }
 
 
-class CaptureFrontend:
-    """One per engine client; the engine calls it from one thread, results come
-    in on another."""
+class NoCapture:
+    """The front end of a server without consumers: refuses, otherwise does nothing."""
+
+    def admit(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        resumable: bool = False,
+    ) -> None:
+        """Refuse a request that wants something captured.
+
+        Raises:
+            CaptureValidationError: there is nobody to capture for.
+
+        """
+        if params.capture is not None:
+            raise fail(
+                "capture: this server has no capture consumers; start it with "
+                "--capture-consumers NAME, or LLM(capture_consumers=[...]) offline",
+                "capture",
+                params.capture,
+            )
+
+    def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
+        """Nothing is tracked."""
+
+    def end_request(self, state: "RequestState", finish_reason: str) -> None:
+        """Nothing is tracked."""
+
+    def flush(self) -> None:
+        """Nothing is sent."""
+
+    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+        """There is nothing to wait for."""
+
+    async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
+        """There are no results."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NO_CAPTURE = NoCapture()
+
+
+class CaptureFrontend(NoCapture):
+    """One per engine client; results come in on a thread of their own."""
 
     def __init__(
         self,
@@ -103,10 +150,12 @@ class CaptureFrontend:
         admission: Admission,
         send_ends: Callable[[list[CaptureEnd]], None],
     ) -> None:
-        """Args:
-        vllm_config: the engine's configuration.
-        admission: checks what requests ask for.
-        send_ends: gives the engine the ends of requests.
+        """Start listening.
+
+        Args:
+            vllm_config: the engine's configuration.
+            admission: checks what requests ask for.
+            send_ends: gives the engine the ends of requests.
 
         """
         config = vllm_config.capture_config
@@ -154,6 +203,41 @@ class CaptureFrontend:
         params._capture_plan = self._admission.plan(
             request_id, params, num_prompt_tokens, self._inbox.address
         )
+        if params._capture_plan is not None:
+            self._make_room(params._capture_plan, params)
+        for name in params.capture or {}:
+            if getattr(self._admission.consumers[name], "waits", False):
+                params.capture_wait = True
+
+    def _make_room(self, plan: CapturePlan, params: "SamplingParams") -> None:
+        """Refuse a request whose rows would not fit beside those under way."""
+        needed = self._admission.held.bytes_of(plan, params.max_tokens)
+        for name, size in needed.items():
+            limit = self._admission.held.limits[name]
+            with self._changed:
+                held = sum(t.held.get(name, 0) for t in self._tracked.values())
+                if held + size > limit:
+                    # Results that are complete and that nobody came for.
+                    held -= self._forget_unfetched(name, held + size - limit)
+            if held + size > limit:
+                raise fail(
+                    f"capture.{name}: this request may return {size} bytes of rows, "
+                    f"and those under way may return {held}; together at most "
+                    f"{limit} are allowed (max_inflight_bytes). Send it again when "
+                    "others have ended, or capture less",
+                    f"capture.{name}",
+                    size,
+                )
+
+    def _forget_unfetched(self, name: str, size: int) -> int:
+        freed = 0
+        for parent, tracked in list(self._tracked.items()):
+            if freed >= size:
+                break
+            if tracked.held.get(name) and tracked.complete():
+                freed += tracked.held[name]
+                self._forget(parent)
+        return freed
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
         """A sample is about to be sent to the engine."""
@@ -163,6 +247,7 @@ class CaptureFrontend:
         parent = state.parent_req.request_id if state.parent_req else state.request_id
         with self._changed:
             tracked = self._tracked.setdefault(parent, _Tracked())
+            tracked.held = self._admission.held.bytes_of(plan, params.max_tokens)
             tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)
@@ -225,9 +310,7 @@ class CaptureFrontend:
                 )
             self.results(output)
 
-    async def complete(
-        self, output: "RequestOutput", params: "SamplingParams"
-    ) -> None:
+    async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """Put results into a final output; wait for them if the request says so."""
         if output.finished and output.capture_id is not None:
             if params.capture_wait:
@@ -237,16 +320,18 @@ class CaptureFrontend:
     async def _wait_async(self, output: "RequestOutput", parent: str) -> None:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(done.set)
+
         with self._changed:
             if not self._is_complete(parent):
-                self._waiters.setdefault(parent, []).append(
-                    lambda: loop.call_soon_threadsafe(done.set)
-                )
+                self._waiters.setdefault(parent, []).append(wake)
             else:
                 done.set()
         try:
             await asyncio.wait_for(done.wait(), WAIT_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             logger.warning(
                 "The capture results of %s did not arrive within %.0f s",
                 output.request_id,
@@ -320,57 +405,9 @@ class CaptureFrontend:
             del self._owner[request_id]
 
 
-class NoCapture:
-    """The front end of a server without consumers: refuses, otherwise does nothing."""
-
-    def admit(
-        self,
-        request_id: str,
-        params: "SamplingParams",
-        num_prompt_tokens: int,
-        resumable: bool = False,
-    ) -> None:
-        """Refuse a request that wants something captured.
-
-        Raises:
-            CaptureValidationError: there is nobody to capture for.
-
-        """
-        if params.capture is not None:
-            raise fail(
-                "capture: this server has no capture consumers; start it with "
-                "--capture-consumers NAME, or LLM(capture_consumers=[...]) offline",
-                "capture",
-                params.capture,
-            )
-
-    def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
-        """Nothing is tracked."""
-
-    def end_request(self, state: "RequestState", finish_reason: str) -> None:
-        """Nothing is tracked."""
-
-    def flush(self) -> None:
-        """Nothing is sent."""
-
-    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
-        """There is nothing to wait for."""
-
-    async def complete(
-        self, output: "RequestOutput", params: "SamplingParams"
-    ) -> None:
-        """There are no results."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-NO_CAPTURE = NoCapture()
-
-
 def _open(
     engine: "LLMEngine | AsyncLLM", send: Callable[[list[CaptureEnd]], None]
-) -> CaptureFrontend | NoCapture:
+) -> NoCapture:
     config = engine.vllm_config.capture_config
     if not config.enabled:
         return NO_CAPTURE
@@ -390,7 +427,7 @@ def _open(
     return frontend
 
 
-def open_for_engine(engine: "LLMEngine") -> CaptureFrontend | NoCapture:
+def open_for_engine(engine: "LLMEngine") -> NoCapture:
     """The front end of an offline engine, whose core may run in this process."""
     core = engine.engine_core
 
@@ -403,7 +440,7 @@ def open_for_engine(engine: "LLMEngine") -> CaptureFrontend | NoCapture:
     return _open(engine, send)
 
 
-def open_for_async_engine(engine: "AsyncLLM") -> CaptureFrontend | NoCapture:
+def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
     """The front end of a serving engine, whose core runs in other processes."""
     core = engine.engine_core
     # The loop keeps only weak references to tasks.

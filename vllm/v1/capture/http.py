@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture in HTTP requests and responses."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
 
@@ -79,7 +83,39 @@ def as_json(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
     }
 
 
+def rows_as_json(payload: RowsByTap) -> list[dict[str, Any]]:
+    """One object per tap; `data` is base64 of the rows' bytes, row by row.
+
+    The bytes are those of `dtype`, little-endian, so bfloat16 is exact. With
+    `"encoding": "zstd"` they are a zstd frame.
+    """
+    return [
+        {
+            "layer": layer,
+            "hook": hook,
+            "positions": payload.positions[layer, hook],
+            "dtype": str(rows.dtype).removeprefix("torch."),
+            "shape": list(rows.shape),
+            **_encoded(rows, payload.encoding),
+        }
+        for (layer, hook), rows in payload.items()
+    ]
+
+
+def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
+    data = rows.contiguous().view(torch.uint8).numpy().tobytes()
+    if encoding is None:
+        return {"data": base64.b64encode(data).decode()}
+    import pyarrow
+
+    assert encoding == "zstd", f"admission let the encoding {encoding!r} through"
+    data = pyarrow.compress(data, codec=encoding, asbytes=True)
+    return {"encoding": encoding, "data": base64.b64encode(data).decode()}
+
+
 def _plain(payload: Any) -> Any:
+    if isinstance(payload, RowsByTap):
+        return rows_as_json(payload)
     if isinstance(payload, Mapping):
         if all(isinstance(key, tuple) for key in payload):
             return [

@@ -153,5 +153,3 @@ def as_sink(consumer: Any) -> CaptureSink:
     if hasattr(consumer, "submit_chunk"):
         return consumer
     return BatchingSink(consumer)
-
-

@@ -63,14 +63,16 @@ class CapturedRequest:
         client_specs: Mapping[str, Any],
         early: frozenset[str],
     ) -> None:
-        """Args:
-        req_id: the engine's id.
-        plan: the request's plan.
-        groups: its groups, as far as they are in this process.
-        prompt_token_ids: None for prompts given as embeddings.
-        common: sidecar entries that all requests share.
-        client_specs: what the request says to each instance, as plain data.
-        early: the instances that take rows before it is known that they count.
+        """Open the request.
+
+        Args:
+            req_id: the engine's id.
+            plan: the request's plan.
+            groups: its groups, as far as they are in this process.
+            prompt_token_ids: None for prompts given as embeddings.
+            common: sidecar entries that all requests share.
+            client_specs: what the request says to each instance, as plain data.
+            early: the instances that take rows before it is known that they count.
 
         """
         self.req_id = VllmInternalRequestId(req_id)

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.types import CaptureResult, CaptureStatus
 
 
@@ -37,6 +38,8 @@ def join_payloads(payloads: Sequence[Any]) -> Any:
         return None
     if all(isinstance(payload, list) for payload in present):
         return [item for payload in present for item in payload]
+    if all(isinstance(payload, RowsByTap) for payload in present):
+        return RowsByTap.united(present)
     if all(isinstance(payload, dict) for payload in present):
         return {key: value for payload in present for key, value in payload.items()}
     return present[0] if len(payloads) == 1 else present

@@ -40,7 +40,9 @@ class LocalGroup:
     readers: tuple[Reader, ...]
 
 
-def local_groups(plan: CapturePlan, columns: Mapping[Tap, int]) -> tuple[LocalGroup, ...]:
+def local_groups(
+    plan: CapturePlan, columns: Mapping[Tap, int]
+) -> tuple[LocalGroup, ...]:
     """The groups of `plan`, reduced to the taps that `columns` has."""
     groups = []
     for group in plan.groups:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.capture.geometry import row_bytes
 from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.wire import CaptureEnd
 
@@ -80,6 +81,4 @@ class CaptureScheduling:
 def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
     """The scheduler's part of capture for a configuration."""
     config = vllm_config.capture_config
-    model_config = vllm_config.model_config
-    row_bytes = model_config.get_hidden_size() * model_config.dtype.itemsize
-    return CaptureScheduling(config.rows_per_step(row_bytes))
+    return CaptureScheduling(config.rows_per_step(row_bytes(vllm_config)))

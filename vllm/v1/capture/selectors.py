@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.plan import OPEN_END, Ranges, ranges_of
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
@@ -21,12 +24,15 @@ def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
 
 
 def plain(raw: Any) -> Any:
-    """`raw` as JSON-like data: dataclasses become dicts, tuples become lists."""
+    """`raw` as JSON-like data: dataclasses become dicts; tuples, ranges and arrays
+    become lists."""
     if is_dataclass(raw) and not isinstance(raw, type):
         raw = asdict(raw)
+    elif isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
+        raw = raw.tolist()
     if isinstance(raw, Mapping):
         return {key: plain(value) for key, value in raw.items()}
-    if isinstance(raw, (list, tuple)):
+    if isinstance(raw, (list, tuple, range)):
         return [plain(value) for value in raw]
     return raw
 

@@ -101,3 +101,5 @@ class CaptureContext:
     """How many tokens the request may generate at most."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The hook points that each layer of the loaded model has."""
+    num_samples: int = 1
+    """`n` of the request."""

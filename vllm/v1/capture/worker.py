@@ -106,6 +106,14 @@ class WorkerCapture:
             "pipeline_parallel_size": stage.pipeline_size,
         }
         self._dispatcher = Dispatcher(self._staging, self._lanes)
+        # The V1 runner records one family of graphs, so its taps always launch
+        # there; where nothing is captured they find no slot.
+        Launch.always = device.type == "cuda" and not vllm_config.use_v2_model_runner
+
+    @property
+    def captures(self) -> bool:
+        """Whether the step that was planned captures any row."""
+        return bool(self._blocks)
 
     def tap(self, tap: Tap) -> ResidualTap:
         """The tensors that the hook point `tap` reads and writes."""
@@ -176,9 +184,9 @@ class WorkerCapture:
     def _answer(
         self, reply_to: str, request_id: str, instance: str, result: CaptureResult
     ) -> None:
-        if isinstance(self._lanes[instance].sink, ForwardingSink):
-            if result.status == "ok":
-                return  # The front end's own lane has the result.
+        forwarded = isinstance(self._lanes[instance].sink, ForwardingSink)
+        if forwarded and result.status == "ok":
+            return  # The front end's own lane has the result.
         stage = self._stage.pipeline_rank
         message = ResultMessage.of(request_id, instance, stage, result)
         self._outbox.send(reply_to, message)
@@ -214,12 +222,11 @@ class WorkerCapture:
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way."""
         Launch.capture = False
+        blocks, self._blocks = self._blocks, ()
         if self._segment is None:
             return
         copied = self._staging.to_host(self._segment)
-        self._dispatcher.step(
-            StagedStep(self._step, self._blocks, self._segment, copied)
-        )
+        self._dispatcher.step(StagedStep(self._step, blocks, self._segment, copied))
         self._segment = None
 
     def close(self) -> None:

@@ -21,13 +21,16 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.rows import StepView
 from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker import Stage, WorkerCapture
+from vllm.v1.worker.residual_graphs import family_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.model_runner import BatchReqState
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -50,6 +53,12 @@ class ResidualStream:
     def plan_step(self, view: StepView) -> bool:
         """Find out what the step does; whether its graphs must have taps."""
         return False
+
+    def choose_family(
+        self, descriptor: "BatchExecutionDescriptor"
+    ) -> "BatchExecutionDescriptor":
+        """The graph to run in place of `descriptor`, which has no taps."""
+        return descriptor
 
     def begin_step(self, num_rows: int) -> None:
         """Write what the pass over `num_rows` rows, padding included, reads."""
@@ -88,6 +97,12 @@ class OpenResidualStream(ResidualStream):
     def plan_step(self, view: StepView) -> bool:
         """Find the step's captured rows."""
         return self._capture.plan_step(view)
+
+    def choose_family(
+        self, descriptor: "BatchExecutionDescriptor"
+    ) -> "BatchExecutionDescriptor":
+        """The tapped twin, where the step captures and runs a recorded graph."""
+        return family_of(descriptor, self._capture.captures)
 
     def begin_step(self, num_rows: int) -> None:
         """Write the step's slots."""
@@ -132,14 +147,15 @@ def open_residual_stream(
     )
     taps = [(index, point) for index in sorted(points) for point in points[index]]
     width = vllm_config.model_config.get_hidden_size()
-    dtype = vllm_config.model_config.dtype
+    dtype = torch_dtype(vllm_config)
     capture = WorkerCapture(vllm_config, stage, taps, width, dtype, device)
     for index, layer in layers.items():
         residual_tap.attach(
             layer, {point: capture.tap((index, point)) for point in points[index]}
         )
     logger.info(
-        "Capture: %d hook points in %d layers, %d rows of %d bytes a step, consumers %s",
+        "Capture: %d hook points in %d layers, %d rows of %d bytes a step, "
+        "consumers %s",
         len(taps),
         len(layers),
         config.rows_per_step(width * dtype.itemsize),
@@ -153,7 +169,7 @@ def _tapped_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The decoder layers of this process that have hook points, by layer index."""
     decoder = model
     if hasattr(model, "get_language_model"):
-        decoder = model.get_language_model()
+        decoder = model.get_language_model()  # type: ignore[operator]
     return {
         extract_layer_index(name): module
         for name, module in decoder.named_modules()
@@ -221,7 +237,8 @@ def v2_view(req_states: "RequestState", batch: "BatchReqState") -> StepView:
 
 def hook_points_of(worker: Any) -> HookPoints:
     """For `collective_rpc`: the hook points of a worker's layers."""
-    return worker.model_runner.residual.hook_points  # type: ignore[no-any-return]
+    points: HookPoints = worker.model_runner.residual.hook_points
+    return points
 
 
 def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:

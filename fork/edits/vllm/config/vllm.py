@@ -21,6 +21,6 @@ capture_config: CaptureConfig = Field(default_factory=CaptureConfig)
         scope="VllmConfig.compute_hash",
         anchor="vllm_factors.append(self.aux_output_config.compute_hash())",
         insert="vllm_factors.append(self.capture_config.compute_hash())",
-        why="Taps change the traced graph, so they are part of the compile cache's key.",
+        why="Taps change the traced graph: they belong to the compile cache's key.",
     ),
 ]

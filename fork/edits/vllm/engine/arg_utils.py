@@ -11,13 +11,13 @@ EDITS = [
     add_field(
         scope="EngineArgs",
         after="aux_output_config",
-        insert='''
+        insert="""
 capture_consumers: list[Any] | None = None
 capture_staging_bytes: int | None = None
 capture_dispatch_queue_size: int | None = None
 capture_overload_policy: str | None = None
 capture_graphsafe_key: list[str] | None = None
-''',
+""",
         why="`LLM(...)` and the command line set them.",
     ),
     add_argument(

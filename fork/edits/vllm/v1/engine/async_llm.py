@@ -22,10 +22,10 @@ EDITS = [
     ),
     first(
         scope="AsyncLLM.shutdown",
-        insert='''
+        insert="""
 if capture := getattr(self, "capture", None):
     capture.close()
-''',
+""",
         why="Stops the thread that listens for results.",
     ),
 ]

@@ -17,6 +17,6 @@ EDITS = [
         scope="InputProcessor.process_inputs",
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="self.capture.admit(request_id, sampling_params, prompt_len, resumable)",
-        why="The prompt's length and max_tokens are final here, and nothing is sent yet.",
+        why="The prompt's length and max_tokens are final, and nothing is sent yet.",
     ),
 ]

@@ -10,11 +10,11 @@ EDITS = [
     ),
     last(
         scope="CPUModelRunner.load_model",
-        insert='''
+        insert="""
 self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
-''',
+""",
         why="Before the model is compiled.",
     ),
 ]

@@ -11,11 +11,11 @@ EDITS = [
     before(
         scope="GPUModelRunner.load_model",
         anchor="self._moe_model = get_mixture_of_experts_model(self.model)",
-        insert='''
+        insert="""
 self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
-''',
+""",
         why="Before the model is compiled, and where its memory is measured.",
     ),
     after(
@@ -27,14 +27,14 @@ self.residual = residual_stream.open_residual_stream(
     after(
         scope="GPUModelRunner.execute_model",
         anchor="num_tokens_padded = batch_desc.num_tokens",
-        insert='''
+        insert="""
 self.residual.plan_step(
     residual_stream.v1_view(
         self.input_batch, num_scheduled_tokens_np, num_tokens_padded
     )
 )
 self.residual.begin_step(num_tokens_padded)
-''',
+""",
         why="The batch's order and padding are known.",
     ),
     before(

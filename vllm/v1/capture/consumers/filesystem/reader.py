@@ -52,8 +52,7 @@ def read_request(
     if not folder.is_dir():
         raise FileNotFoundError(f"no capture of {request_id!r} under {folder.parent}")
     return {
-        (sidecar["layer"], sidecar["hook"]): rows
-        for rows, sidecar in _all_keys(folder)
+        (sidecar["layer"], sidecar["hook"]): rows for rows, sidecar in _all_keys(folder)
     }
 
 

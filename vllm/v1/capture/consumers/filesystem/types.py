@@ -118,7 +118,9 @@ def path_part(name: Any, where: str) -> str:
             parameter=where,
             value=repr(name[:40] + "..."),
         )
-    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
+    return "".join(
+        c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name
+    )
 
 
 def _choice(values: dict[str, Any], name: str, allowed: tuple[str, ...]) -> None:

@@ -16,13 +16,13 @@ EDITS = [
     ),
     before(
         scope="OpenAIServingChat.chat_completion_stream_generator",
-        anchor='''
+        anchor="""
 if (
     not include_usage
     and self.system_fingerprint is not None
     and choice_data.finish_reason is not None
 ):
-''',
+""",
         insert="capture_http.stamp(chunk, res)",
         why="The last chunk of a stream carries the results.",
     ),

@@ -7,7 +7,7 @@ EDITS = [
     add_field(
         scope="CompletionRequest",
         after="ec_transfer_params",
-        insert='''
+        insert="""
 capture: dict[str, Any] | None = Field(
     default=None,
     description="What to capture of the request, per capture consumer.",
@@ -16,7 +16,7 @@ capture_wait: bool = Field(
     default=False,
     description="Whether the response waits for the results of the capture.",
 )
-''',
+""",
         why="Clients ask for a capture per request.",
     ),
     add_argument(
@@ -34,21 +34,21 @@ capture_wait: bool = Field(
     add_field(
         scope="CompletionResponse",
         after="ec_transfer_params",
-        insert='''
+        insert="""
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )
-''',
+""",
         why="The response carries the results.",
     ),
     add_field(
         scope="CompletionStreamResponse",
         after="model",
-        insert='''
+        insert="""
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )
-''',
+""",
         why="The last chunk of a stream carries the results.",
     ),
 ]

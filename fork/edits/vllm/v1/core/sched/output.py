@@ -7,10 +7,10 @@ EDITS = [
     add_field(
         scope="SchedulerOutput",
         after="kv_connector_block_state",
-        insert='''
+        insert="""
 # Captured requests that ended for their clients: list[CaptureEnd]
 capture_ends: list | None = None
-''',
+""",
         why="Reaches every worker after the steps that computed the rows.",
     ),
 ]

@@ -34,13 +34,13 @@ EDITS = [
     after(
         scope="Scheduler.schedule",
         anchor="num_new_tokens = request.num_tokens - num_computed_tokens",
-        insert='''
+        insert="""
 request_token_budget = self.capture.limit(
     request, num_computed_tokens, request_token_budget
 )
 if request_token_budget == 0:
     break
-''',
+""",
         why="A waiting request gets as many tokens as its rows fit.",
     ),
     after(
@@ -55,9 +55,7 @@ if request_token_budget == 0:
     before(
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
-        insert=(
-            "self.capture.scheduled(request, num_computed_tokens, num_new_tokens)"
-        ),
+        insert=("self.capture.scheduled(request, num_computed_tokens, num_new_tokens)"),
         why="A request that was waiting takes its share of the budget.",
     ),
     add_argument(

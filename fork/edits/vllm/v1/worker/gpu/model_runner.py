@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V2 runner gives access to the residual stream."""
 
-from fork.language import add_import, after, before
+from fork.language import add_argument, add_import, after, before
 
 EDITS = [
     add_import(
@@ -11,11 +11,11 @@ EDITS = [
     before(
         scope="GPUModelRunner.load_model",
         anchor="if self.use_aux_hidden_state_outputs:",
-        insert='''
+        insert="""
 self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
-''',
+""",
         why="Before the model is compiled, and where its memory is measured.",
     ),
     after(
@@ -27,16 +27,30 @@ self.residual = residual_stream.open_residual_stream(
     after(
         scope="GPUModelRunner.execute_model",
         anchor="num_toks = batch_req_state.num_tokens",
-        insert='''
+        insert="""
 self.residual.plan_step(
     residual_stream.v2_view(self.req_states, batch_req_state)
 )
-''',
+""",
         why="The batch's order is known, and its graph is not yet chosen.",
     ),
     before(
         scope="GPUModelRunner.execute_model",
-        anchor="ubatch_slices = ubatch_state.slices if ubatch_state is not None else None",
+        anchor="if batch_desc.num_tokens == 0:",
+        insert="batch_desc = self.residual.choose_family(batch_desc)",
+        why="A step that captures runs the graphs whose taps launch.",
+    ),
+    add_argument(
+        scope="GPUModelRunner.execute_model",
+        call="BatchDescriptor",
+        argument="tapped=batch_desc.tapped",
+        why="Piecewise graphs are found under this key.",
+    ),
+    before(
+        scope="GPUModelRunner.execute_model",
+        anchor=(
+            "ubatch_slices = ubatch_state.slices if ubatch_state is not None else None"
+        ),
         insert="self.residual.begin_step(input_batch.num_tokens_after_padding)",
         why="The batch's padding is known.",
     ),

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: serve a small model, capture its residual stream, look at it.
+
+    make demo        or, in the environment:  python examples/demo/run.py
+
+Takes one to two minutes; the first time torch.compile adds up to one. It ends with
+a table of what was captured and one picture, build/demo/residual_norm.png.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from asking import TAG, Answer, Client
+from comparing import Line, Rows, compare, hidden_states, load_reference
+from picture import draw
+from serving import HOST, ServerFailure, free_port, running, serve_command
+from transformers import AutoTokenizer
+from vllm.v1.capture.consumers.filesystem import read_request
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = ROOT / "examples" / "demo_model" / "weights"
+MODEL = "demo"
+PROMPTS = {
+    "story-anna": "Anna went to the garden after lunch.",
+    "story-max": "In the evening, Max walked to the harbour with his brother.",
+}
+QUESTION = "How was the weather?"
+START_SECONDS = 420.0
+LEAST_COSINE = 0.999  # rows in bfloat16 against a float32 reference
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 0 if everything agreed."""
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, _leave)
+    out: Path = options.out.absolute()
+    port = free_port(options.port)
+    if port != options.port:
+        print(f"Port {options.port} is taken; using {port}.")
+    url = f"http://{HOST}:{port}"
+    captures = out / "captures"
+    serve = [str(WEIGHTS), "--served-model-name", MODEL, "--max-num-seqs", "8"]
+    serve += ["--capture-consumers", f"filesystem:root={json.dumps(str(captures))}"]
+    serve += ["--enforce-eager"] if options.eager else []
+
+    step("1. Starting the server")
+    print(f"  vllm serve {' '.join(serve)} --port {port}")
+    start = time.monotonic()
+    log = out / "server.log"
+    try:
+        command = serve_command(port, serve)
+        with running(command, url, log, START_SECONDS, _show_progress):
+            print(f"\n  ready after {time.monotonic() - start:.0f} s")
+            answers = ask(Client(url, MODEL), options.tokens)
+            step("5. Stopping the server")
+        print("  stopped")
+    except ServerFailure as failure:
+        print(f"\ndemo: {failure}", file=sys.stderr)
+        return 1
+    agree = inspect(answers, captures)
+    picture(answers[0], captures, out / "residual_norm.png")
+    return 0 if agree else 1
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Capture a small model's stream.")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--port", type=int, default=8000, help="tried first")
+    parser.add_argument("--tokens", type=int, default=32, help="generated at most")
+    parser.add_argument(
+        "--eager", action="store_true", help="no torch.compile: starts sooner"
+    )
+    return parser.parse_args(arguments)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # unwinds, so the server is stopped
+
+
+def step(text: str) -> None:
+    """Announce what comes next."""
+    print(f"\n{text}", flush=True)
+
+
+def _show_progress(seconds: float, log_line: str) -> None:
+    line = f"  {seconds:3.0f} s  {log_line.split('] ')[-1]}"[:79]
+    if sys.stdout.isatty():
+        print(f"\r{line:<79}", end="", flush=True)
+    elif int(seconds) % 5 == 0:
+        print(line, flush=True)
+
+
+def ask(client: Client, tokens: int) -> list[Answer]:
+    """Send the requests; what the server answered."""
+    step(f"2. {len(PROMPTS)} completions at a time, all layers and points captured")
+    answers = client.complete_all(PROMPTS, tokens)
+    for answer in answers:
+        print(f"  {answer.prompt}|{answer.text}")
+        print(f"    capture: {_outcome(answer)}")
+    step("3. A streamed chat, captured too")
+    print(f"  {QUESTION}\n  ", end="")
+    chat = client.chat(
+        "chat", QUESTION, tokens, lambda piece: print(piece, end="", flush=True)
+    )
+    print(f"\n    capture: {_outcome(chat)}")
+    step("4. A request that asks for layer 99 is refused before anything runs")
+    print(f"  {client.refusal(99)}")
+    return [*answers, chat]
+
+
+def _outcome(answer: Answer) -> str:
+    result = answer.results["filesystem"]
+    if result["status"] != "ok":
+        return f"{result['status']}: {result['error']}"
+    return f"ok, {len(result['payload'])} files in {Path(result['payload'][0]).parent}"
+
+
+def inspect(answers: list[Answer], captures: Path) -> bool:
+    """Compare with HF transformers; whether every row points the same way."""
+    step("6. Computing the same hidden states with HF transformers, in float32")
+    model = load_reference(WEIGHTS)
+    lines: list[Line] = []
+    for answer in answers:
+        rows, token_ids, _ = _read(captures, answer.name)
+        lines = compare(rows, hidden_states(model, token_ids))
+        worst = min(line.cosine for line in lines)
+        print(f"  {answer.name}: {len(lines)} streams, smallest cosine {worst:.5f}")
+        if worst < LEAST_COSINE:
+            print(f"demo: {answer.name} differs from transformers", file=sys.stderr)
+            return False
+    _print_table(lines, answers[-1].name)
+    return True
+
+
+def _read(captures: Path, name: str) -> tuple[Rows, list[int], int]:
+    rows = read_request(captures, TAG, name)
+    sidecar = json.loads((captures / TAG / name / "0_pre_attn.json").read_text())
+    return rows, sidecar["token_ids"], sidecar["num_prompt_tokens"]
+
+
+def _print_table(lines: list[Line], name: str) -> None:
+    print(f"\n  captured of {name!r}:")
+    print("  layer  point       rows x width  dtype     mean norm  cosine   rel. error")
+    for line in lines:
+        shape = f"{line.shape[0]} x {line.shape[1]}"
+        print(
+            f"  {line.layer:>5}  {line.point:<10}  {shape:>12}  {line.dtype:<8}"
+            f"  {line.norm:9.3f}  {line.cosine:.5f}  {line.error:10.1e}"
+        )
+
+
+def picture(answer: Answer, captures: Path, path: Path) -> None:
+    """Draw one request."""
+    step("7. Drawing the norm of the residual stream over layers and tokens")
+    rows, token_ids, num_prompt_tokens = _read(captures, answer.name)
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    tokens = [tokenizer.decode([token]).strip() or "_" for token in token_ids]
+    draw(path, rows, tokens, num_prompt_tokens)
+    print(f"  {path}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

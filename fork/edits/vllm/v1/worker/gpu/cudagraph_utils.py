@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs come in two families: with taps that launch, and without."""
+
+from fork.language import add_argument, add_field, add_import, first, last
+
+EDITS = [
+    add_import(
+        "from vllm.v1.worker import residual_graphs",
+        why="What the families are.",
+    ),
+    add_field(
+        scope="BatchExecutionDescriptor",
+        after="num_ubatches",
+        insert="""
+# Whether the taps of the residual stream launch in this graph.
+tapped: bool = False
+""",
+        why="The key under which a full graph is recorded and found.",
+    ),
+    last(
+        scope="ModelCudaGraphManager.__init__",
+        insert=(
+            "self._capture_descs = residual_graphs.with_families("
+            "self._capture_descs, vllm_config)"
+        ),
+        why="Each graph of the target model is recorded once per family.",
+    ),
+    first(
+        scope="ModelCudaGraphManager.capture.create_forward_fn.forward_fn",
+        insert="residual_graphs.record_family(desc.tapped)",
+        why="While a graph is recorded its family decides whether taps launch.",
+    ),
+    add_argument(
+        scope="ModelCudaGraphManager.capture.create_forward_fn.forward_fn",
+        call="BatchDescriptor",
+        argument="tapped=desc.tapped",
+        why="Piecewise graphs are recorded under this key.",
+    ),
+    last(
+        scope="ModelCudaGraphManager.capture",
+        insert="residual_graphs.record_family(False)",
+        why="Passes outside of a step launch no taps.",
+    ),
+]

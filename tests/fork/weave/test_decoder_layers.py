@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+import libcst as cst
+import pytest
+
+from fork.weave.decoder_layers import WeaveResult, weave_module
+from fork.weave.layer_class import Module
+from fork.weave.rules import Rule
+from tests.fork.weave import _miniature as mini
+from tests.fork.weave._checks import check, subjects
+
+MODULE = "vllm/model_executor/models/mini.py"
+
+
+def woven(source: str) -> WeaveResult:
+    result = weave_module(source, MODULE)
+    assert result.problems == ()
+    assert result.source is not None
+    return result
+
+
+def taps(source: str) -> list[str]:
+    """The calls that were put in, in the order of the text, MLP points left out."""
+    before = {line.strip() for line in source.splitlines()}
+    text = woven(source).source or ""
+    lines = [line.strip() for line in text.splitlines()]
+    return [
+        line.removeprefix("@").replace("residual_tap.", "").replace("self, ", "")
+        for line in lines
+        if "residual_tap." in line and line not in before and '"mlp_' not in line
+        if not line.startswith("@")
+    ]
+
+
+def pair(point: str, hidden: str = "hidden_states", method: str = "pair") -> str:
+    return f'{hidden}, residual = {method}("{point}", {hidden}, residual)'
+
+
+def stream(point: str, name: str = "hidden_states") -> str:
+    return f'{name} = stream("{point}", {name})'
+
+
+@pytest.mark.parametrize("source", mini.ALL.values(), ids=mini.ALL)
+def test_a_change_at_a_point_goes_on_exactly_once(source: str) -> None:
+    text = woven(source).source
+    assert text is not None
+    cls = Module(cst.parse_module(text)).classes["MiniDecoderLayer"]
+    for subject in subjects(text, cls, Rule(reason="")):
+        check(subject)
+
+
+@pytest.mark.parametrize("source", mini.ALL.values(), ids=mini.ALL)
+def test_nothing_but_taps_is_put_in(source: str) -> None:
+    text = woven(source).source
+    assert text is not None
+    rest = [line for line in text.splitlines() if "residual_tap" not in line]
+    whole = [line for line in source.splitlines() if line in rest]
+    assert rest == whole
+    compile(text, MODULE, "exec")
+
+
+def test_a_fused_pair_is_tapped_before_each_add() -> None:
+    points = ("pre_attn", "post_attn", "post_block")
+    assert taps(mini.FUSED) == [pair(point) for point in points]
+
+
+def test_a_normed_branch_is_tapped_after_its_norm() -> None:
+    text = woven(mini.SANDWICH).source or ""
+    assert text.index("self.after_attn_norm(") < text.index('"post_attn"', 400)
+    assert text.index('pair(self, "post_attn"') < text.index("= self.norm_b(")
+
+
+def test_a_branch_is_tapped_under_its_own_name() -> None:
+    assert pair("post_attn", "written") in taps(mini.RENAMED_BRANCH)
+
+
+def test_a_returned_expression_is_wrapped() -> None:
+    text = woven(mini.RENAMED_BRANCH).source or ""
+    assert 'return residual_tap.pair(self, "post_block", ' in text
+    assert 'residual_tap.value(self, "mlp_out", self.mlp(hidden_states))' in text
+
+
+def test_an_explicit_add_is_tapped_behind_it() -> None:
+    for source in (mini.PLAIN, mini.IN_PLACE, mini.SCALED, mini.STALE):
+        assert stream("post_attn") in taps(source)
+
+
+def test_a_stale_residual_is_not_added() -> None:
+    assert taps(mini.STALE)[-1] == stream("post_block")
+
+
+def test_a_residual_that_is_overwritten_is_not_tapped() -> None:
+    assert taps(mini.STALE)[0] == stream("pre_attn")
+
+
+def test_a_parallel_block_is_tapped_at_the_attention_and_the_entering_stream() -> None:
+    assert taps(mini.PARALLEL)[1] == (
+        'attn_out, hidden_states = pair("post_attn", attn_out, hidden_states)'
+    )
+
+
+def test_a_branch_that_is_reduced_later_is_partial() -> None:
+    assert pair("post_attn", "attn_out", "partial") in taps(mini.REDUCED_LATE)
+    assert pair("post_attn", method="partial") in taps(mini.FUSED_REDUCE)
+
+
+def test_without_an_mlp_the_point_after_the_mixer_is_the_end() -> None:
+    assert taps(mini.MIXER_ONLY)[1:] == [pair("post_attn"), pair("post_block")]
+
+
+def test_without_a_mixer_the_point_after_it_is_the_beginning() -> None:
+    assert taps(mini.MLP_ONLY)[:2] == [pair("pre_attn"), pair("post_attn")]
+
+
+def test_every_return_is_tapped() -> None:
+    assert taps(mini.EARLY_RETURN).count(stream("post_block")) == 2
+
+
+def test_the_points_are_recorded_on_the_class() -> None:
+    text = woven(mini.PLAIN).source or ""
+    record = '@residual_tap.tapped("pre_attn", "post_attn", "post_block", "mlp_in", '
+    assert record + '"mlp_out")\nclass MiniDecoderLayer' in text
+
+
+def test_the_import_comes_before_the_first_class() -> None:
+    text = woven(mini.PLAIN + "import late\n").source or ""
+    line = "from vllm.model_executor.layers import residual_tap"
+    assert text.count(line) == 1
+    assert text.index(line) < text.index("class ")
+
+
+def test_a_layer_that_runs_anothers_forward_is_reported_and_left_alone() -> None:
+    source = "from .llama import Base\n\n\nclass MyDecoderLayer(Base):\n    pass\n"
+    result = weave_module(source, MODULE)
+    assert result.source is None
+    assert [layer.inherits for layer in result.layers] == ["Base"]
+
+
+def test_a_module_without_decoder_layers_is_left_alone() -> None:
+    assert weave_module("class Attention:\n    pass\n", MODULE) == WeaveResult()
+
+
+LOOK_ALIKES = {
+    "an unknown sublayer": (
+        mini.PLAIN.replace("self.attn(", "self.gadget("),
+        "cannot tell what kind of sublayer self.gadget is",
+    ),
+    "a norm of which nobody knows whether it adds": (
+        mini.FUSED.replace("import RMSNorm", "import OtherNorm as RMSNorm"),
+        "cannot tell whether self.norm_b adds the residual",
+    ),
+    "a residual that is added twice": (
+        mini.STALE.replace(
+            "residual + hidden_states\n        return",
+            "residual + hidden_states\n"
+            "        hidden_states = hidden_states + residual\n        return",
+        ),
+        "is added twice",
+    ),
+    "halves of the stream that are scaled apart": (
+        mini.FUSED.replace(
+            "hidden_states, residual = self.norm_a",
+            "residual = residual * 2\n"
+            "            hidden_states, residual = self.norm_a",
+        ),
+        "the parts of the stream are scaled apart before post_attn",
+    ),
+    "tokens that are split over ranks": (
+        mini.PLAIN.replace("attn_output + residual", "reduce_scatter(attn_output)"),
+        "splits the tokens over ranks",
+    ),
+    "a loop over the stream": (
+        mini.PLAIN.replace(
+            "residual = hidden_states\n        hidden_states = self.ln_2",
+            "for part in self.parts:\n"
+            "            hidden_states = part(hidden_states)\n"
+            "        hidden_states = self.ln_2",
+        ),
+        "a For statement over the stream",
+    ),
+    "an mlp before the attention": (
+        mini.PLAIN.replace("self.attn(hidden_states=", "self.mlp(").replace(
+            "self.mlp(hidden_states)\n        return",
+            "self.attn(hidden_states)\n        return",
+        ),
+        None,
+    ),
+    "several streams": (
+        mini.PLAIN.replace(
+            "return residual + hidden_states",
+            "return hidden_states, residual, residual",
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), LOOK_ALIKES.values(), ids=LOOK_ALIKES.keys()
+)
+def test_a_layer_that_is_not_understood_stops_the_build(
+    source: str, why: str | None
+) -> None:
+    result = weave_module(source, MODULE)
+    assert result.source is None
+    (problem,) = result.problems
+    assert problem.startswith("MiniDecoderLayer: ")
+    assert why is None or why in problem
+
+
+def test_a_norm_that_adds_twice_the_stream_is_one_that_does_not_add() -> None:
+    assert taps(mini.NO_ADDING_NORM)[1:] == [
+        pair("post_attn", "attn_out"),
+        stream("post_block"),
+    ]

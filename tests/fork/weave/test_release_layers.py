@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder layers of the real release."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+import pytest
+
+from fork.builder import Order, open_release
+from fork.weave.decoder_layers import WeaveResult, weave_module
+from fork.weave.layer_class import Module
+from fork.weave.models import ArchitectureReport, reports
+from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
+from tests.fork.weave._checks import check, subjects
+
+TAPPED, REFUSED_COUNT = 109, 12
+"""Decoder-layer classes of upstream 0.32.0: of language models 121 in all."""
+
+
+@dataclass(frozen=True)
+class Woven:
+    root: Path
+    results: dict[str, WeaveResult]
+
+
+@pytest.fixture(scope="module")
+def release() -> Woven:
+    root = open_release(Order(device="cpu")).root
+    results = {}
+    for folder in ("vllm/model_executor/models", "vllm/models"):
+        for path in sorted((root / folder).rglob("*.py")):
+            module = path.relative_to(root).as_posix()
+            results[module] = weave_module(path.read_text(encoding="utf-8"), module)
+    return Woven(root, results)
+
+
+@pytest.fixture(scope="module")
+def rows(release: Woven) -> list[ArchitectureReport]:
+    return reports(release.root, lambda _, module: release.results[module])
+
+
+def key(module: str, name: str) -> str:
+    return f"{module.removeprefix('vllm/').removesuffix('.py')}:{name}"
+
+
+def test_every_decoder_layer_is_accounted_for(release: Woven) -> None:
+    problems = [p for r in release.results.values() for p in r.problems]
+    assert problems == []
+    whole = [
+        key(module, layer.name)
+        for module, result in release.results.items()
+        for layer in result.layers
+        if {"pre_attn", "post_block"} <= set(layer.points)
+    ]
+    refused = [r for x in release.results.values() for r in x.refused if r.is_layer]
+    assert (len(whole), len(refused)) == (TAPPED, REFUSED_COUNT)
+
+
+def test_every_rule_and_refusal_is_about_a_class_of_the_release(release: Woven) -> None:
+    known = {
+        key(module, layer.name)
+        for module, result in release.results.items()
+        for layer in (*result.layers, *result.refused)
+    }
+    assert {*RULES, *REFUSED, *NOT_TAPPED} <= known
+
+
+def test_a_change_at_a_point_of_a_real_layer_goes_on_exactly_once(
+    release: Woven,
+) -> None:
+    checked = 0
+    for module, result in release.results.items():
+        if result.source is None:
+            continue
+        classes = Module(cst.parse_module(result.source)).classes
+        for layer in result.layers:
+            rule = RULES.get(key(module, layer.name), Rule(reason=""))
+            if layer.inherits or not rule.proven:
+                continue
+            for subject in subjects(result.source, classes[layer.name], rule):
+                check(subject)
+            checked += 1
+    inherited = [x for r in release.results.values() for x in r.layers if x.inherits]
+    assert checked == TAPPED - len(inherited) - 1  # Dbrx adds inside another module
+
+
+def test_every_generating_architecture_has_layers_or_a_reason(
+    rows: list[ArchitectureReport],
+) -> None:
+    assert {row.table for row in rows} == {"text", "multimodal", "transformers"}
+    assert len(rows) == len({row.architecture for row in rows}) > 250
+    for row in rows:
+        assert row.layers or row.refused or row.note, row.architecture
+        assert row.refused != "no decoder layer was found", row.architecture
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("LlamaForCausalLM", ["LlamaDecoderLayer"]),
+        ("Qwen3ForCausalLM", ["Qwen3DecoderLayer"]),
+        ("Phi3ForCausalLM", ["LlamaDecoderLayer"]),
+        ("Qwen3VLMoeForConditionalGeneration", ["Qwen3VLMoeDecoderLayer"]),
+        ("JambaForCausalLM", ["JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"]),
+        ("MolmoForCausalLM", ["MolmoDecoderLayer", "MolmoDecoderNormAfterLayer"]),
+    ],
+)
+def test_an_architecture_is_followed_to_its_layers(
+    rows: list[ArchitectureReport], architecture: str, names: list[str]
+) -> None:
+    (row,) = [row for row in rows if row.architecture == architecture]
+    assert [layer.name for layer in row.layers] == names

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Mapping
+
+import libcst as cst
+import pytest
+
+from fork.weave import decoder_layers, rules
+from fork.weave.decoder_layers import RefusedLayer, WeaveResult, weave_module
+from fork.weave.layer_class import Module
+from fork.weave.rules import Anchor, Rule
+from tests.fork.weave import _miniature as mini
+from tests.fork.weave._checks import check, subjects
+
+MODULE = "vllm/model_executor/models/mini.py"
+KEY = "model_executor/models/mini:MiniDecoderLayer"
+
+
+def weave_with(
+    monkeypatch: pytest.MonkeyPatch, source: str, ruled: Mapping[str, Rule]
+) -> WeaveResult:
+    monkeypatch.setattr(decoder_layers, "RULES", ruled)
+    result = weave_module(source, MODULE)
+    if result.source is not None:
+        cls = Module(cst.parse_module(result.source)).classes["MiniDecoderLayer"]
+        for subject in subjects(result.source, cls, ruled[KEY]):
+            check(subject)
+    return result
+
+
+SPLIT = mini.layer(
+    """
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.ln_1(hidden_states)
+        hidden_states = self.attn(hidden_states)
+        if self.split:
+            hidden_states = reduce_scatter(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.ln_2(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states
+    """
+)
+
+
+def test_a_case_leaves_paths_out_and_the_layer_says_when_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = Rule(
+        reason="split", cases=({"self.split": False},), unless={"self.split": "a split"}
+    )
+    result = weave_with(monkeypatch, SPLIT, {KEY: rule})
+    assert result.layers[0].unless == ("a split",)
+    text = result.source or ""
+    names: dict[str, object] = {}
+    exec("class Mini:\n" + text[text.index("    @property") :], names)
+    made = names["Mini"]()  # type: ignore[operator]
+    for split, expected in ((False, ()), (True, ("a split",))):
+        made.split = split
+        assert made.hook_points_unless == expected
+
+
+def test_norms_built_elsewhere_are_named_by_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = mini.FUSED.replace("RMSNorm(", "made_elsewhere(")
+    assert weave_module(source, MODULE).problems
+    rule = Rule(reason="base", adding=("norm_a", "norm_b"))
+    assert weave_with(monkeypatch, source, {KEY: rule}).problems == ()
+
+
+def test_a_submodule_that_passes_the_stream_on_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = mini.layer(
+        """
+        def forward(self, hidden_states):
+            extra = self.shared(hidden_states)
+            hidden_states = self.mamba_block(hidden_states, extra)
+            return hidden_states
+        """
+    )
+    assert weave_module(source, MODULE).problems
+    rule = Rule(reason="wraps", passing=("mamba_block",))
+    assert weave_with(monkeypatch, source, {KEY: rule}).problems == ()
+
+
+def test_a_method_of_the_layer_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = mini.layer(
+        """
+        def forward(self, hidden_states, residual):
+            return self.plain(hidden_states, residual)
+
+        def plain(self, hidden_states, residual):
+            if residual is not None:
+                hidden_states = hidden_states + residual
+            residual = hidden_states
+            hidden_states = self.ln_1(hidden_states)
+            hidden_states = self.attn(hidden_states)
+            hidden_states = hidden_states + residual
+            residual = hidden_states
+            hidden_states = self.ln_2(hidden_states)
+            hidden_states = self.mlp(hidden_states)
+            return hidden_states, residual
+        """
+    )
+    rule = Rule(reason="dispatch", inline=("plain",))
+    result = weave_with(monkeypatch, source, {KEY: rule})
+    assert result.problems == ()
+    text = result.source or ""
+    assert text.index('pair(self, "pre_attn"') < text.index("def plain")
+    assert text.index('stream(self, "post_attn"') > text.index("def plain")
+
+
+def test_whether_a_branch_is_partial_may_be_known_only_at_run_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = mini.layer(
+        """
+        def forward(self, hidden_states, residual):
+            if self.late and residual is not None:
+                hidden_states, residual = fused_allreduce_rms_norm(
+                    hidden_states, residual, self.norm_a
+                )
+            elif residual is None:
+                residual = hidden_states
+                hidden_states = self.norm_a(hidden_states)
+            else:
+                hidden_states, residual = self.norm_a(hidden_states, residual)
+            hidden_states = self.attn(hidden_states)
+            hidden_states, residual = self.norm_b(hidden_states, residual)
+            hidden_states = self.mlp(hidden_states)
+            return hidden_states, residual
+        """
+    )
+    assert "is not reduced behind it" in weave_module(source, MODULE).problems[0]
+    rule = Rule(
+        reason="late",
+        partial_when={"pre_attn": "self.late", "post_block": "self.later"},
+    )
+    result = weave_with(monkeypatch, source, {KEY: rule})
+    assert result.problems == ()
+    chosen = "(residual_tap.partial if self.late else residual_tap.pair)"
+    assert f'{chosen}(self, "pre_attn", ' in (result.source or "")
+
+
+def test_an_anchor_must_begin_exactly_one_statement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for statement, count in (("nothing", 0), ("residual = hidden_states", 2)):
+        anchor = Anchor(
+            point="post_attn",
+            method="stream",
+            arguments=("hidden_states",),
+            statement=statement,
+        )
+        rule = Rule(reason="by hand", anchors=(anchor,))
+        (problem,) = weave_with(monkeypatch, mini.PLAIN, {KEY: rule}).problems
+        assert f"begins {count} statements" in problem
+
+
+def test_an_anchor_in_the_wrong_place_stops_the_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    anchor = Anchor(
+        point="post_attn",
+        method="stream",
+        arguments=("attn_output",),
+        statement="attn_output = self.attn(",
+        after=True,
+    )
+    rule = Rule(reason="by hand", anchors=(anchor,))
+    (problem,) = weave_with(monkeypatch, mini.PLAIN, {KEY: rule}).problems
+    assert "post_attn misses a part of the stream" in problem
+
+
+def test_a_rule_for_a_class_that_is_gone_stops_the_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoder_layers, "RULES", {KEY: Rule(reason="old")})
+    (problem,) = weave_module("class Other:\n    pass\n", MODULE).problems
+    assert problem.startswith("MiniDecoderLayer: ")
+
+
+def test_a_refused_layer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_layers, "REFUSED", {KEY: "several streams"})
+    result = weave_module(mini.PLAIN, MODULE)
+    assert result.source is None
+    assert result.refused == (RefusedLayer("MiniDecoderLayer", "several streams"),)
+
+
+def test_every_rule_and_refusal_gives_a_reason() -> None:
+    for rule in rules.RULES.values():
+        assert len(rule.reason.split()) > 3
+    for table in (rules.REFUSED, rules.NOT_TAPPED, rules.MODELS, rules.LOOPS):
+        assert all(len(reason.split()) > 3 for reason in table.values())
+    tables = [*rules.RULES, *rules.REFUSED, *rules.NOT_TAPPED]
+    assert len(tables) == len(set(tables))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hypothesis draws in the tests of capture."""
+
+from hypothesis import strategies as st
+
+from vllm.v1.capture.plan import (
+    OPEN_END,
+    CapturePlan,
+    Ranges,
+    Tap,
+    group_taps,
+    ranges_of,
+)
+from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+
+HOOKS = ("pre_attn", "post_attn", "post_block")
+
+
+def context(
+    num_prompt_tokens: int = 5, max_tokens: int | None = 4, num_layers: int = 4
+) -> CaptureContext:
+    """A request to a model with the three hook points in every layer."""
+    return CaptureContext(
+        vllm_internal_request_id=VllmInternalRequestId("r"),
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=0,
+        num_hidden_layers=num_layers,
+        hidden_size=8,
+        element_size_bytes=4,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        max_tokens=max_tokens,
+        hook_points=dict.fromkeys(range(num_layers), HOOKS),
+    )
+
+
+def taps(num_layers: int = 3) -> st.SearchStrategy[Tap]:
+    return st.tuples(st.integers(0, num_layers - 1), st.sampled_from(HOOKS))
+
+
+def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Ranges]:
+    """What the selectors of a request resolve to."""
+    prompt = num_prompt_tokens
+    named = st.sampled_from(
+        [
+            ((prompt - 1, prompt),),
+            ((0, prompt),),
+            ((prompt, OPEN_END),),
+            ((0, OPEN_END),),
+        ]
+    )
+    listed = st.sets(st.integers(0, max(end - 1, 0)), min_size=1).map(ranges_of)
+    return named | listed
+
+
+def wanted(
+    num_prompt_tokens: int, end: int
+) -> st.SearchStrategy[dict[str, dict[Tap, Ranges]]]:
+    """What up to three instances want, per tap."""
+    specs = st.tuples(
+        st.sets(taps(), min_size=1, max_size=4), ranges(num_prompt_tokens, end)
+    ).map(lambda spec: dict.fromkeys(sorted(spec[0]), spec[1]))
+    return st.dictionaries(st.sampled_from("abc"), specs, min_size=1, max_size=3)
+
+
+def plan_for(want: dict[str, dict[Tap, Ranges]], num_prompt_tokens: int) -> CapturePlan:
+    return CapturePlan(
+        client_request_id="client",
+        num_prompt_tokens=num_prompt_tokens,
+        groups=group_taps(want),
+        reply_to="",
+    )
+
+
+def positions(ranges_: Ranges, end: int) -> list[int]:
+    """The positions below `end` that `ranges_` cover, found the slow way."""
+    return [p for p in range(end) if any(a <= p < b for a, b in ranges_)]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture._strategies import plan_for, positions, wanted
+from vllm.v1.capture.plan import (
+    OPEN_END,
+    CapturePlan,
+    group_taps,
+    overlap,
+    ranges_of,
+    union,
+)
+
+END = 24
+sets = st.sets(st.integers(0, END - 1))
+
+
+def is_normal(ranges: tuple[tuple[int, int], ...]) -> bool:
+    """Ascending, not empty, and apart by at least one position."""
+    flat = [edge for span in ranges for edge in span]
+    return flat == sorted(set(flat))
+
+
+@given(sets)
+def test_ranges_cover_exactly_the_positions(wanted_positions: set[int]) -> None:
+    ranges = ranges_of(wanted_positions)
+    assert positions(ranges, END) == sorted(wanted_positions)
+    assert is_normal(ranges)
+
+
+@given(st.lists(st.integers(0, END - 1)))
+def test_order_and_repetition_of_positions_do_not_matter(listed: list[int]) -> None:
+    assert ranges_of(listed) == ranges_of(set(listed))
+
+
+@given(st.lists(sets, max_size=4))
+def test_a_union_covers_what_any_part_covers(parts: list[set[int]]) -> None:
+    joined = union(ranges_of(part) for part in parts)
+    assert positions(joined, END) == sorted(set().union(*parts))
+    assert is_normal(joined)
+
+
+@given(sets, st.integers(0, END), st.integers(0, END))
+def test_an_overlap_is_the_part_within(part: set[int], a: int, b: int) -> None:
+    start, stop = sorted((a, b))
+    found = overlap(ranges_of(part), start, stop)
+    covered = [p for first, last in found for p in range(first, last)]
+    assert covered == sorted(p for p in part if start <= p < stop)
+
+
+def test_an_open_range_goes_on() -> None:
+    assert overlap(((3, OPEN_END),), 1000, 1002) == [(1000, 1002)]
+
+
+@given(wanted(num_prompt_tokens=6, end=END))
+def test_groups_read_each_tap_once_for_exactly_its_readers(want: dict) -> None:
+    groups = group_taps(want)
+    grouped = [tap for group in groups for tap in group.taps]
+    assert len(grouped) == len(set(grouped))
+    again: dict = {name: {} for name in want}
+    for group in groups:
+        for reader in group.readers:
+            again[reader.instance] |= dict.fromkeys(group.taps, reader.ranges)
+        assert group.ranges == union(reader.ranges for reader in group.readers)
+    assert again == want
+
+
+@given(wanted(num_prompt_tokens=6, end=END), st.integers(0, END), st.integers(0, 8))
+def test_rows_are_counted_as_one_per_selected_tap_and_position(
+    want: dict, start: int, length: int
+) -> None:
+    plan = plan_for(want, 6)
+    pairs = {
+        (tap, position)
+        for taps in want.values()
+        for tap, ranges in taps.items()
+        for position in positions(ranges, start + length)
+        if position >= start
+    }
+    assert plan.rows_in(start, start + length) == len(pairs)
+
+
+@given(wanted(num_prompt_tokens=6, end=END))
+def test_the_prefix_cache_may_serve_up_to_the_first_captured_prompt_row(
+    want: dict,
+) -> None:
+    plan = plan_for(want, 6)
+    selected = [
+        position
+        for taps in want.values()
+        for ranges in taps.values()
+        for position in positions(ranges, 6)
+    ]
+    assert plan.first_prompt_row == min(selected, default=None)
+
+
+@given(wanted(num_prompt_tokens=6, end=END))
+def test_a_plan_survives_the_way_to_the_workers(want: dict) -> None:
+    plan = plan_for(want, 6)
+    sent = msgspec.msgpack.encode(plan)
+    assert msgspec.msgpack.decode(sent, type=CapturePlan) == plan
+    assert plan.instances == tuple(sorted(want))

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture._strategies import plan_for, positions, taps, wanted
+from vllm.v1.capture.rows import (
+    StepView,
+    assign_slots,
+    local_groups,
+    pick_rows,
+    rows_of,
+)
+
+PROMPT, END = 6, 16
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
+    """A batch of requests, some of them captured, in any order and phase."""
+    number = draw(st.integers(1, 5))
+    ids = draw(st.permutations([f"r{i}" for i in range(number)]))
+    computed = [draw(st.integers(0, END)) for _ in ids]
+    scheduled = [draw(st.integers(1, 6)) for _ in ids]
+    wants = {i: draw(wanted(PROMPT, END)) for i in ids if draw(st.booleans())}
+    first_row = np.cumsum(scheduled) - scheduled
+    padding = draw(st.integers(0, 3))
+    view = StepView(
+        ids,
+        np.array(computed),
+        np.array(scheduled),
+        first_row,
+        sum(scheduled) + padding,
+    )
+    return view, wants
+
+
+@given(steps(), st.sets(taps()), st.integers(0, 50))
+def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
+    step: tuple[StepView, dict[str, dict]], absent: set, base: int
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i for i, tap in enumerate(t for t in every if t not in absent)}
+    plans = {req_id: plan_for(want, PROMPT) for req_id, want in wants.items()}
+    blocks = pick_rows(
+        view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
+    )
+    slots = np.full((view.num_rows, len(columns)), 7, dtype=np.int32)
+    assign_slots(blocks, base, slots)
+
+    expected = np.zeros_like(slots, dtype=bool)
+    for index, req_id in enumerate(view.req_ids):
+        start = int(view.num_computed[index])
+        for want in wants.get(req_id, {}).values():
+            for tap, ranges in want.items():
+                for position in positions(ranges, start + view.num_scheduled[index]):
+                    if tap in columns and position >= start:
+                        row = view.first_row[index] + position - start
+                        expected[row, columns[tap]] = True
+    assert ((slots != -1) == expected).all()
+    used = sorted(slots[expected].tolist())
+    assert used == list(range(base, base + rows_of(blocks)))
+
+
+@given(steps())
+def test_a_slot_lies_where_its_block_says(
+    step: tuple[StepView, dict[str, dict]],
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i for i, tap in enumerate(every)}
+    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
+    blocks = pick_rows(view, groups)
+    slots = np.empty((view.num_rows, len(columns)), dtype=np.int32)
+    assign_slots(blocks, 0, slots)
+    base = 0
+    for block in blocks:
+        for index, column in enumerate(block.columns):
+            place = base + index * block.num_rows
+            for pick in block.picks:
+                rows = slots[pick.row : pick.row + pick.num_rows, column]
+                assert rows.tolist() == list(range(place, place + pick.num_rows))
+                place += pick.num_rows
+        base += len(block.columns) * block.num_rows
+
+
+@given(steps())
+def test_blocks_do_not_grow_with_the_number_of_layers(
+    step: tuple[StepView, dict[str, dict]],
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i for i, tap in enumerate(every)}
+    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
+    blocks = pick_rows(view, groups)
+    most = Counter(block.columns for block in blocks).most_common(1)
+    assert not most or most[0][1] == 1

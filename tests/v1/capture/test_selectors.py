@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture._strategies import HOOKS, context, positions
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.selectors import parse_spec, resolve_positions
+
+WHERE = "capture.test"
+
+
+def parse(raw: Any) -> Any:
+    return parse_spec(raw, context(), WHERE)
+
+
+def layers(selector: Any) -> list[int]:
+    return parse({"hooks": {"post_block": selector}}).hooks["post_block"]
+
+
+@pytest.mark.parametrize(
+    "selector, selected",
+    [
+        ("all", [0, 1, 2, 3]),
+        ([2, 0, 2], [0, 2]),
+        ({"layers": [3]}, [3]),
+        ({"ranges": [[1, 2]]}, [1, 2]),
+        ({"layers": [3], "ranges": [[0, 0], [2, 3]]}, [0, 2, 3]),
+        ((1,), [1]),
+        (range(1, 3), [1, 2]),
+        (np.array([1, 3]), [1, 3]),
+    ],
+)
+def test_a_layer_selector_stands_for_sorted_layers(
+    selector: Any, selected: list[int]
+) -> None:
+    assert layers(selector) == selected
+
+
+@pytest.mark.parametrize(
+    "selector, ranges",
+    [
+        ("last_prompt", ((4, 5),)),
+        ("all_prompt", ((0, 5),)),
+        ("all_generated", ((5, OPEN_END),)),
+        ("all", ((0, OPEN_END),)),
+        ([0, 1, 4, 7], ((0, 2), (4, 5), (7, 8))),
+    ],
+)
+def test_a_position_selector_follows_the_rule_of_rows(
+    selector: Any, ranges: Any
+) -> None:
+    assert resolve_positions(selector, context(5, 4), WHERE) == ranges
+
+
+def test_positions_default_to_the_last_token_of_the_prompt() -> None:
+    assert parse({"hooks": {"pre_attn": [0]}}).positions == "last_prompt"
+
+
+def test_a_dataclass_will_do_as_well_as_an_object() -> None:
+    @dataclass
+    class Spec:
+        hooks: dict[str, Any]
+        positions: Any = "all"
+
+    assert parse(Spec({"pre_attn": (0,)})).hooks == {"pre_attn": [0]}
+
+
+BAD = [
+    # (what is wrong, the parameter, the value as it is shown, part of the remedy)
+    ("text", WHERE, "'text'", "must be an object"),
+    ({}, f"{WHERE}.hooks", "None", "at least one hook point"),
+    ({"hooks": {}}, f"{WHERE}.hooks", "{}", '{"post_block": [0]}'),
+    ({"hooks": [1]}, f"{WHERE}.hooks", "[1]", "must map"),
+    ({"hook": {}}, f"{WHERE}.hook", "{}", "its keys are ['hooks', 'positions']"),
+    ({"hooks": {"pre": [0]}}, f"{WHERE}.hooks", "'pre'", "the hook points are"),
+    ({"hooks": {"mlp_in": [0]}}, f"{WHERE}.hooks", "'mlp_in'", "this model has no"),
+    ({"hooks": {3: [0]}}, f"{WHERE}.hooks", "3", "the hook points are"),
+]
+BAD_LAYERS = [
+    (4, "4", "must be a list of layers"),
+    ([4], "4", "layers 0 to 3"),
+    ([-1], "-1", "layers 0 to 3"),
+    ([True], "True", "a layer is a whole number"),
+    ([1.0], "1.0", "a layer is a whole number"),
+    (["1"], "'1'", "a layer is a whole number"),
+    ([], "[]", "selects no layer"),
+    ("some", "'some'", '"all"'),
+    ({}, "{}", '"all"'),
+    ({"layer": [1]}, "{'layer': [1]}", "layers"),
+    ({"layers": 1}, "1", "must be a list"),
+    ({"ranges": [1]}, "1", "pairs [first, last]"),
+    ({"ranges": [[1]]}, "[1]", "pairs [first, last]"),
+    ({"ranges": [[2, 1]]}, "[2, 1]", "first <= last"),
+    ({"ranges": [[2, 9]]}, "9", "layers 0 to 3"),
+]
+BAD_POSITIONS = [
+    ("first_prompt", "'first_prompt'", "'last_prompt'"),
+    ([], "[]", "not empty"),
+    (3, "3", "a list of token positions"),
+    (None, "None", "'all_generated'"),
+    ([True], "True", "a position is a whole number"),
+    ([1.5], "1.5", "a position is a whole number"),
+    ([-1], "-1", "give 4"),
+    ([8], "8", "raise max_tokens"),
+    ([10**30], "1000", "raise max_tokens"),
+]
+
+
+def refusal(raw: Any) -> CaptureValidationError:
+    with pytest.raises(CaptureValidationError) as caught:
+        parse(raw)
+    return caught.value
+
+
+@pytest.mark.parametrize("raw, parameter, value, remedy", BAD)
+def test_a_bad_spec_is_refused(
+    raw: Any, parameter: str, value: str, remedy: str
+) -> None:
+    error = refusal(raw)
+    assert error.parameter == parameter
+    assert value in str(error.value)
+    assert remedy in str(error)
+
+
+@pytest.mark.parametrize("selector, value, remedy", BAD_LAYERS)
+def test_a_bad_layer_selector_is_refused(
+    selector: Any, value: str, remedy: str
+) -> None:
+    error = refusal({"hooks": {"post_block": selector}})
+    assert str(error.parameter).startswith(f"{WHERE}.hooks.post_block")
+    assert value in str(error.value)
+    assert remedy in str(error)
+
+
+@pytest.mark.parametrize("selector, value, remedy", BAD_POSITIONS)
+def test_a_bad_position_selector_is_refused(
+    selector: Any, value: str, remedy: str
+) -> None:
+    error = refusal({"hooks": {"post_block": [0]}, "positions": selector})
+    assert error.parameter == f"{WHERE}.positions"
+    assert value in str(error.value)
+    assert remedy in str(error)
+
+
+def test_a_layer_without_the_hook_point_is_refused() -> None:
+    ctx = context()
+    ctx.hook_points = {0: HOOKS, 1: ("post_block",), 2: HOOKS, 3: HOOKS}
+    with pytest.raises(CaptureValidationError, match="these have it: \\[0, 2, 3\\]"):
+        parse_spec({"hooks": {"post_attn": [1]}}, ctx, WHERE)
+    spec = parse_spec({"hooks": {"post_attn": "all"}}, ctx, WHERE)
+    assert spec.hooks == {"post_attn": [0, 2, 3]}
+
+
+def test_a_long_value_is_shortened() -> None:
+    error = refusal({"hooks": "x" * 10_000})
+    assert len(str(error.value)) < 200
+    assert len(str(error)) < 1000
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["all", "last_prompt", "layers", "ranges", *HOOKS])
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["hooks", "positions", "layers", "ranges", *HOOKS])
+            | st.text(max_size=3)
+            | st.integers(),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    anything
+    | st.fixed_dictionaries({"hooks": anything}, optional={"positions": anything})
+    | st.fixed_dictionaries(
+        {"hooks": st.dictionaries(st.sampled_from(HOOKS), anything, min_size=1)},
+        optional={"positions": anything},
+    )
+)
+def test_whatever_a_user_writes_is_a_spec_or_a_refusal(raw: Any) -> None:
+    ctx = context()
+    try:
+        spec = parse_spec(raw, ctx, WHERE)
+    except CaptureValidationError as error:
+        assert error.parameter
+        assert str(error)
+        return
+    for hook, selected in spec.hooks.items():
+        assert hook in HOOKS
+        assert selected == sorted(set(selected)) != []
+        assert set(selected) <= set(range(4))
+    ranges = resolve_positions(spec.positions, ctx, WHERE)
+    assert ranges[-1][1] == OPEN_END or positions(ranges, 8)

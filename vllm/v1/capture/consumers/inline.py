@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer that returns rows with the request's own output."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.plan import OPEN_END, Ranges
+from vllm.v1.capture.selectors import fail, parse_spec, plain, resolve_positions
+from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WHERE = "capture.inline"
+ENCODINGS = ("base64", "zstd")
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InlineParams:
+    """The consumer's parameters."""
+
+    max_request_bytes: int = 64 * MIB
+    """How many bytes of rows one request may ask for."""
+    max_inflight_bytes: int = 1024 * MIB
+    """How many bytes of rows all requests under way may ask for together."""
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> "InlineParams":
+        """The parameters that a dictionary stands for.
+
+        Raises:
+            CaptureValidationError: naming the parameter, the value, the remedy.
+
+        """
+        known = [field.name for field in fields(cls)]
+        for name, value in raw.items():
+            where = f"capture_consumers.inline.{name}"
+            if name not in known:
+                raise CaptureValidationError(
+                    f"{where}: there is no such parameter; there are {known}",
+                    parameter=where,
+                    value=value,
+                )
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CaptureValidationError(
+                    f"{where}={value!r}: it must be a whole number of bytes above 0",
+                    parameter=where,
+                    value=value,
+                )
+        return cls(**raw)
+
+
+class InlineConsumer(CaptureConsumer):
+    """Returns each key's rows; the payload is a `RowsByTap`.
+
+    A request says `{"hooks": ..., "positions": ..., "encoding": "zstd"?}`. The
+    encoding concerns HTTP only, where values are base64 of the row-major bytes,
+    compressed first if it is `"zstd"`.
+    """
+
+    location: Literal["worker", "driver"] = "worker"
+    reads_client_spec: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
+
+    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
+        self._params = InlineParams.parse(params)
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """What the front end lets requests under way hold together, in bytes."""
+        return self._params.max_inflight_bytes
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        """Check the spec, and that its rows fit the limit per request."""
+        raw = plain(raw)
+        spec = parse_spec(raw, ctx, WHERE, ("encoding",))
+        encoding = raw.get("encoding", ENCODINGS[0])
+        if encoding not in ENCODINGS:
+            raise fail(
+                f"{WHERE}.encoding must be one of {list(ENCODINGS)}",
+                f"{WHERE}.encoding",
+                encoding,
+            )
+        self._check_size(spec, ctx)
+        return spec
+
+    def _check_size(self, spec: CaptureSpec, ctx: CaptureContext) -> None:
+        rows = count_rows(resolve_positions(spec.positions, ctx, WHERE), ctx)
+        taps = sum(len(layers) for layers in spec.hooks.values())
+        row_bytes = ctx.hidden_size * ctx.element_size_bytes
+        size = rows * taps * row_bytes * ctx.num_samples
+        if size > self._params.max_request_bytes:
+            raise fail(
+                f"{WHERE}: {rows} positions at {taps} hook points with {row_bytes} "
+                f"bytes each, for {ctx.num_samples} samples, may take {size} bytes; "
+                f"at most {self._params.max_request_bytes} are allowed "
+                "(max_request_bytes). Capture fewer layers or positions, lower "
+                "max_tokens, or use a consumer that writes to files",
+                WHERE,
+                size,
+            )
+
+    def on_capture(
+        self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
+    ) -> RowsByTap:
+        """The rows as a payload of one tap."""
+        client = sidecar.get("client_spec") or {}
+        encoding = client.get("encoding")
+        facts = {
+            "positions": sidecar["positions"],
+            "token_ids": sidecar["token_ids"],
+            "encoding": None if encoding == ENCODINGS[0] else encoding,
+        }
+        payload = RowsByTap()
+        dtype = getattr(torch, sidecar["dtype"])
+        payload.put((key[1], key[2]), tensor.to(dtype), facts)
+        return payload
+
+
+def count_rows(ranges: Ranges, ctx: CaptureContext) -> int:
+    """How many rows a request has at most in `ranges`, by its `max_tokens`."""
+    generated = 0 if ctx.max_tokens is None else ctx.max_tokens
+    end = ctx.num_prompt_tokens + max(generated - 1, 0)
+    if ctx.max_tokens is None and any(stop == OPEN_END for _, stop in ranges):
+        raise fail(
+            f"{WHERE}: without max_tokens the number of rows has no bound; set it",
+            "max_tokens",
+            None,
+        )
+    return sum(max(min(stop, end) - start, 0) for start, stop in ranges)

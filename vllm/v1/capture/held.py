@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of rows the requests under way will bring back to their front end.
+
+Rows that return with a request's output lie in the front end's memory until the
+client has them, so all requests together are bounded, not just each of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.capture.plan import CapturePlan, overlap
+
+
+class HeldRows:
+    """The bounds of the consumers that return rows, and what counts towards them."""
+
+    def __init__(self, consumers: Mapping[str, Any], row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+        self.limits: dict[str, int] = {
+            name: consumer.max_inflight_bytes
+            for name, consumer in consumers.items()
+            if getattr(consumer, "max_inflight_bytes", None) is not None
+        }
+
+    def bytes_of(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
+        """Bytes that a request may return at most, per instance that has a limit."""
+        stop = plan.num_prompt_tokens + max((max_tokens or 1) - 1, 0)
+        sizes: dict[str, int] = {}
+        for group in plan.groups:
+            for reader in group.readers:
+                if reader.instance in self.limits:
+                    rows = sum(b - a for a, b in overlap(reader.ranges, 0, stop))
+                    size = rows * len(group.taps) * self._row_bytes * plan.num_samples
+                    sizes[reader.instance] = sizes.get(reader.instance, 0) + size
+        return sizes

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured rows as a result's payload: a dict of tensors that knows its positions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm.v1.capture.plan import Tap
+
+
+class RowsByTap(dict[Tap, torch.Tensor]):
+    """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU.
+
+    Beside the tensors, per tap: `positions[tap]` and `token_ids[tap]`, one entry
+    per row. A token id is None where the prompt was given as embeddings.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: dict[Tap, list[int]] = {}
+        self.token_ids: dict[Tap, list[int | None]] = {}
+        self.encoding: str | None = None
+        """How HTTP responses encode the values; None is plain base64."""
+
+    def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
+        """Add the rows of a tap; `facts` holds what `facts_of` returned for it."""
+        self[tap] = rows
+        self.positions[tap] = list(facts["positions"])
+        self.token_ids[tap] = list(facts["token_ids"])
+        self.encoding = facts["encoding"]
+
+    def facts_of(self, tap: Tap) -> dict[str, Any]:
+        """Everything but the rows of a tap, as plain data."""
+        return {
+            "positions": self.positions[tap],
+            "token_ids": self.token_ids[tap],
+            "encoding": self.encoding,
+        }
+
+    @classmethod
+    def united(cls, parts: Iterable["RowsByTap"]) -> "RowsByTap":
+        """The taps of all parts in one."""
+        whole = cls()
+        for part in parts:
+            for tap, rows in part.items():
+                whole.put(tap, rows, part.facts_of(tap))
+        return whole
