@@ -70,6 +70,7 @@ def measure(model: str, features: str) -> dict[str, object]:
         max_model_len=2048,
         max_num_seqs=256,
         gpu_memory_utilization=0.6,
+        compilation_config={"cudagraph_capture_sizes": list(BATCHES)},
         **extra,
     )
     started = time.perf_counter() - start
@@ -164,7 +165,11 @@ def run_variant(path: str, model: str, features: str) -> dict[str, object]:
         }
         command = [sys.executable, __file__, "--measure", features]
         command += ["--model", model, "--out", result.name]
-        subprocess.run(command, env=environment, check=True)
+        log = tempfile.gettempdir() + "/decode_step.log"
+        with open(log, "a") as output:
+            subprocess.run(
+                command, env=environment, check=True, stdout=output, stderr=output
+            )
         return json.loads(Path(result.name).read_text())  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,7 @@ from fork.release import Release
 NAME = "vllm"
 ENTRY_POINTS = {
     "vllm.capture_consumers": {
+        "arrow": "vllm.v1.capture.consumers.arrow:ArrowConsumer",
         "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",

@@ -85,9 +85,7 @@ def compare(captured: Rows, reference: Rows) -> list[Line]:
     return [_compare_one(key, captured[key], reference[key]) for key in order]
 
 
-def _compare_one(
-    key: tuple[int, str], got: torch.Tensor, want: torch.Tensor
-) -> Line:
+def _compare_one(key: tuple[int, str], got: torch.Tensor, want: torch.Tensor) -> Line:
     if got.shape != want.shape:
         raise ValueError(
             f"layer {key[0]} {key[1]}: captured {tuple(got.shape)}, the reference has "

@@ -7,10 +7,9 @@ import matplotlib
 
 matplotlib.use("Agg")  # a file, no window
 
+from comparing import Rows
 from matplotlib import pyplot
 from matplotlib.colors import LogNorm
-
-from comparing import Rows
 
 
 def norms(rows: Rows) -> list[list[float]]:
@@ -24,7 +23,7 @@ def norms(rows: Rows) -> list[list[float]]:
 def draw(path: Path, rows: Rows, tokens: list[str], num_prompt_tokens: int) -> None:
     """Write the picture of one request as a PNG."""
     values = norms(rows)
-    figure, axes = pyplot.subplots(figsize=(max(8.0, 0.27 * len(tokens) + 2.5), 4.6))
+    figure, axes = pyplot.subplots(figsize=(max(8.0, 0.27 * len(tokens) + 2), 4.6))
     image = axes.imshow(
         values, aspect="auto", origin="lower", cmap="viridis", norm=LogNorm()
     )
@@ -40,7 +39,7 @@ def draw(path: Path, rows: Rows, tokens: list[str], num_prompt_tokens: int) -> N
         axes.text(x, 1.02, text, transform=where, ha=side, fontsize=9)
     axes.set_title("Norm of the residual stream after each block", pad=22)
     axes.set_xlabel("token at the position")
-    figure.colorbar(image, ax=axes, label="L2 norm of the row (log scale)")
+    figure.colorbar(image, ax=axes, label="L2 norm of the row (log scale)", pad=0.015)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

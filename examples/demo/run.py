@@ -20,6 +20,8 @@ from comparing import Line, Rows, compare, hidden_states, load_reference
 from picture import draw
 from serving import HOST, ServerFailure, free_port, running, serve_command
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
 from vllm.v1.capture.consumers.filesystem import read_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,14 @@ PROMPTS = {
 }
 QUESTION = "How was the weather?"
 START_SECONDS = 420.0
+STAGES = (
+    ("", "importing vLLM"),
+    ("Initializing a V1 LLM engine", "starting the engine and its worker"),
+    ("Loading weights took", "weights loaded"),
+    ("Warming up model", "compiling the model's graph"),
+    ("KV cache size", "engine ready, opening the HTTP routes"),
+)
+"""What the server is doing, by the last of these marks in its log."""
 LEAST_COSINE = 0.999  # rows in bfloat16 against a float32 reference
 
 
@@ -87,8 +97,9 @@ def step(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _show_progress(seconds: float, log_line: str) -> None:
-    line = f"  {seconds:3.0f} s  {log_line.split('] ')[-1]}"[:79]
+def _show_progress(seconds: float, log: str) -> None:
+    stage = [text for mark, text in STAGES if mark in log][-1]
+    line = f"  {seconds:3.0f} s  {stage}"
     if sys.stdout.isatty():
         print(f"\r{line:<79}", end="", flush=True)
     elif int(seconds) % 5 == 0:
@@ -123,6 +134,7 @@ def _outcome(answer: Answer) -> str:
 def inspect(answers: list[Answer], captures: Path) -> bool:
     """Compare with HF transformers; whether every row points the same way."""
     step("6. Computing the same hidden states with HF transformers, in float32")
+    disable_progress_bar()
     model = load_reference(WEIGHTS)
     lines: list[Line] = []
     for answer in answers:

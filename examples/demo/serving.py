@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -61,7 +61,7 @@ def running(
         log: the file that the server's output goes to.
         timeout: seconds until it must be healthy.
         show: called about once a second with the seconds that have passed and the
-            last line of the log.
+            log so far.
         environment: variables on top of this process's.
 
     Raises:
@@ -98,10 +98,8 @@ def stop(process: "subprocess.Popen[bytes]", patience: float = 20.0) -> None:
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _wait_until_healthy(
@@ -116,15 +114,14 @@ def _wait_until_healthy(
         if process.poll() is not None:
             raise ServerFailure(
                 f"the server ended with status {process.returncode} after "
-                f"{passed:.0f} s. Its last lines:\n{_tail(log, 15)}\nAll of them: {log}"
+                f"{passed:.0f} s. {_end_of(log)}"
             )
         if _is_healthy(url):
             return
-        show(passed, _tail(log, 1))
+        show(passed, log.read_text(errors="replace"))
         time.sleep(1)
     raise ServerFailure(
-        f"the server was not ready within {timeout:.0f} s. Its last lines:\n"
-        f"{_tail(log, 15)}\nAll of them: {log}"
+        f"the server was not ready within {timeout:.0f} s. {_end_of(log)}"
     )
 
 
@@ -135,6 +132,7 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _tail(log: Path, lines: int) -> str:
+def _end_of(log: Path, lines: int = 15) -> str:
     written = log.read_text(errors="replace").splitlines()
-    return "\n".join([line for line in written if line.strip()][-lines:])
+    last = "\n".join([line for line in written if line.strip()][-lines:])
+    return f"Its last lines:\n{last}\nAll of them: {log}"

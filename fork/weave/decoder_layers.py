@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -75,7 +76,8 @@ def weave_module(source: str, module: str) -> WeaveResult:
     names = [name for name in names if name not in {r.name for r in refused}]
     if not names:
         return WeaveResult(refused=refused)
-    return _weave(source, module, names, refused)
+    rules = {name: RULES.get(f"{where}:{name}", _NO_RULE) for name in names}
+    return replace(weave_classes(source, rules), refused=refused)
 
 
 def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
@@ -86,14 +88,15 @@ def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
     ]
 
 
-def _weave(
-    source: str, module: str, names: list[str], refused: tuple[RefusedLayer, ...]
-) -> WeaveResult:
-    where = module.removeprefix("vllm/").removesuffix(".py")
+def weave_classes(source: str, rules: Mapping[str, Rule]) -> WeaveResult:
+    """Put hook points into the classes of `source` that `rules` names.
+
+    For layers that are known otherwise than by `weave_module`; a rule without
+    anything in it is none.
+    """
     parsed = Module(cst.parse_module(source))
     plans, problems = [], []
-    for name in names:
-        rule = RULES.get(f"{where}:{name}", _NO_RULE)
+    for name, rule in rules.items():
         try:
             plans.append(_plan(parsed, name, rule))
         except Unprovable as error:
@@ -111,7 +114,6 @@ def _weave(
         source=woven.tree.code if changed else None,
         problems=tuple(problems),
         layers=tuple(plan.described() for plan in plans),
-        refused=refused,
     )
 
 

@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 LAYERS = 4
+PROMPTS = (5, 16, 31, 64, 7, 130, 3, 40)
 
 
 def model_folder() -> str:
@@ -41,6 +42,17 @@ def model_folder() -> str:
     return str(folder)
 
 
+def randomize(model) -> None:  # type: ignore[no-untyped-def]
+    """Weights large enough that every sublayer changes the stream."""
+    import torch
+
+    generator = torch.Generator().manual_seed(11)
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        scale = 1.0 + 0.2 * values if parameter.dim() == 1 else 0.06 * values
+        parameter.data.copy_(scale)
+
+
 def run(model: str, root: Path, **options):  # type: ignore[no-untyped-def]
     """Capture everything of eight requests, in rounds; returns rows and tokens."""
     import torch
@@ -55,13 +67,14 @@ def run(model: str, root: Path, **options):  # type: ignore[no-untyped-def]
         max_model_len=1024,
         max_num_seqs=16,
         gpu_memory_utilization=0.3,
-        capture_consumers=[f"filesystem:root={root}"],
+        capture_consumers=[{"name": "filesystem", "params": {"root": str(root)}}],
         **options,
     )
+    randomize(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model)
     generator = torch.Generator().manual_seed(3)
     prompts = [
         {"prompt_token_ids": torch.randint(1024, (n,), generator=generator).tolist()}
-        for n in (5, 16, 31, 64, 7, 130, 3, 40)
+        for n in PROMPTS
     ]
     capture = {"hooks": {hook: "all" for hook in HOOKS}, "positions": "all"}
     params = [
@@ -102,6 +115,12 @@ def run(model: str, root: Path, **options):  # type: ignore[no-untyped-def]
     return rows, tokens, tokens == plain_tokens
 
 
+def relative_error(rows, reference) -> float:  # type: ignore[no-untyped-def]
+    """Norm of the difference over the norm of the reference."""
+    difference = rows.float() - reference.float()
+    return float(difference.norm() / reference.float().norm())
+
+
 def main() -> int:
     """Compare graphs with no graphs, and compiled with eager."""
     model = model_folder()
@@ -121,18 +140,18 @@ def main() -> int:
     for name, (rows, own, unchanged) in got.items():
         common = [key for key in rows if own[key[0]] == tokens[key[0]]]
         equal = sum(rows[key].equal(reference[key]) for key in common)
+        # Greedy tokens may part ways between compiled and eager code; the rows of
+        # the prompt are computed from the same tokens in all variants.
         worst = max(
-            (
-                (rows[key].float() - reference[key].float()).norm()
-                / reference[key].float().norm()
-            ).item()
-            for key in common
+            relative_error(rows[key][:count], reference[key][:count])
+            for key in rows
+            for count in [PROMPTS[key[0]]]
         )
-        failed |= worst > 2e-2 or len(common) < len(rows) // 2
+        failed |= worst > 2e-2
         print(
             f"{name}: {len(common)} keys with equal tokens of {len(rows)}, {equal} "
-            f"equal bit for bit, largest relative error {worst:.2e}; the same "
-            f"requests without capture give the same tokens: {unchanged}"
+            f"equal bit for bit; prompt rows: largest relative error {worst:.2e}; the "
+            f"same requests without capture give the same tokens: {unchanged}"
         )
     return int(failed)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request says in its sampling parameters what is captured of it."""
+"""A request says in its sampling parameters what is captured of it and what steers it."""
 
 from fork.language import add_argument, add_field, add_import, add_parameter
 
@@ -7,6 +7,10 @@ EDITS = [
     add_import(
         "from vllm.v1.capture.plan import CapturePlan",
         why="The type of the field that carries the resolved plan.",
+    ),
+    add_import(
+        "from vllm.v1.steering.plan import SteeringTiers",
+        why="The type of the field that carries the resolved vectors.",
     ),
     add_field(
         scope="SamplingParams",
@@ -18,6 +22,15 @@ capture_wait: bool = False
 """Whether the final output waits for the results of its capture. Offline
 generation always waits."""
 _capture_plan: CapturePlan | None = None
+steering_vectors: dict[str, Any] | None = None
+"""Vectors to add at every token: hook point -> layer -> vector."""
+prefill_steering_vectors: dict[str, Any] | None = None
+"""Vectors to add at prompt tokens, on top."""
+decode_steering_vectors: dict[str, Any] | None = None
+"""Vectors to add at generated tokens, on top."""
+steering_name: str | None = None
+"""A named set of vectors to add, on top."""
+_steering: SteeringTiers | None = None
 ''',
         why="Users ask for a capture per request; admission resolves it to a plan.",
     ),
@@ -42,5 +55,49 @@ _capture_plan: CapturePlan | None = None
         call="SamplingParams",
         argument="capture_wait=capture_wait",
         why="Passes the request's wish to wait on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering_vectors: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering_vectors=steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="prefill_steering_vectors: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="prefill_steering_vectors=prefill_steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="decode_steering_vectors: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="decode_steering_vectors=decode_steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering_name: str | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering_name=steering_name",
+        why="Passes the request's steering on.",
     ),
 ]

@@ -2,7 +2,7 @@
 import libcst as cst
 import pytest
 
-from fork.weave.decoder_layers import WeaveResult, weave_module
+from fork.weave.decoder_layers import WeaveResult, weave_classes, weave_module
 from fork.weave.layer_class import Module
 from fork.weave.rules import Rule
 from tests.fork.weave import _miniature as mini
@@ -212,3 +212,12 @@ def test_a_norm_that_adds_twice_the_stream_is_one_that_does_not_add() -> None:
         pair("post_attn", "attn_out"),
         stream("post_block"),
     ]
+
+
+def test_a_class_of_any_name_is_woven_when_it_is_named() -> None:
+    source = mini.PLAIN.replace("MiniDecoderLayer", "Rung")
+    assert weave_module(source, MODULE) == WeaveResult()
+    result = weave_classes(source, {"Rung": Rule(reason="")})
+    assert result.problems == ()
+    assert "class Rung" in (result.source or "")
+    assert 'stream(self, "post_attn", hidden_states)' in (result.source or "")

@@ -38,6 +38,8 @@ class Life:
     string or an abort."""
     computed: int
     """Positions below it were computed at least once, with rows that stand."""
+    settled: bool = True
+    """No preemption was under way at the end: nothing remained to be recomputed."""
 
     @property
     def stop(self) -> int:
@@ -67,7 +69,8 @@ def lives(draw: st.DrawFn) -> Life:
         known += accepted + 1
         furthest = max(furthest, computed)
     generated = known - prompt
-    return Life(prompt, tuple(steps), draw(st.integers(0, generated)), furthest)
+    counted = draw(st.integers(0, generated))
+    return Life(prompt, tuple(steps), counted, furthest, computed == furthest)
 
 
 def void_after_the_end(life: Life) -> Iterator[Step]:

@@ -62,8 +62,11 @@ def test_selected_rows_are_handed_on_once_and_in_order(
             handed += ledger.add(Rows(start, step.rows(start, stop)[None], 0))
     handed += ledger.finish(life.stop)
     counted = [pair for pair in delivered(handed) if pair[0] < life.stop]
-    selected = positions(wanted, life.stop)
-    assert counted == [(p, float(p)) for p in standing(life, selected)]
+    expected = [(p, float(p)) for p in standing(life, positions(wanted, life.stop))]
+    if life.settled:
+        assert counted == expected
+    else:  # Aborted while it recomputed: the rows that were held are gone.
+        assert counted == [pair for pair in expected if pair in counted]
 
 
 @given(lives())

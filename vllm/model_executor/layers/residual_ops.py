@@ -2,12 +2,13 @@
 """What happens at one hook point of one layer: copy rows out, change rows.
 
 Legend: T tokens of the step (padding included), H width of the stream,
-S rows of staging memory, K hook points of this process.
+S rows of staging memory, V rows of vectors.
 """
 
 import torch
 
 from vllm.distributed import (
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
@@ -39,9 +40,16 @@ class ResidualTap:
         self,
         slots: torch.Tensor | None = None,  # [T], int32, strided: -1 or a staging row
         staging: torch.Tensor | None = None,  # [S, H]
+        table: torch.Tensor | None = None,  # [V, H]
+        rows: torch.Tensor | None = None,  # [>= T], int32: a row of the table
     ) -> None:
         self.slots = slots
         self.staging = staging
+        self.table = table
+        self.rows = rows
+        self.steers = False
+        """Whether the step under way adds anything here. Host side: a pass that is
+        neither compiled nor recorded skips the addition otherwise."""
 
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -51,19 +59,42 @@ class ResidualTap:
             torch.ops.vllm.capture_rows(
                 hidden_states, residual, self.slots, self.staging, False
             )
-        return hidden_states, residual
+        return self._steer(hidden_states), residual
 
     def on_partial(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `__call__`, for a branch that still waits for its all-reduce."""
-        if get_tensor_model_parallel_world_size() == 1:
+        """As `__call__`, for a branch that still waits for its all-reduce.
+
+        Without a residual there is no branch yet: `hidden_states` is the stream.
+        """
+        if residual is None or get_tensor_model_parallel_world_size() == 1:
             return self(hidden_states, residual)
         if self.slots is not None:
             torch.ops.vllm.capture_rows(
                 hidden_states, residual, self.slots, self.staging, True
             )
-        return hidden_states, residual
+        if get_tensor_model_parallel_rank() > 0:
+            # The branch is a sum over ranks: the vector must come in once.
+            return hidden_states, residual
+        return self._steer(hidden_states), residual
+
+    def _steer(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add each token's vector: plain code, which the compiler fuses."""
+        if self.table is None or self.rows is None:
+            return hidden_states
+        if not _is_recorded(hidden_states) and not self.steers:
+            return hidden_states
+        tokens = hidden_states.numel() // hidden_states.shape[-1]
+        vectors = self.table.index_select(0, self.rows[:tokens])
+        return hidden_states + vectors.view(hidden_states.shape)
+
+
+def _is_recorded(hidden_states: torch.Tensor) -> bool:
+    """Whether what runs now will be run again, on other steps' data."""
+    if torch.compiler.is_compiling():
+        return True
+    return hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 if HAS_TRITON:

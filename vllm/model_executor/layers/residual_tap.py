@@ -7,7 +7,7 @@ With capture and steering off, `layer.residual_taps` is None: the calls return
 their arguments, and nothing of them is left in a compiled graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -44,11 +44,11 @@ def hook_points(layer: nn.Module) -> tuple[str, ...]:
     return tuple(type(layer).hook_points)  # type: ignore[attr-defined]
 
 
-def attach(layer: nn.Module, taps: Mapping[str, ResidualTap]) -> None:
-    """Give `layer` something to do at its hook points."""
+def attach(layer: nn.Module, point: str, tap: ResidualTap) -> None:
+    """Give `layer` something to do at one of its hook points."""
     # Straight into the instance's dictionary: the class attribute that says
     # "nothing to do" must stay visible to `torch.compile` on other instances.
-    layer.__dict__["residual_taps"] = dict(taps)
+    layer.__dict__.setdefault("residual_taps", {})[point] = tap
 
 
 def pair(

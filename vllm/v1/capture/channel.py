@@ -18,6 +18,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path, make_zmq_socket
 from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -46,6 +47,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     error: str | None
     payload: Any = None
     by_key: list[KeyedValue] | None = None
+    tensors: list[torch.Tensor] = []
+    """What `payload` has marks for."""
 
     @classmethod
     def of(
@@ -67,13 +70,21 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
                 for (layer, hook), value in payload.items()
             ]
             payload = None
+        tensors: list[torch.Tensor] = []
         return cls(
-            request_id, instance, stage, result.status, result.error, payload, by_key
+            request_id,
+            instance,
+            stage,
+            result.status,
+            result.error,
+            set_aside(payload, tensors),
+            by_key,
+            tensors,
         )
 
     def result(self) -> CaptureResult:
         """The result as the instance gave it."""
-        payload = self.payload
+        payload = put_back(self.payload, self.tensors)
         if self.by_key is not None:
             payload = _keyed_payload(self.by_key)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
@@ -85,7 +96,8 @@ def _keyed_payload(entries: list[KeyedValue]) -> dict[tuple[int, str], Any]:
     for entry in entries:
         tap = (entry.layer, entry.hook)
         if entry.tensor is not None and entry.value is not None:
-            rows.put(tap, entry.tensor, entry.value)
+            # The message's memory is read-only; a result is the receiver's own.
+            rows.put(tap, entry.tensor.clone(), entry.value)
     if rows:
         return rows
     return {
@@ -171,9 +183,11 @@ class Outbox:
             except Exception as error:
                 if not isinstance(message, ResultMessage):
                     raise
-                message.payload, message.by_key = None, None
-                message.status = "partial_error"
-                message.error = f"the payload cannot be sent: {error}"
+                message.payload, message.by_key, message.tensors = None, None, []
+                if message.status == "ok":
+                    message.status = "partial_error"
+                problem = f"the payload cannot be sent: {error}"
+                message.error = f"{message.error}; {problem}".removeprefix("None; ")
                 frames = self._encoder.encode(message)
             if address not in self._sockets:
                 self._sockets[address] = make_zmq_socket(

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
+from vllm.v1.steering import admission as steering_admission
+from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-FIELDS = ("capture", "capture_wait")
+FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
 """Fields of the generation requests; other requests refuse them."""
 
 
@@ -25,24 +28,28 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
 
     Raises:
         CaptureValidationError: names the field.
+        SteeringValidationError: names the field.
 
     """
     if not isinstance(data, Mapping):
         return
-    if data.get("use_beam_search") and data.get("capture") is not None:
-        raise CaptureValidationError(
-            "capture: beam search cannot be captured; leave out use_beam_search",
-            parameter="capture",
-            value=data["capture"],
-        )
     for name in FIELDS:
-        if name in data and name not in model_class.model_fields:
-            raise CaptureValidationError(
-                f"{name}: {model_class.__name__} cannot be captured; only "
-                "/v1/completions and /v1/chat/completions can",
+        if data.get("use_beam_search") and data.get(name):
+            raise _error(name)(
+                f"{name}: beam search can neither be captured nor steered; leave out "
+                "use_beam_search",
                 parameter=name,
-                value=data[name],
             )
+        if name in data and name not in model_class.model_fields:
+            raise _error(name)(
+                f"{name}: {model_class.__name__} can neither be captured nor steered; "
+                "only /v1/completions and /v1/chat/completions can",
+                parameter=name,
+            )
+
+
+def _error(name: str) -> type[VLLMValidationError]:
+    return CaptureValidationError if "capture" in name else SteeringValidationError
 
 
 def response_results(

@@ -21,7 +21,7 @@ from vllm.v1.capture.types import (
 logger = init_logger(__name__)
 
 RESULT_TIMEOUT = 60.0
-"""Seconds that a sink may take from a key's finalize to its result."""
+"""Seconds that a sink may take from a request's finalizes to their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,19 @@ class SinkLane:
                 self.sink.submit_finalize(finalize)
             except Exception as error:
                 self._fail(finalize.key, error)
-        request_end = getattr(self.sink, "submit_request_end", None)
-        if request_end is not None:
-            request_end(ending.request_id, ending.finalizes)
-        results = [self._result_of(finalize) for finalize in ending.finalizes]
+        self._end_request(ending)
+        when_done = getattr(self.sink, "when_done", None)
+        if when_done is None or not ending.finalizes:
+            self._answer(ending)
+        else:
+            # Meanwhile the sink gets what follows, so that it can write the rows
+            # of several requests at once.
+            when_done(ending.request_id, lambda: self._answer(ending))
+
+    def _answer(self, ending: Ending) -> None:
+        """Give the results, on the lane's thread or on one of the sink's."""
+        deadline = monotonic() + RESULT_TIMEOUT
+        results = [self._result_of(final, deadline) for final in ending.finalizes]
         for finalize in ending.finalizes:
             self._failures.pop(finalize.key, None)
         if not results:
@@ -177,17 +186,27 @@ class SinkLane:
                 self.instance,
             )
 
-    def _result_of(self, finalize: CaptureFinalize) -> CaptureResult:
+    def _end_request(self, ending: Ending) -> None:
+        request_end = getattr(self.sink, "submit_request_end", None)
+        if request_end is None:
+            return
+        try:
+            request_end(ending.request_id, ending.finalizes)
+        except Exception as error:
+            for finalize in ending.finalizes:
+                self._fail(finalize.key, error)
+
+    def _result_of(self, finalize: CaptureFinalize, deadline: float) -> CaptureResult:
         key = finalize.key
         result: CaptureResult | None = None
         try:
-            result = self._wait_for(key)
+            result = self._wait_for(key, deadline)
         except Exception as error:
             self._fail(key, error)
         failure = self._failures.get(key) or finalize.sidecar.get("capture_error")
         if failure is not None:
             return CaptureResult(key, "error", failure)
-        if result is None:
+        if result is None or result.status == "pending":
             return CaptureResult(
                 key, "error", f"no result within {RESULT_TIMEOUT:.0f} s"
             )
@@ -196,14 +215,13 @@ class SinkLane:
             return CaptureResult(key, "partial_error", note, result.payload)
         return result
 
-    def _wait_for(self, key: CaptureKey) -> CaptureResult | None:
+    def _wait_for(self, key: CaptureKey, deadline: float) -> CaptureResult | None:
         result = self.sink.get_result(key)
         if result is not None and result.status != "pending":
             return result
         waiting = getattr(self.sink, "wait_for_result", None)
         if waiting is not None:
-            return waiting(key, RESULT_TIMEOUT)
-        deadline = monotonic() + RESULT_TIMEOUT
+            return waiting(key, max(deadline - monotonic(), 0.0))
         while (result is None or result.status == "pending") and (
             monotonic() < deadline
         ):

@@ -85,6 +85,7 @@ class CapturedRequest:
         self._ledgers = [RowLedger() for _ in groups]
         self._held: dict[tuple[int, str], list[CaptureChunk]] = {}
         self._counts: dict[tuple[int, str], int] = {}
+        self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
     def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
         """A step's rows of one group; returns the chunks to submit now."""
@@ -149,6 +150,8 @@ class CapturedRequest:
             assert part is not None
             offset = self._counts.get((number, reader.instance), 0)
             self._counts[number, reader.instance] = offset + stop - start
+            spans = self._handed_on.setdefault((number, reader.instance), [])
+            spans.append((start, stop))
             for index, (layer, hook) in enumerate(group.taps):
                 chunks.append(
                     CaptureChunk(
@@ -201,18 +204,14 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> tuple[list[int], dict[str, str]]:
         """The positions of the reader's rows, and what there is to say about them."""
-        positions = [
-            position
-            for first, last in overlap(reader.ranges, 0, stop)
-            for position in range(first, last)
-        ]
-        got = self._counts.get((number, reader.instance), 0)
-        if got < len(positions):
-            share = f"{got} of {len(positions)} rows"
+        positions = _positions_below(stop, reader.ranges)
+        spans = self._handed_on.get((number, reader.instance), [])
+        arrived = _positions_below(stop, tuple(spans))
+        if arrived != positions:
+            share = f"{len(arrived)} of {len(positions)} rows"
             if end.finish_reason != "abort":
-                return positions, {"capture_error": f"only {share} arrived"}
-            note = f"the request was aborted after {share}"
-            return positions[:got], {"capture_note": note}
+                return arrived, {"capture_error": f"only {share} arrived"}
+            return arrived, {"capture_note": f"the request was aborted after {share}"}
         if missed := _unreached(reader.ranges, stop):
             note = (
                 f"the request ended at position {stop - 1} and did not reach the "
@@ -243,6 +242,14 @@ def _trim(chunk: CaptureChunk, stop: int) -> CaptureChunk | None:
         chunk.tensor = chunk.tensor[:kept]
         chunk.metadata = {"positions": positions[:kept]}
     return chunk
+
+
+def _positions_below(stop: int, ranges: Ranges) -> list[int]:
+    return [
+        position
+        for first, last in overlap(ranges, 0, stop)
+        for position in range(first, last)
+    ]
 
 
 def _unreached(ranges: Ranges, stop: int) -> list[int]:

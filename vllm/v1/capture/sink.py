@@ -21,6 +21,10 @@ class CaptureSink(Protocol):
     block; `get_result` may be called from it at any time after the finalize.
 
     Optional: `submit_chunk_batch(chunks)` receives the chunks of a step at once;
+    `submit_request_end(request_id, finalizes)` comes after the finalizes of all
+    keys of a request; `when_done(request_id, notify)` calls `notify` once, from
+    any thread, when the request's results are there, and meanwhile the sink gets
+    the rows of other requests (without it the sink is waited for);
     `wait_for_result(key, timeout)` blocks until a result is there;
     `truncates = True` says that rows of generated tokens may be submitted before
     it is known that they count, and that the finalize's sidecar holds in

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
+from vllm.model_executor.layers.residual_ops import Launch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
@@ -115,9 +115,14 @@ class WorkerCapture:
         """Whether the step that was planned captures any row."""
         return bool(self._blocks)
 
-    def tap(self, tap: Tap) -> ResidualTap:
-        """The tensors that the hook point `tap` reads and writes."""
-        return ResidualTap(self._slots[:, self._columns[tap]], self._staging.rows)
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots that the hook point `tap` reads, and the memory it writes."""
+        return self._slots[:, self._columns[tap]], self._staging.rows
+
+    def summary(self) -> str:
+        """For the log: what is captured at most, and by whom it is received."""
+        rows = self._staging.rows.shape[0]
+        return f"capture of up to {rows // 2} rows a step by {sorted(self._lanes)}"
 
     def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
         config = vllm_config.capture_config

@@ -7,7 +7,7 @@ order is known, `begin_step` before the forward pass and `end_step` after it. Th
 views at the end are all that knows how each of the two runners keeps its batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,14 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.rows import StepView
 from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker import Stage, WorkerCapture
+from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.worker import WorkerSteering
 from vllm.v1.worker.residual_graphs import family_of
+from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +68,9 @@ class ResidualStream:
     def end_step(self) -> None:
         """The pass is queued on the device."""
 
+    steering: WorkerSteering | None = None
+    """Set where hidden states can be steered."""
+
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
 
@@ -76,12 +81,26 @@ class ResidualStream:
 class OpenResidualStream(ResidualStream):
     """The stream of a model whose layers have taps."""
 
-    def __init__(self, hook_points: HookPoints, capture: WorkerCapture) -> None:
+    def __init__(
+        self,
+        hook_points: HookPoints,
+        capture: WorkerCapture | None,
+        steering: WorkerSteering | None,
+    ) -> None:
         super().__init__(hook_points)
         self._capture = capture
+        self.steering = steering
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
+        if self.steering is not None:
+            self.steering.update(
+                scheduler_output.finished_req_ids,
+                [(n.req_id, n.prompt_len) for n in scheduler_output.scheduled_new_reqs],
+                scheduler_output.steering,
+            )
+        if self._capture is None:
+            return
         for new in scheduler_output.scheduled_new_reqs:
             params = new.sampling_params
             if params is not None and params._capture_plan is not None:
@@ -95,31 +114,40 @@ class OpenResidualStream(ResidualStream):
             self.end_captures(scheduler_output.capture_ends)
 
     def plan_step(self, view: StepView) -> bool:
-        """Find the step's captured rows."""
-        return self._capture.plan_step(view)
+        """Find the step's captured rows, and what steers each row."""
+        if self.steering is not None:
+            self.steering.plan_step(view)
+        return self._capture is not None and self._capture.plan_step(view)
 
     def choose_family(
         self, descriptor: "BatchExecutionDescriptor"
     ) -> "BatchExecutionDescriptor":
         """The tapped twin, where the step captures and runs a recorded graph."""
-        return family_of(descriptor, self._capture.captures)
+        captures = self._capture is not None and self._capture.captures
+        return family_of(descriptor, captures)
 
     def begin_step(self, num_rows: int) -> None:
-        """Write the step's slots."""
-        self._capture.begin_step(num_rows)
+        """Write the step's slots and rows of vectors."""
+        if self.steering is not None:
+            self.steering.begin_step()
+        if self._capture is not None:
+            self._capture.begin_step(num_rows)
 
     def end_step(self) -> None:
         """Send the step's rows on their way."""
-        self._capture.end_step()
+        if self._capture is not None:
+            self._capture.end_step()
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the capture of requests that have ended."""
+        assert self._capture is not None, "a capture ends where there is none"
         for end in ends:
             self._capture.end_request(end)
 
     def close(self) -> None:
         """Flush what is under way."""
-        self._capture.close()
+        if self._capture is not None:
+            self._capture.close()
 
 
 def open_residual_stream(
@@ -132,14 +160,12 @@ def open_residual_stream(
             does not allow it; the message says why.
 
     """
-    layers = _tapped_layers(model)
-    points = {
-        index: list(residual_tap.hook_points(layer)) for index, layer in layers.items()
-    }
+    layers = find_tapped_layers(model)
+    points = layers.points
     config = vllm_config.capture_config
-    if not config.enabled:
+    if not config.enabled and not vllm_config.steering_config.enabled:
         return ResidualStream(points)
-    _check_supported(vllm_config, model, points)
+    _check_supported(vllm_config, model, layers)
     stage = Stage(
         get_tensor_model_parallel_rank(),
         get_pp_group().rank_in_group,
@@ -148,42 +174,44 @@ def open_residual_stream(
     taps = [(index, point) for index in sorted(points) for point in points[index]]
     width = vllm_config.model_config.get_hidden_size()
     dtype = torch_dtype(vllm_config)
-    capture = WorkerCapture(vllm_config, stage, taps, width, dtype, device)
-    for index, layer in layers.items():
-        residual_tap.attach(
-            layer, {point: capture.tap((index, point)) for point in points[index]}
-        )
+    capture = steering = None
+    if config.enabled:
+        capture = WorkerCapture(vllm_config, stage, taps, width, dtype, device)
+    if vllm_config.steering_config.enabled:
+        steering = WorkerSteering(vllm_config, taps, width, dtype, device)
+    made = {tap: _tap(tap, capture, steering) for tap in taps}
+    if steering is not None:
+        steering.attach(made)
+    for place, module in layers.modules.items():
+        residual_tap.attach(module, place[1], made[place])
     logger.info(
-        "Capture: %d hook points in %d layers, %d rows of %d bytes a step, "
-        "consumers %s",
+        "Residual stream: %d hook points in %d layers; %s; %s",
         len(taps),
-        len(layers),
-        config.rows_per_step(width * dtype.itemsize),
-        width * dtype.itemsize,
-        [entry.instance_name for entry in config.consumers] + config.driver_instances,
+        len(points),
+        "no capture" if capture is None else capture.summary(),
+        "no steering" if steering is None else steering.summary(),
     )
-    return OpenResidualStream(points, capture)
+    return OpenResidualStream(points, capture, steering)
 
 
-def _tapped_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The decoder layers of this process that have hook points, by layer index."""
-    decoder = model
-    if hasattr(model, "get_language_model"):
-        decoder = model.get_language_model()  # type: ignore[operator]
-    return {
-        extract_layer_index(name): module
-        for name, module in decoder.named_modules()
-        if residual_tap.hook_points(module)
-    }
+def _tap(
+    tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
+) -> residual_tap.ResidualTap:
+    """The tensors that one hook point reads and writes."""
+    slots, staging = (None, None) if capture is None else capture.tensors(tap)
+    table, rows = (None, None) if steering is None else steering.tensors(tap)
+    return residual_tap.ResidualTap(slots, staging, table, rows)
 
 
 def _check_supported(
-    vllm_config: "VllmConfig", model: nn.Module, points: Mapping[int, Any]
+    vllm_config: "VllmConfig", model: nn.Module, layers: TappedLayers
 ) -> None:
     parallel = vllm_config.parallel_config
     kind = type(model).__name__
     reason = None
-    if not points:
+    if layers.refusals:
+        reason = "; ".join(layers.refusals)
+    elif not layers.modules:
         reason = (
             f"the architecture {kind} has no hook points; `python -m fork models` "
             "lists the architectures that have, and why others do not"
@@ -197,9 +225,11 @@ def _check_supported(
     elif parallel.use_ubatching:
         reason = "dual-batch overlap (--enable-dbo) splits a step's rows"
     if reason is not None:
+        steers = vllm_config.steering_config.enabled
         raise ValueError(
-            f"capture_consumers={_names(vllm_config)}: this server cannot capture: "
-            f"{reason}. Start it without --capture-consumers"
+            f"capture_consumers={_names(vllm_config)}, enable_steering={steers}: "
+            f"this server can neither capture nor steer: {reason}. Start it without "
+            "--capture-consumers and --enable-steering"
         )
 
 
@@ -251,3 +281,18 @@ def close(worker: Any) -> None:
     stream = getattr(getattr(worker, "model_runner", None), "residual", None)
     if stream is not None:
         stream.close()
+
+
+def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
+    """For `collective_rpc`: prepare other global vectors; what went wrong, if so."""
+    try:
+        worker.model_runner.residual.steering.stage_global(tiers)
+    except Exception as error:  # Another rank may have succeeded: all must hear it.
+        logger.exception("A change of steering failed")
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def commit_steering(worker: Any, keep: bool) -> None:
+    """For `collective_rpc`: carry out what was staged, or drop it."""
+    worker.model_runner.residual.steering.commit_global(keep)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's configuration includes capture."""
+"""The engine's configuration includes capture and steering."""
 
 from fork.language import add_field, add_import, after
 
@@ -8,19 +8,28 @@ EDITS = [
         "from .capture import CaptureConfig",
         why="The type of the field.",
     ),
+    add_import(
+        "from .steering import SteeringConfig",
+        why="The type of the field.",
+    ),
     add_field(
         scope="VllmConfig",
         after="aux_output_config",
         insert='''
 capture_config: CaptureConfig = Field(default_factory=CaptureConfig)
 """Activation capture configuration."""
+steering_config: SteeringConfig = Field(default_factory=SteeringConfig)
+"""Steering configuration."""
 ''',
         why="Every process reads it from here.",
     ),
     after(
         scope="VllmConfig.compute_hash",
         anchor="vllm_factors.append(self.aux_output_config.compute_hash())",
-        insert="vllm_factors.append(self.capture_config.compute_hash())",
+        insert="""
+vllm_factors.append(self.capture_config.compute_hash())
+vllm_factors.append(self.steering_config.compute_hash())
+""",
         why="Taps change the traced graph: they belong to the compile cache's key.",
     ),
 ]

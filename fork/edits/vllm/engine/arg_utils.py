@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's arguments include capture."""
+"""The engine's arguments include capture and steering."""
 
 from fork.language import add_argument, add_field, add_import, before
 
 EDITS = [
     add_import(
         "from vllm.v1.capture.cli import add_capture_arguments, capture_config",
+        why="Declares and reads the arguments.",
+    ),
+    add_import(
+        "from vllm.v1.steering.cli import add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
     ),
     add_field(
@@ -17,6 +21,10 @@ capture_staging_bytes: int | None = None
 capture_dispatch_queue_size: int | None = None
 capture_overload_policy: str | None = None
 capture_graphsafe_key: list[str] | None = None
+enable_steering: bool = False
+max_steering_configs: int = 4
+steering_modules: dict[str, str] | list[str] | None = None
+steering_api_key: list[str] | None = None
 """,
         why="`LLM(...)` and the command line set them.",
     ),
@@ -26,10 +34,16 @@ capture_graphsafe_key: list[str] | None = None
         argument="capture_config=capture_config(self)",
         why="Checks the arguments and builds the configuration.",
     ),
+    add_argument(
+        scope="EngineArgs.create_engine_config",
+        call="VllmConfig",
+        argument="steering_config=steering_config(self)",
+        why="Checks the arguments and builds the configuration.",
+    ),
     before(
         scope="EngineArgs.add_cli_args",
         anchor="return parser",
-        insert="add_capture_arguments(parser)",
+        insert="add_capture_arguments(parser)\nadd_steering_arguments(parser)",
         why="The options of the command line.",
     ),
 ]

@@ -1,17 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving engine has a front end of capture."""
+"""The serving engine has front ends of capture and steering."""
 
-from fork.language import add_import, before, first
+from fork.language import add_import, before, first, last
 
 EDITS = [
     add_import(
         "from vllm.v1.capture import frontend as capture_frontend",
         why="Opens the front end.",
     ),
+    add_import(
+        "from vllm.v1.steering import api as steering_api",
+        why="What the methods below do.",
+    ),
+    add_import(
+        "from vllm.v1.steering.frontend import AsyncSteeringControl",
+        why="Opens the front end.",
+    ),
+    last(
+        scope="AsyncLLM",
+        insert="""
+set_steering = steering_api.async_set_steering
+clear_steering = steering_api.async_clear_steering
+get_steering = steering_api.async_get_steering
+""",
+        why="Vectors that steer every request.",
+    ),
     before(
         scope="AsyncLLM.__init__",
         anchor="self.logger_manager: StatLoggerManager | None = None",
-        insert="self.capture = capture_frontend.open_for_async_engine(self)",
+        insert="""
+self.capture = capture_frontend.open_for_async_engine(self)
+self.steering = AsyncSteeringControl(self)
+""",
         why="The core is up, so the model's hook points are known.",
     ),
     before(

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core knows the model's hook points and passes on ends of captures."""
+"""The engine core knows the model's hook points and passes on ends of captures and changes of steering."""
 
 from fork.language import add_argument, add_import, after, last
 
 EDITS = [
     add_import(
         "from vllm.v1.capture import engine as capture_engine",
+        why="What the calls below do.",
+    ),
+    add_import(
+        "from vllm.v1.steering import engine as steering_engine",
         why="What the calls below do.",
     ),
     after(
@@ -16,7 +20,11 @@ EDITS = [
     ),
     last(
         scope="EngineCore",
-        insert="end_captures = capture_engine.end_captures",
+        insert="""
+end_captures = capture_engine.end_captures
+set_steering = steering_engine.set_steering
+get_steering = steering_engine.get_steering
+""",
         why="Front ends call it by name.",
     ),
     add_argument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: what a request wants captured is checked before it is scheduled."""
+"""Admission: what a request wants captured, and what steers it, is checked before it is scheduled."""
 
 from fork.language import add_import, after, last
 
@@ -8,15 +8,22 @@ EDITS = [
         "from vllm.v1.capture.frontend import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
+    add_import(
+        "from vllm.v1.steering.frontend import NO_STEERING_FRONTEND",
+        why="The front end of steering, when there is none.",
+    ),
     last(
         scope="InputProcessor.__init__",
-        insert="self.capture = NO_CAPTURE",
-        why="The engine puts its own front end here once it is up.",
+        insert="self.capture = NO_CAPTURE\nself.steering = NO_STEERING_FRONTEND",
+        why="The engine puts its own front ends here once it is up.",
     ),
     after(
         scope="InputProcessor.process_inputs",
         anchor="if sampling_params.trace_decode_token_ids:",
-        insert="self.capture.admit(request_id, sampling_params, prompt_len, resumable)",
+        insert="""
+self.capture.admit(request_id, sampling_params, prompt_len, resumable)
+self.steering.admit(sampling_params, resumable)
+""",
         why="The prompt's length and max_tokens are final, and nothing is sent yet.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline engine has a front end of capture."""
+"""The offline engine has front ends of capture and steering."""
 
 from fork.language import add_import, before
 
@@ -8,10 +8,17 @@ EDITS = [
         "from vllm.v1.capture import frontend as capture_frontend",
         why="Opens the front end.",
     ),
+    add_import(
+        "from vllm.v1.steering.frontend import SteeringControl",
+        why="Opens the front end.",
+    ),
     before(
         scope="LLMEngine.__init__",
         anchor="self._profile_session_active = False",
-        insert="self.capture = capture_frontend.open_for_engine(self)",
+        insert="""
+self.capture = capture_frontend.open_for_engine(self)
+self.steering = SteeringControl(self)
+""",
         why="The core is up, so the model's hook points are known.",
     ),
 ]

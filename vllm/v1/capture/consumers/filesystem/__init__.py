@@ -3,14 +3,18 @@
 
 from vllm.v1.capture.consumers.filesystem.consumer import FilesystemConsumer
 from vllm.v1.capture.consumers.filesystem.reader import (
+    read_packed,
     read_per_file,
     read_request,
+    read_sharded,
 )
 from vllm.v1.capture.consumers.filesystem.types import FilesystemCaptureRequest
 
 __all__ = [
     "FilesystemCaptureRequest",
     "FilesystemConsumer",
+    "read_packed",
     "read_per_file",
     "read_request",
+    "read_sharded",
 ]

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from vllm.v1.capture.consumers.storage.codecs import codec_of
+from vllm.v1.capture.plan import Tap
+
 
 def read_per_file(path: str | Path) -> tuple[torch.Tensor, dict[str, Any]]:
     """The rows of one key and their sidecar.
@@ -25,37 +28,150 @@ def read_per_file(path: str | Path) -> tuple[torch.Tensor, dict[str, Any]]:
 
     """
     path = Path(path)
-    sidecar = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    dtype = getattr(torch, sidecar["dtype"])
+    sidecar = load_index(path)
     data = bytearray(path.with_suffix(".bin").read_bytes())
-    rows, width = sidecar["shape"]
-    if len(data) != rows * width * dtype.itemsize:
-        raise ValueError(
-            f"{path.with_suffix('.bin')} has {len(data)} bytes, but {rows} rows of "
-            f"{width} {sidecar['dtype']} values have {rows * width * dtype.itemsize}"
+    where = str(path.with_suffix(".bin"))
+    return decode(data, sidecar, sidecar["dtype"], where), sidecar
+
+
+def read_packed(
+    path: str | Path,
+) -> tuple[dict[Tap, torch.Tensor], dict[str, Any]]:
+    """The rows of one `packed` file by `(layer, hook)`, and its index.
+
+    Args:
+        path: the `.bin` file, or its `.json`. Under pipeline parallelism each
+            stage has a file of its own; `read_request` joins them.
+
+    Raises:
+        FileNotFoundError: the file or its index is not there.
+        ValueError: the file is shorter than the index says.
+
+    """
+    path = Path(path)
+    index = load_index(path)
+    with open(path.with_suffix(".bin"), "rb") as file:
+        rows = {
+            (entry["layer"], entry["hook"]): _read_entry(file, entry, index["dtype"])
+            for entry in index["entries"]
+        }
+    return rows, index
+
+
+def read_sharded(
+    root: str | Path, tag: str, request_id: str
+) -> dict[Tap, torch.Tensor]:
+    """The rows of one request from the shards of a tag, by `(layer, hook)`.
+
+    Of several requests with this id the one in the latest shard counts.
+
+    Raises:
+        FileNotFoundError: no shard has rows of this request.
+        ValueError: a shard is shorter than its index says.
+
+    """
+    rows: dict[Tap, torch.Tensor] = {}
+    for path, index in shard_indices(Path(root) / tag):
+        entries = [e for e in index["entries"] if e["request_id"] == request_id]
+        if not entries:
+            continue
+        latest = {entry["request"] for entry in entries}
+        with open(path.with_suffix(".bin"), "rb") as file:
+            for entry in entries:
+                # Later ones replace earlier ones, whole requests at a time.
+                if entry["request"] == max(latest):
+                    dtype = index["requests"][entry["request"]]["dtype"]
+                    tap = (entry["layer"], entry["hook"])
+                    rows[tap] = _read_entry(file, entry, dtype)
+    if not rows:
+        raise FileNotFoundError(
+            f"no shard in {Path(root) / tag} has rows of {request_id!r}"
         )
-    if not data:
-        return torch.empty(rows, width, dtype=dtype), sidecar
-    return torch.frombuffer(data, dtype=dtype).view(rows, width), sidecar
+    return rows
 
 
 def read_request(
     root: str | Path, tag: str, request_id: str
-) -> dict[tuple[int, str], torch.Tensor]:
-    """All rows of one request, by `(layer, hook)`.
+) -> dict[Tap, torch.Tensor]:
+    """All rows of one request by `(layer, hook)`, in whatever layout they are.
 
     Raises:
         FileNotFoundError: nothing was captured under this tag and id.
+        ValueError: a file's size is not what its index says.
 
     """
     folder = Path(root) / tag / request_id
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no capture of {request_id!r} under {folder.parent}")
-    return {
-        (sidecar["layer"], sidecar["hook"]): rows for rows, sidecar in _all_keys(folder)
-    }
+    rows: dict[Tap, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("packed"):
+            rows |= read_packed(path)[0]
+        else:
+            tensor, sidecar = read_per_file(path)
+            rows[sidecar["layer"], sidecar["hook"]] = tensor
+    if rows:
+        return rows
+    try:
+        return read_sharded(root, tag, request_id)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no capture of {request_id!r} under {folder.parent}"
+        ) from None
 
 
-def _all_keys(folder: Path) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    for path in sorted(folder.glob("*_*.json")):
-        yield read_per_file(path)
+def load_index(path: Path) -> dict[str, Any]:
+    """The JSON beside a `.bin` file."""
+    index: dict[str, Any] = json.loads(
+        path.with_suffix(".json").read_text(encoding="utf-8")
+    )
+    return index
+
+
+def shard_indices(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The shards of a tag with their indices, in the order of their making."""
+    paths = list(folder.glob("shard-*.json"))
+    for path in sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        yield path, load_index(path)
+
+
+def decode(
+    data: bytes | bytearray | memoryview,
+    entry: dict[str, Any],
+    dtype_name: str,
+    where: str,
+) -> torch.Tensor:
+    """The rows of one key from its bytes.
+
+    Raises:
+        ValueError: there are more or fewer bytes than the entry says.
+
+    """
+    dtype = getattr(torch, dtype_name)
+    num_rows, width = entry["shape"]
+    description = entry.get("codec", {"name": "raw"})
+    codec = codec_of(description)
+    row_bytes = codec.row_bytes(width, dtype)
+    blocks = description.get("blocks")
+    if blocks is None:
+        assert row_bytes is not None, f"{where} has no list of blocks"
+        blocks = [(num_rows, num_rows * row_bytes)]
+    expected = sum(size for _, size in blocks)
+    if len(data) != expected:
+        raise ValueError(
+            f"{where} has {len(data)} bytes, but {num_rows} rows of {width} "
+            f"{dtype_name} values have {expected} ({description['name']})"
+        )
+    view, start, parts = memoryview(data), 0, []
+    for count, size in blocks:
+        part = view[start : start + size]
+        parts.append(codec.reconstruct(part, count, width, dtype))
+        start += size
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty(0, width, dtype=dtype)
+
+
+def _read_entry(file: Any, entry: dict[str, Any], dtype_name: str) -> torch.Tensor:
+    file.seek(entry["offset"])
+    data = bytearray(file.read(entry["nbytes"]))
+    where = f"{file.name} at {entry['offset']}"
+    return decode(data, entry, dtype_name, where)

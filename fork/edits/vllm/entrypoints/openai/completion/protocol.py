@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion requests carry a capture, and their responses its results."""
+"""Completion requests carry a capture and steering; responses carry results."""
 
 from fork.language import add_argument, add_field
 
@@ -16,8 +16,24 @@ capture_wait: bool = Field(
     default=False,
     description="Whether the response waits for the results of the capture.",
 )
+steering_vectors: dict[str, Any] | None = Field(
+    default=None,
+    description="Vectors that are added at every token: hook point -> layer -> vector.",
+)
+prefill_steering_vectors: dict[str, Any] | None = Field(
+    default=None,
+    description="Vectors that are added at prompt tokens, on top.",
+)
+decode_steering_vectors: dict[str, Any] | None = Field(
+    default=None,
+    description="Vectors that are added at generated tokens, on top.",
+)
+steering_name: str | None = Field(
+    default=None,
+    description="A named set of vectors that is added, on top.",
+)
 """,
-        why="Clients ask for a capture per request.",
+        why="Clients ask for a capture and steering per request.",
     ),
     add_argument(
         scope="CompletionRequest.to_sampling_params",
@@ -50,5 +66,29 @@ capture_results: dict[str, Any] | None = Field(
 )
 """,
         why="The last chunk of a stream carries the results.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_vectors=self.steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="prefill_steering_vectors=self.prefill_steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="decode_steering_vectors=self.decode_steering_vectors",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_name=self.steering_name",
+        why="Passes the request's steering on.",
     ),
 ]

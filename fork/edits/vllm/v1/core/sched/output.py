@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of captures travel to the workers with a step."""
+"""Ends of captures and changes of steering travel to the workers with a step."""
 
 from fork.language import add_field
 
@@ -10,6 +10,8 @@ EDITS = [
         insert="""
 # Captured requests that ended for their clients: list[CaptureEnd]
 capture_ends: list | None = None
+# Steered requests that begin, and slots to load: SteeringStep
+steering: object | None = None
 """,
         why="Reaches every worker after the steps that computed the rows.",
     ),

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step captures no more rows than staging memory holds."""
+"""A step captures no more rows than staging memory holds, and steers by few configurations."""
 
-from fork.language import add_argument, add_import, after, before, last
+from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
         "from vllm.v1.capture.scheduling import capture_scheduling",
         why="The scheduler's part of capture.",
     ),
+    add_import(
+        "from vllm.v1.steering.scheduling import steering_scheduling",
+        why="The scheduler's part of steering.",
+    ),
     last(
         scope="Scheduler.__init__",
-        insert="self.capture = capture_scheduling(self.vllm_config)",
-        why="One object holds the step's budget and pending ends.",
+        insert="""
+self.capture = capture_scheduling(self.vllm_config)
+self.steering = steering_scheduling(self.vllm_config)
+""",
+        why="One object holds the step's budget and pending ends, one the slots.",
     ),
     after(
         scope="Scheduler.schedule",
         anchor="self.kv_cache_manager.new_step_starts()",
-        insert="self.capture.new_step()",
-        why="The budget is per step.",
+        insert="self.capture.new_step()\nself.steering.new_step()",
+        why="The budget is per step, and so is who waits for a slot.",
     ),
     after(
         scope="Scheduler.schedule",
@@ -63,5 +70,48 @@ if request_token_budget == 0:
         call="SchedulerOutput",
         argument="capture_ends=self.capture.take_ends()",
         why="The step carries ends that have come in.",
+    ),
+    after(
+        scope="Scheduler.schedule",
+        anchor="""
+if (
+    self.lora_config
+    and request.lora_request
+    and (
+        len(scheduled_loras) == self.lora_config.max_loras
+        and request.lora_request.lora_int_id not in scheduled_loras
+    )
+):
+    skip_request(request_queue)
+    continue
+""",
+        insert="""
+if not self.steering.admits(request):
+    skip_request(request_queue)
+    continue
+""",
+        why="A request waits until its configuration can be loaded.",
+    ),
+    before(
+        scope="Scheduler.schedule",
+        anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
+        insert="self.steering.begin(request)",
+        why="A request takes its slot when it runs, not earlier.",
+    ),
+    add_argument(
+        scope="Scheduler.schedule",
+        call="SchedulerOutput",
+        argument="steering=self.steering.take_step()",
+        why="The step carries slots to load and who uses them.",
+    ),
+    first(
+        scope="Scheduler._free_request",
+        insert="self.steering.release(request)",
+        why="Every finished or aborted request comes by here.",
+    ),
+    last(
+        scope="Scheduler._preempt_request",
+        insert="self.steering.preempted(request)",
+        why="A preempted request frees its slot for those ahead of it.",
     ),
 ]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the filesystem consumer writes, against one plain sequential writer.
+
+Both write the same rows to the same file system in the same run, alternating; the
+plain writer appends to one file. What a run leaves in the page cache is synced
+before the next one starts, outside of the measured time. Every run gets a new
+folder, and nothing is deleted before the end: ext4 searches long for an inode where
+many were deleted in the last minutes. The consumer is driven through its lane, as in
+a worker, and timed until the last result is there.
+
+    python benchmarks/storage.py --folder /data/bench --gib 2 --rounds 3
+    python benchmarks/storage.py --folder /data/bench --memory-gib 10
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter, sleep
+
+import torch
+
+from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
+from vllm.v1.capture.lane import Ending, SinkLane
+from vllm.v1.capture.types import CaptureChunk, CaptureFinalize
+
+WIDTH = 4096
+ROW_BYTES = WIDTH * 2
+GIB = 1 << 30
+
+SHAPES = {
+    # Layout: taps of a request, rows of a tap. 15 rows are files of 120 KB.
+    "per_file": (16, 15),
+    "packed": (8, 128),
+    "sharded": (8, 128),
+}
+
+
+def facts(layer: int, num_rows: int, request_id: str) -> dict[str, object]:
+    return {
+        "layer": layer,
+        "hook": "post_block",
+        "dtype": "bfloat16",
+        "hidden_size": WIDTH,
+        "layer_convention": "0-based block index",
+        "model": "benchmark",
+        "positions": list(range(num_rows)),
+        "token_ids": list(range(num_rows)),
+        "num_rows": num_rows,
+        "num_prompt_tokens": num_rows,
+        "num_generated_tokens": 1,
+        "num_samples": 1,
+        "sample_index": 0,
+        "finish_reason": "length",
+        "vllm_internal_request_id": request_id,
+        "client_request_id": request_id,
+        "client_spec": None,
+        "pipeline_parallel_rank": 0,
+        "pipeline_parallel_size": 1,
+    }
+
+
+def requests(layout: str, total: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Request ids with rows `[taps, rows, width]`, from a small pool of rows."""
+    taps, rows = SHAPES[layout]
+    pool = [torch.randn(taps, rows, WIDTH).bfloat16() for _ in range(4)]
+    for number in range(total // (taps * rows * ROW_BYTES)):
+        yield f"request-{number}", pool[number % len(pool)]
+
+
+def plain(folder: Path, layout: str, total: int) -> float:
+    items = list(requests(layout, total))
+    begin = perf_counter()
+    with open(folder / "plain.bin", "wb", buffering=0) as file:
+        for _, rows in items:
+            file.write(memoryview(rows.view(torch.uint8).numpy()).cast("B"))
+    return perf_counter() - begin
+
+
+def consumer(folder: Path, layout: str, total: int, fresh: bool = False) -> float:
+    items = requests(layout, total) if fresh else list(requests(layout, total))
+    sink = FilesystemConsumer(
+        None,  # type: ignore[arg-type]
+        {"root": str(folder / "captures"), "default_layout": layout},
+    )
+    lane = SinkLane("benchmark", sink, 256 << 20, 1024)
+    bad: list[object] = []
+    under_way = threading.Semaphore(256)
+
+    def answer(result: object) -> None:
+        under_way.release()
+        if getattr(result, "status", None) != "ok":
+            bad.append(result)
+
+    begin = perf_counter()
+    for request_id, block in items:
+        under_way.acquire()
+        feed(lane, request_id, block.clone() if fresh else block, answer)
+    for _ in range(256):
+        under_way.acquire()
+    seconds = perf_counter() - begin
+    lane.close(60.0)
+    if bad:
+        sys.exit(f"{len(bad)} requests were not written: {bad[0]}")
+    return seconds
+
+
+def feed(lane: SinkLane, request_id: str, block: torch.Tensor, answer) -> None:  # type: ignore[no-untyped-def]
+    num_rows = block.shape[1]
+    keys = [(request_id, layer, "post_block") for layer in range(len(block))]
+    lane.submit(
+        [
+            CaptureChunk(key, rows, rows.dtype, 0, 0, {"positions": []})  # type: ignore[arg-type]
+            for key, rows in zip(keys, block)
+        ]
+    )
+    ends = [
+        CaptureFinalize(key, facts(key[1], num_rows, request_id))  # type: ignore[arg-type]
+        for key in keys
+    ]
+    lane.finish(Ending(request_id, tuple(ends), answer))
+
+
+def fresh_folder(folder: Path) -> Path:
+    os.sync()
+    sleep(1)
+    new = folder / str(len(list(folder.iterdir())))
+    new.mkdir()
+    return new
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def compare(folder: Path, layout: str, total: int, rounds: int) -> None:
+    ratios = []
+    for _ in range(rounds):
+        base = plain(fresh_folder(folder), layout, total)
+        ours = consumer(fresh_folder(folder), layout, total)
+        ratios.append(base / ours)
+        print(
+            f"{layout:9} plain {total / base / 1e6:6.0f} MB/s, consumer "
+            f"{total / ours / 1e6:6.0f} MB/s, ratio {base / ours:.2f}",
+            flush=True,
+        )
+    print(f"{layout:9} median ratio {statistics.median(ratios):.2f}", flush=True)
+
+
+def memory(folder: Path, total: int) -> None:
+    """Resident memory while `total` bytes of fresh rows are captured."""
+    seen: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            seen.append(resident_mib())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    seconds = consumer(fresh_folder(folder), "packed", total, fresh=True)
+    done.set()
+    watcher.join()
+    quarter = max(len(seen) // 4, 1)
+    print(
+        f"memory: {total / GIB:.1f} GiB in {seconds:.1f} s; resident MiB at most "
+        f"{max(seen[:quarter]):.0f} in the first quarter, {max(seen[-quarter:]):.0f} "
+        "in the last"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layouts", nargs="+", default=list(SHAPES))
+    parser.add_argument("--memory-gib", type=float, default=0.0)
+    args = parser.parse_args()
+    folder = args.folder / "storage-benchmark"
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.memory_gib:
+        memory(folder, int(args.memory_gib * GIB))
+    else:
+        for layout in args.layouts:
+            compare(folder, layout, int(args.gib * GIB), args.rounds)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server has routes for steering."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.steering.api_router import "
+        "attach_router as attach_steering_router",
+        why="The routes.",
+    ),
+    before(
+        scope="register_api_routers",
+        anchor="if envs.VLLM_SERVER_DEV_MODE:",
+        insert="""
+if "generate" in supported_tasks:
+    attach_steering_router(app, args)
+""",
+        why="Only generation is steered.",
+    ),
+]

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline users can steer every request."""
+
+from fork.language import add_import, last
+
+EDITS = [
+    add_import(
+        "from vllm.v1.steering import api as steering_api",
+        why="What the methods below do.",
+    ),
+    last(
+        scope="LLM",
+        insert="""
+set_steering = steering_api.set_steering
+clear_steering = steering_api.clear_steering
+get_steering = steering_api.get_steering
+""",
+        why="Vectors that steer every request.",
+    ),
+]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes that need the steering key do not need the server's key too."""
+
+from fork.language import add_import, first
+
+EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.steering.authority import has_own_authority",
+        why="Knows the routes.",
+    ),
+    first(
+        scope="AuthenticationMiddleware.__call__",
+        insert="""
+if has_own_authority(scope):
+    return self.app(scope, receive, send)
+""",
+        why="A client sends one key; the route checks it.",
+    ),
+]

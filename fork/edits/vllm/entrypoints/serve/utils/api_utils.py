@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steering key does not appear in the log."""
+
+from fork.language import after
+
+EDITS = [
+    after(
+        scope="",
+        anchor="_SENSITIVE_ARG_FIELDS = frozenset(...)",
+        insert='_SENSITIVE_ARG_FIELDS |= {"steering_api_key"}',
+        why="The server logs its arguments.",
+    ),
+]

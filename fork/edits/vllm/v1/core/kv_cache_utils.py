@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steers the tokens of a block is part of the block's hash."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.steering import caching as steering_caching",
+        why="Knows what steers a block.",
+    ),
+    before(
+        scope="generate_block_hash_extra_keys",
+        anchor="if not extra_keys:",
+        insert=(
+            "extra_keys += steering_caching.extra_keys("
+            "request, start_token_idx, end_token_idx)"
+        ),
+        why="Steered and unsteered keys and values must not be taken for each other.",
+    ),
+]

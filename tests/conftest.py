@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Tests start engines in their own process, small, and without a network. Read when
+# vllm is imported, so set before any test module is.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+# No deadline: machines that run tests also run engines.
+settings.register_profile(
+    "quick",
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("long", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The residual stream as the Transformers library computes it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+Tap = tuple[int, str]
+Stream = dict[Tap, torch.Tensor]
+"""`(layer, hook)` -> rows `[positions, hidden_size]`, float32."""
+
+
+def first(value: Any) -> torch.Tensor:
+    """What a module returns, without what may come beside it."""
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a model of the library keeps its stream."""
+
+    layers: Callable[[nn.Module], nn.ModuleList]
+    mid: str | None = "post_attention_layernorm"
+    """The module of a layer whose input is the stream after attention; None where
+    attention and MLP run side by side."""
+    attention: str = "self_attn"
+
+
+def decoder(model: nn.Module) -> nn.ModuleList:
+    """The layers, where most architectures keep them."""
+    layers = model.model.layers  # type: ignore[union-attr]
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+class Reference:
+    """A checkpoint, loaded by the library, with hooks at its hook points."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        places: Places | None = None,
+    ) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        ).eval()
+        self._seen: Stream = {}
+        places = places or Places(decoder)
+        for index, layer in enumerate(places.layers(self.model)):
+            self._watch(index, layer, places)
+
+    def _watch(self, index: int, layer: nn.Module, places: Places) -> None:
+        def entering(module: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._put(index, "pre_attn", hidden)
+
+        def middle(module: Any, args: Any) -> None:
+            self._put(index, "post_attn", first(args))
+
+        def leaving(module: Any, args: Any, output: Any) -> None:
+            self._put(index, "post_block", first(output))
+
+        layer.register_forward_pre_hook(entering, with_kwargs=True)
+        layer.register_forward_hook(leaving)
+        if places.mid is not None:
+            layer.get_submodule(places.mid).register_forward_pre_hook(middle)
+
+    def _put(self, layer: int, hook: str, hidden: torch.Tensor) -> None:
+        self._seen[layer, hook] = hidden.detach().float().flatten(0, -2).clone()
+
+    def stream(self, token_ids: Sequence[int]) -> Stream:
+        """Every hook point's rows for these tokens."""
+        self._seen = {}
+        with torch.no_grad():
+            self.model(torch.tensor([list(token_ids)]))
+        return self._seen
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of a row, relative to that row's norm in `expected`."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if not found.numel():
+        return 0.0
+    error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(error.max())

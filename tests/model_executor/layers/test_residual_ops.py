@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+WIDTH, ROWS = 6, 40
+
+
+@pytest.fixture(autouse=True)
+def launching() -> Iterator[None]:
+    Launch.capture = True
+    yield
+    Launch.capture = False
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> dict:
+    """A pass over some tokens, some of which have a slot."""
+    num_tokens = draw(st.integers(1, 12))
+    padding = draw(st.integers(0, 4))
+    slots = draw(st.permutations(range(ROWS)))[:num_tokens]
+    wanted = draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = (num_tokens, WIDTH)
+    return {
+        "hidden": torch.randn(shape).to(dtype),
+        "residual": torch.randn(shape).to(dtype) if draw(st.booleans()) else None,
+        # A column of a token-major map, as the worker makes it.
+        "map": torch.tensor(
+            [[9, s if w else -1] for s, w in zip(slots, wanted)] + [[9, -1]] * padding,
+            dtype=torch.int32,
+        ),
+    }
+
+
+@given(passes(), st.booleans())
+def test_the_op_copies_the_stream_of_each_token_that_has_a_slot(
+    one: dict, batched: bool
+) -> None:
+    hidden, residual, slots = one["hidden"], one["residual"], one["map"][:, 1]
+    staging = torch.full((ROWS, WIDTH), 7.0, dtype=hidden.dtype)
+    expected = staging.clone()
+    for token in range(len(hidden)):
+        if slots[token] >= 0:
+            row = hidden[token].double()
+            if residual is not None:
+                row = row + residual[token].double()
+            expected[slots[token]] = row.to(hidden.dtype)
+    if batched:  # [1, T, H], as the Transformers backend has it
+        hidden = hidden[None]
+        residual = None if residual is None else residual[None]
+    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, False)
+    assert torch.equal(staging, expected)
+
+
+@given(passes())
+def test_a_tap_without_vectors_changes_nothing(one: dict) -> None:
+    staging = torch.zeros(ROWS, WIDTH, dtype=one["hidden"].dtype)
+    tap = ResidualTap(one["map"][:, 1], staging)
+    before = one["hidden"].clone()
+    hidden, residual = tap(one["hidden"], one["residual"])
+    assert torch.equal(hidden, before)
+    assert hidden is one["hidden"]
+    assert residual is one["residual"]
+
+
+def test_a_pass_that_captures_nothing_writes_nothing() -> None:
+    Launch.capture = False
+    staging = torch.zeros(2, WIDTH)
+    slots = torch.zeros(1, dtype=torch.int32)
+    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, staging, False)
+    assert (staging == 0).all()
+
+
+def test_the_op_has_a_fake_for_compilation() -> None:
+    slots = torch.tensor([0, -1], dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.vllm.capture_rows.default,
+        (torch.ones(2, WIDTH), torch.ones(2, WIDTH), slots, torch.zeros(2, WIDTH), False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_a_captured_row_is_the_rounded_sum_of_the_pair() -> None:
+    hidden = torch.full((1, WIDTH), 256.0, dtype=torch.bfloat16)
+    residual = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
+    staging = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
+    slots = torch.zeros(1, dtype=torch.int32)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, False)
+    assert torch.equal(staging, hidden + residual)

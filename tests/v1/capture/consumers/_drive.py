@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feeding a consumer the way the framework does, without an engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm.v1.capture.lane import Ending, SinkLane
+from vllm.v1.capture.plan import Tap
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureContext,
+    CaptureFinalize,
+    CaptureResult,
+)
+
+WAIT = 30.0
+
+
+def context(**changes: Any) -> CaptureContext:
+    points = ("pre_attn", "post_attn", "post_block")
+    values: dict[str, Any] = {
+        "vllm_internal_request_id": "r",
+        "num_prompt_tokens": 10,
+        "num_computed_tokens": 0,
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "element_size_bytes": 4,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "max_tokens": 5,
+        "hook_points": {layer: points for layer in range(4)},
+    }
+    return CaptureContext(**values | changes)
+
+
+def rows_of(num_rows: int, width: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, width, generator=generator).to(dtype)
+
+
+def sidecar_of(
+    request_id: str, tap: Tap, rows: torch.Tensor, **changes: Any
+) -> dict[str, Any]:
+    num_rows = len(rows)
+    return {
+        "layer": tap[0],
+        "hook": tap[1],
+        "dtype": str(rows.dtype).removeprefix("torch."),
+        "hidden_size": rows.shape[1],
+        "layer_convention": "0-based block index",
+        "model": "toy",
+        "positions": list(range(num_rows)),
+        "token_ids": [100 + position for position in range(num_rows)],
+        "num_rows": num_rows,
+        "num_prompt_tokens": num_rows,
+        "num_generated_tokens": 1,
+        "num_samples": 1,
+        "sample_index": 0,
+        "finish_reason": "length",
+        "vllm_internal_request_id": request_id,
+        "client_request_id": request_id,
+        "client_spec": None,
+        "pipeline_parallel_rank": 0,
+        "pipeline_parallel_size": 1,
+    } | changes
+
+
+def chunks_of(
+    request_id: str, tap: Tap, rows: torch.Tensor, size: int
+) -> list[CaptureChunk]:
+    return [
+        CaptureChunk(
+            (request_id, *tap),  # type: ignore[arg-type]
+            rows[first : first + size],
+            rows.dtype,
+            first,
+            first,
+            {"positions": list(range(first, min(first + size, len(rows))))},
+        )
+        for first in range(0, len(rows), size)
+    ]
+
+
+def ending_of(
+    request_id: str,
+    rows: Mapping[Tap, torch.Tensor],
+    answers: dict[str, CaptureResult],
+    **changes: Any,
+) -> Ending:
+    finalizes = tuple(
+        CaptureFinalize(
+            (request_id, *tap),  # type: ignore[arg-type]
+            sidecar_of(request_id, tap, tensor, **changes),
+        )
+        for tap, tensor in rows.items()
+    )
+    return Ending(
+        request_id, finalizes, lambda result: answers.__setitem__(request_id, result)
+    )
+
+
+def deliver(
+    consumer: Any,
+    requests: Mapping[str, Mapping[Tap, torch.Tensor]],
+    chunk_rows: int = 4,
+    surplus: int = 0,
+    **changes: Any,
+) -> dict[str, CaptureResult]:
+    """The results of requests whose rows come in chunks, step by step.
+
+    `surplus` rows follow each key's own that turn out not to count. The consumer
+    is shut down at the end.
+    """
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+    for request_id, rows in requests.items():
+        longer = {
+            tap: torch.cat([tensor, tensor.new_zeros(surplus, tensor.shape[1])])
+            for tap, tensor in rows.items()
+        }
+        steps = [
+            chunks_of(request_id, tap, tensor, chunk_rows)
+            for tap, tensor in longer.items()
+        ]
+        for step in range(max(map(len, steps), default=0)):
+            lane.submit([chunks[step] for chunks in steps if step < len(chunks)])
+    for request_id, rows in requests.items():
+        lane.finish(ending_of(request_id, rows, answers, **changes))
+    lane.close(WAIT)
+    return answers

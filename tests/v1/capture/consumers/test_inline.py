@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+import base64
+
+import pyarrow
+import pytest
+import torch
+
+from tests.v1.capture.consumers._drive import context, deliver, rows_of
+from vllm.v1.capture.channel import ResultMessage
+from vllm.v1.capture.consumer import BatchingSink
+from vllm.v1.capture.consumers.inline import InlineConsumer
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.http import as_json
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+TAPS = {(0, "pre_attn"): 3, (2, "post_block"): 5}
+
+
+def captured(encoding: str | None = None, dtype: torch.dtype = torch.bfloat16):
+    rows = {tap: rows_of(n, 8, n, dtype) for tap, n in TAPS.items()}
+    consumer = BatchingSink(InlineConsumer(None, {}))
+    spec = {"hooks": {}, **({"encoding": encoding} if encoding else {})}
+    results = deliver(consumer, {"r": rows}, chunk_rows=2, client_spec=spec)
+    return rows, results["r"]
+
+
+def test_rows_come_back_by_layer_and_hook_with_their_positions() -> None:
+    rows, result = captured()
+    assert result.status == "ok"
+    assert result.payload.keys() == rows.keys()
+    for tap, tensor in rows.items():
+        assert torch.equal(result.payload[tap], tensor)
+        assert result.payload.positions[tap] == list(range(len(tensor)))
+        assert result.payload.token_ids[tap] == [100 + i for i in range(len(tensor))]
+
+
+def test_rows_survive_the_way_between_processes() -> None:
+    rows, result = captured()
+    message = ResultMessage.of("r", "inline", 0, result)
+    frames = [bytes(frame) for frame in MsgpackEncoder().encode(message)]
+    decoder = MsgpackDecoder(ResultMessage, share_mem=False)
+    payload = decoder.decode(frames).result().payload
+    assert isinstance(payload, RowsByTap)
+    for tap, tensor in rows.items():
+        assert torch.equal(payload[tap], tensor)
+        payload[tap].add_(1)  # the receiver's own memory
+    assert payload.positions == result.payload.positions
+
+
+@pytest.mark.parametrize("encoding", [None, "base64", "zstd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_http_data_is_exact(encoding: str | None, dtype: torch.dtype) -> None:
+    rows, result = captured(encoding, dtype)
+    entries = as_json({"inline": result})["inline"]["payload"]
+    assert {(e["layer"], e["hook"]) for e in entries} == rows.keys()
+    for entry in entries:
+        data = base64.b64decode(entry["data"])
+        tensor = rows[entry["layer"], entry["hook"]]
+        assert entry.get("encoding") == ("zstd" if encoding == "zstd" else None)
+        if encoding == "zstd":
+            data = pyarrow.decompress(data, tensor.nbytes, "zstd", asbytes=True)
+        got = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry["dtype"]))
+        assert torch.equal(got.view(entry["shape"]), tensor)
+        assert entry["positions"] == list(range(len(tensor)))
+
+
+def test_a_request_that_asks_for_too_much_is_told_how_much() -> None:
+    consumer = InlineConsumer(None, {"max_request_bytes": 1000})
+    raw = {"hooks": {"post_block": [0, 1]}, "positions": "all"}
+    # 10 prompt rows and 4 generated ones, at 2 taps of 32 bytes.
+    consumer.validate_client_spec(raw, context())
+    with pytest.raises(CaptureValidationError, match="may take 1024 bytes"):
+        consumer.validate_client_spec(raw, context(max_tokens=7))
+    with pytest.raises(CaptureValidationError, match="2 samples, may take 1792"):
+        consumer.validate_client_spec(raw, context(num_samples=2))
+
+
+def test_a_request_without_bound_is_refused() -> None:
+    consumer = InlineConsumer(None, {})
+    raw = {"hooks": {"post_block": [0]}, "positions": "all_generated"}
+    with pytest.raises(CaptureValidationError, match="max_tokens"):
+        consumer.validate_client_spec(raw, context(max_tokens=None))
+    prompt_only = {**raw, "positions": "all_prompt"}
+    consumer.validate_client_spec(prompt_only, context(max_tokens=None))
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [({"max_bytes": 1}, "no such parameter"), ({"max_request_bytes": 0}, "above 0")],
+)
+def test_wrong_parameters_are_refused(params: dict[str, int], said: str) -> None:
+    with pytest.raises(CaptureValidationError, match=said):
+        InlineConsumer(None, params)
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    raw = {"hooks": {"post_block": [0]}, "encoding": "gzip"}
+    with pytest.raises(CaptureValidationError, match="base64"):
+        InlineConsumer(None, {}).validate_client_spec(raw, context())

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disks that fill, vanish or hang: every lost row is reported, no file is torn."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
+from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
+from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
+from vllm.v1.capture.consumers.storage import files
+from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.types import CaptureResult
+
+TAPS = [(layer, "post_block") for layer in range(4)]
+
+
+def request_rows(seed: int) -> dict[tuple[int, str], torch.Tensor]:
+    return {tap: rows_of(6, 32, seed + tap[0], torch.float32) for tap in TAPS}
+
+
+class FullDisk:
+    """`os.writev` on a disk with `free` bytes left; writes what fits, then fails."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self._real = os.writev
+
+    def __call__(self, fd: int, buffers: Any) -> int:
+        if self.free <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        data = b"".join(bytes(buffer) for buffer in buffers)[: self.free]
+        self.free -= len(data)
+        return self._real(fd, [data])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("free", [0, 1, 700, 2000, 3300, 5000, 7000])
+@pytest.mark.parametrize("buffer_bytes", [100, 1 << 20])
+def test_a_full_disk_leaves_whole_files_and_says_what_is_lost(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    free: int,
+    buffer_bytes: int,
+) -> None:
+    requests = {f"r{i}": request_rows(10 * i) for i in range(4)}
+    monkeypatch.setattr(files.os, "writev", FullDisk(free))
+    consumer = FilesystemConsumer(
+        None,
+        {
+            "root": str(tmp_path),
+            "default_layout": layout,
+            "buffer_bytes": buffer_bytes,
+            "num_shards": 1,
+        },
+    )
+    results = deliver(consumer, requests)
+    monkeypatch.undo()
+    assert "error" in {result.status for result in results.values()} | (
+        {"error"} if "partial_error" in {r.status for r in results.values()} else set()
+    )
+    for request_id, rows in requests.items():
+        result = results[request_id]
+        if result.status == "error":
+            assert "No space left" in result.error
+            with pytest.raises(FileNotFoundError):
+                read_request(tmp_path, "default", request_id)
+            continue
+        got = read_request(tmp_path, "default", request_id)
+        for tap, tensor in got.items():
+            assert torch.equal(tensor, rows[tap])
+        if result.status == "ok":
+            assert got.keys() == rows.keys()
+    assert not (tmp_path / ".incomplete").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_root_that_vanishes_is_reported_and_may_come_back(
+    tmp_path: Path, layout: str
+) -> None:
+    root = tmp_path / "captures"
+    consumer = FilesystemConsumer(None, {"root": str(root), "default_layout": layout})
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+
+    def send(request_id: str) -> CaptureResult:
+        rows = request_rows(0)
+        for tap, tensor in rows.items():
+            lane.submit(chunks_of(request_id, tap, tensor, 3))
+        lane.finish(ending_of(request_id, rows, answers))
+        limit = time.monotonic() + 20
+        while request_id not in answers and time.monotonic() < limit:
+            time.sleep(0.01)
+        return answers[request_id]
+
+    assert send("before").status == "ok"
+    shutil.rmtree(root)
+    lost = send("lost")
+    assert lost.status == "error"
+    assert "FileNotFoundError" in lost.error
+    assert not root.exists()  # what lies under a missing mount is not filled
+    root.mkdir()
+    assert send("after").status == "ok"
+    lane.close(20)
+    assert read_request(root, "default", "after").keys() == set(TAPS)
+
+
+def test_a_writer_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, real = threading.Event(), os.writev
+
+    def hang(fd: int, buffers: Any) -> int:
+        stuck.wait(20)
+        return real(fd, buffers)
+
+    monkeypatch.setattr(files.os, "writev", hang)
+    consumer = FilesystemConsumer(
+        None, {"root": str(tmp_path), "timeout_seconds": 0.5, "writer_threads": 1}
+    )
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+    begin = time.monotonic()
+    for name in ("a", "b"):
+        rows = request_rows(0)
+        for tap, tensor in rows.items():
+            lane.submit(chunks_of(name, tap, tensor, 3))
+        lane.finish(ending_of(name, rows, answers))
+    while len(answers) < 2 and time.monotonic() - begin < 10:
+        time.sleep(0.02)
+    assert time.monotonic() - begin < 8
+    for result in answers.values():
+        assert result.status == "error"
+        assert "timeout_seconds" in result.error
+    stuck.set()
+    lane.close(20)
+    assert not (tmp_path / "default" / "b").exists()
+
+
+def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, real = threading.Event(), os.writev
+
+    def hang(fd: int, buffers: Any) -> int:
+        stuck.wait(20)
+        return real(fd, buffers)
+
+    monkeypatch.setattr(files.os, "writev", hang)
+    consumer = FilesystemConsumer(
+        None, {"root": str(tmp_path), "timeout_seconds": 0.5, "buffer_bytes": 64}
+    )
+    begin = time.monotonic()
+    for number in range(10):
+        for tap, tensor in request_rows(0).items():
+            consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
+    assert time.monotonic() - begin < 5
+    stuck.set()
+    consumer.shutdown(20)
+
+
+def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path), "buffer_bytes": 64})
+    for tap, tensor in request_rows(0).items():
+        consumer.submit_chunk_batch(chunks_of("r", tap, tensor, 6))
+    consumer.shutdown(20)
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_dead_process_leaves_nothing_behind_for_long(tmp_path: Path) -> None:
+    import socket
+
+    dead = tmp_path / ".incomplete" / f"{socket.gethostname()}-999999999-abcd"
+    dead.mkdir(parents=True)
+    (dead / "0.part").write_bytes(b"x")
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    deliver(consumer, {"r": request_rows(0)})
+    assert not dead.exists()
+
+
+def test_rows_lost_before_the_end_are_not_published(tmp_path: Path) -> None:
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    results = deliver(
+        consumer, {"r": request_rows(0)}, capture_error="only 1 of 6 rows arrived"
+    )
+    assert results["r"].status == "error"
+    assert "only 1 of 6" in results["r"].error
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_fewer_rows_than_the_sidecar_says_are_an_error(tmp_path: Path) -> None:
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    results = deliver(consumer, {"r": request_rows(0)}, num_rows=7)
+    assert results["r"].status == "error"
+    assert "only 6 of 7 rows" in results["r"].error
+    assert not list(tmp_path.rglob("*.bin"))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Little staging memory and little KV cache: slower, but nothing is lost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import asynchronous
+from tests.engines.captured import CapturedEngine, asking, prompt
+
+pytestmark = pytest.mark.e2e
+
+ROW_BYTES = 64 * 4
+TAPS = 9
+TOKENS_A_STEP = 4
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def tight(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngine]:
+    with asynchronous.allowed():
+        engine = CapturedEngine(
+            model,
+            capture_staging_bytes=2 * TOKENS_A_STEP * TAPS * ROW_BYTES,
+            num_gpu_blocks_override=8,
+            max_model_len=128,
+            async_scheduling=request.param == "async",
+        )
+    yield engine
+    engine.close()
+
+
+class Watch:
+    """Counts what the scheduler does."""
+
+    def __init__(self, engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch):
+        core: Any = engine.llm.llm_engine.engine_core
+        scheduler = core.engine_core.scheduler
+        self.preemptions = 0
+        self.tokens: list[int] = []
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+
+        def counted_preempt(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.tokens.append(output.total_num_scheduled_tokens)
+            return output
+
+        monkeypatch.setattr(scheduler, "_preempt_request", counted_preempt)
+        monkeypatch.setattr(scheduler, "schedule", counted_schedule)
+
+
+def test_a_prompt_larger_than_the_staging_memory_is_spread_over_steps(
+    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tight, monkeypatch)
+    (output,) = tight.run([prompt(50, seed=300)], asking("all", max_tokens=3))
+    tight.check(output)
+    assert max(watch.tokens) == TOKENS_A_STEP
+
+
+def test_positions_that_are_not_captured_cost_no_staging_memory(
+    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tight, monkeypatch)
+    (output,) = tight.run([prompt(50, seed=301)], asking("last_prompt", max_tokens=2))
+    tight.check(output, [49])
+    assert max(watch.tokens) == 50
+
+
+def test_more_requests_than_fit_a_step_take_turns(tight: CapturedEngine) -> None:
+    prompts = [prompt(10, seed=310 + i) for i in range(7)]
+    for output in tight.run(prompts, asking("all", max_tokens=6)):
+        tight.check(output)
+
+
+@pytest.mark.parametrize("positions", ["all", "all_generated", "all_prompt"])
+def test_a_request_that_was_preempted_has_each_row_once(
+    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    watch = Watch(tight, monkeypatch)
+    prompts = [prompt(60, seed=320 + i) for i in range(3)]
+    outputs = tight.run(prompts, asking(positions, max_tokens=40))
+    assert watch.preemptions > 0, "the test is pointless without a preemption"
+    wanted = {
+        "all": range(99),
+        "all_generated": range(60, 99),
+        "all_prompt": range(60),
+    }[positions]
+    for output in outputs:
+        tight.check(output, wanted)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.capture._sinks import KeepingConsumer, RecordingSink
+from vllm.config.capture import ConsumerConfig
+from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
+from vllm.v1.capture.errors import (
+    CaptureValidationError,
+    UnknownCaptureConsumerError,
+)
+from vllm.v1.capture.registry import (
+    as_sink,
+    build_consumer,
+    check_consumer,
+    consumer_class,
+    consumer_names,
+)
+
+PLUGIN = '''
+from vllm.v1.capture.consumer import CaptureConsumer
+
+class Good(CaptureConsumer):
+    def __init__(self, vllm_config, params):
+        if "wrong" in params:
+            raise KeyError("wrong is not a parameter")
+        self.params = params
+    def on_capture(self, key, tensor, sidecar):
+        return None
+
+class Nothing:
+    location = "worker"
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with consumers, as far as Python can tell."""
+    install(tmp_path, "one", good="plug_one:Good", nothing="plug_one:Nothing",
+            absent="no_such_module:X", twice="plug_one:Good")  # fmt: skip
+    install(tmp_path, "two", twice="plug_two:Good")
+    for name in ("one", "two"):
+        (tmp_path / f"plug_{name}.py").write_text(PLUGIN)
+        monkeypatch.delitem(sys.modules, f"plug_{name}", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def install(folder: Path, name: str, **entries: str) -> None:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    )
+    lines = [f"{entry} = {target}" for entry, target in entries.items()]
+    text = "\n".join(["[vllm.capture_consumers]", *lines, ""])
+    (info / "entry_points.txt").write_text(text)
+
+
+def test_the_fork_brings_its_own_consumers() -> None:
+    assert {"filesystem", "logging"} <= set(consumer_names())
+    for name in ("filesystem", "logging"):
+        check_consumer(consumer_class(name), name)
+
+
+def test_an_installed_package_adds_consumers(plugin: None) -> None:
+    assert "good" in consumer_names()
+    entry = ConsumerConfig("good", "mine", {"a": 1})
+    assert build_consumer(entry, None).params == {"a": 1}  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(UnknownCaptureConsumerError, match="filesystem.*logging"):
+        consumer_class("no-such-consumer")
+
+
+def test_a_name_that_two_packages_define_is_refused(plugin: None) -> None:
+    with pytest.raises(CaptureValidationError, match="several packages"):
+        consumer_class("twice")
+
+
+def test_a_package_that_cannot_be_imported_is_named(plugin: None) -> None:
+    with pytest.raises(CaptureValidationError, match="no_such_module"):
+        consumer_class("absent")
+
+
+def test_a_class_that_is_no_consumer_is_refused(plugin: None) -> None:
+    with pytest.raises(CaptureValidationError, match="neither a CaptureConsumer nor"):
+        consumer_class("nothing")
+
+
+def test_wrong_parameters_are_refused_by_instance(plugin: None) -> None:
+    entry = ConsumerConfig("good", "mine", {"wrong": 1})
+    with pytest.raises(CaptureValidationError, match="'mine' rejects its parameters"):
+        build_consumer(entry, None)  # type: ignore[arg-type]
+
+
+class Unfinished(CaptureConsumer):
+    """Leaves `on_capture` out."""
+
+
+class Demanding(KeepingConsumer):
+    required_sidecar_fields = frozenset({"positions", "mood"})
+
+
+class Elsewhere(RecordingSink):
+    location = "moon"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "thing, problem",
+    [
+        (Unfinished, "leaves on_capture undefined"),
+        (Demanding, "\\['mood'\\]"),
+        (Elsewhere, "its location is 'moon'"),
+        (Elsewhere(), "its location is 'moon'"),
+        (object(), "has no submit_chunk, submit_finalize, get_result, shutdown"),
+    ],
+)
+def test_what_is_no_consumer_is_refused_with_the_reason(
+    thing: Any, problem: str
+) -> None:
+    with pytest.raises(CaptureValidationError, match=problem):
+        check_consumer(thing, "x")
+
+
+@pytest.mark.parametrize(
+    "thing", [KeepingConsumer, KeepingConsumer(), RecordingSink, RecordingSink()]
+)
+def test_consumers_and_sinks_are_accepted(thing: Any) -> None:
+    check_consumer(thing, "x")
+
+
+def test_a_sink_is_used_as_it_is_and_a_consumer_batched() -> None:
+    sink = RecordingSink()
+    assert as_sink(sink) is sink
+    assert isinstance(as_sink(KeepingConsumer()), BatchingSink)

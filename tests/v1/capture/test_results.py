@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
+import pytest
+
+from tests.v1.capture._sinks import key
+from vllm.v1.capture.results import join_payloads, merge, merge_samples
+from vllm.v1.capture.types import CaptureResult
+
+
+def of(status: Any, error: str | None = None, payload: Any = None) -> CaptureResult:
+    return CaptureResult(key(), status, error, payload)
+
+
+@pytest.mark.parametrize(
+    "statuses, merged",
+    [
+        (["ok", "ok"], "ok"),
+        (["error", "error"], "error"),
+        (["ok", "error"], "partial_error"),
+        (["ok", "partial_error"], "partial_error"),
+        (["error", "partial_error"], "partial_error"),
+        (["ok", "error", "pending"], "pending"),
+        (["ok", "not_requested"], "ok"),
+        (["not_requested"], "not_requested"),
+    ],
+)
+def test_the_status_of_several_results(statuses: list[str], merged: str) -> None:
+    assert merge("r", [of(status) for status in statuses]).status == merged
+
+
+def test_every_distinct_error_is_named_once() -> None:
+    result = merge("r", [of("error", "b"), of("error", "a"), of("error", "b")])
+    assert result.error == "a; b"
+    assert result.key == ("r", -1, "*")
+
+
+@pytest.mark.parametrize(
+    "payloads, joined",
+    [
+        ([None, None], None),
+        ([["a"], ["b", "c"]], ["a", "b", "c"]),
+        ([["a"], None], ["a"]),
+        ([{"a": 1}, {"b": 2}], {"a": 1, "b": 2}),
+        (["line"], "line"),
+        (["one", "two"], ["one", "two"]),
+    ],
+)
+def test_payloads_are_joined_by_their_kind(payloads: list[Any], joined: Any) -> None:
+    assert join_payloads(payloads) == joined
+
+
+def test_the_payload_of_several_samples_is_by_sample() -> None:
+    result = merge_samples("r", {0: of("ok", payload=["x"]), 1: of("error", "bad")})
+    assert result.payload == {0: ["x"], 1: None}
+    assert (result.status, result.error) == ("partial_error", "bad")

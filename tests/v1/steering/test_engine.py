@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steered requests equal transformers with the same vectors added by hooks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import generate, logprobs, params, tokens
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+HOOKS = ("pre_attn", "post_attn", "post_block")
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
+TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+
+
+@pytest.fixture(scope="module", params=sorted(_models.CONFIGS))
+def steered(
+    request: Any, tmp_path_factory: Any
+) -> Iterator[tuple[Any, _models.Reference]]:
+    path = _models.save(request.param, tmp_path_factory.mktemp(request.param))
+    llm = _engine.engine(path)
+    yield llm, _models.Reference(path)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def vector(seed: int, size: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(_models.HIDDEN) * size
+
+
+def assert_equals_reference(output: Any, reference: Any, changes: Any) -> None:
+    ids = PROMPT + tokens(output)
+    expected = reference.logprobs(ids[:-1], changes)[len(PROMPT) - 1 :]
+    found = logprobs(output)
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("layer", range(_models.LAYERS))
+def test_a_vector_does_what_hooks_do(
+    steered: Any, hook: str, tier: str, layer: int
+) -> None:
+    llm, reference = steered
+    added = vector(layer)
+    (output,) = generate(llm, [PROMPT], [params(**{tier: {hook: {layer: added}}})])
+    phases = {
+        "steering_vectors": (added, added),
+        "prefill_steering_vectors": (added, None),
+        "decode_steering_vectors": (None, added),
+    }[tier]
+    change = _models.add_by_phase(len(PROMPT), *phases)
+    assert_equals_reference(output, reference, {(layer, hook): change})
+    (plain,) = generate(llm, [PROMPT], [params()])
+    assert (logprobs(plain) - logprobs(output)).abs().max() > 1e-3
+
+
+def test_tiers_and_the_engines_vectors_add_up(steered: Any) -> None:
+    llm, reference = steered
+    v = [vector(seed) for seed in range(6)]
+    at = lambda x, scale=1.0: {"post_block": {"1": {"vector": x, "scale": scale}}}
+    llm.set_steering(at(v[0]), at(v[1], 2.0), at(v[2], -1.0))
+    request = dict(zip(TIERS, map(at, v[3:]), strict=True))
+    try:
+        own, other = generate(llm, [PROMPT] * 2, [params(**request), params()])
+    finally:
+        llm.clear_steering()
+    shared = (v[0] + 2 * v[1], v[0] - v[2])
+    both = (shared[0] + v[3] + v[4], shared[1] + v[3] + v[5])
+    for output, (prefill, decode) in ((own, both), (other, shared)):
+        change = _models.add_by_phase(len(PROMPT), prefill, decode)
+        assert_equals_reference(output, reference, {(1, "post_block"): change})
+    (after,) = generate(llm, [PROMPT], [params()])
+    assert_equals_reference(after, reference, {})
+
+
+@pytest.mark.parametrize(
+    "entry", [[0.0] * _models.HIDDEN, {"vector": [1.0] * _models.HIDDEN, "scale": 0}]
+)
+def test_nothing_added_changes_no_bit(steered: Any, entry: Any) -> None:
+    llm, _ = steered
+    zero = {hook: dict.fromkeys(range(_models.LAYERS), entry) for hook in HOOKS}
+    (plain,) = generate(llm, [PROMPT], [params()])
+    (same,) = generate(llm, [PROMPT], [params(steering_vectors=zero)])
+    assert tokens(plain) == tokens(same)
+    assert torch.equal(logprobs(plain), logprobs(same))
+
+
+def test_unsteered_requests_of_a_mixed_batch_are_untouched(steered: Any) -> None:
+    llm, _ = steered
+    prompts = [[(7 * i + j) % _models.VOCAB for j in range(9 + i)] for i in range(8)]
+    plain = generate(llm, prompts, [params(8)] * 8)
+    sampling = [
+        params(8, steering_vectors={"post_attn": {1: vector(i)}}) if i % 2 else params(8)
+        for i in range(8)
+    ]
+    mixed = generate(llm, prompts, sampling)
+    for i in range(8):
+        if i % 2:
+            assert not torch.equal(logprobs(plain[i]), logprobs(mixed[i]))
+        else:
+            assert tokens(plain[i]) == tokens(mixed[i])
+            assert torch.equal(logprobs(plain[i]), logprobs(mixed[i]))
+
+
+def test_more_configurations_than_slots_wait_and_come_out_right(steered: Any) -> None:
+    llm, reference = steered
+    vectors = [vector(seed) for seed in range(13)]
+    sampling = [params(5, steering_vectors={"pre_attn": {0: v}}) for v in vectors]
+    outputs = generate(llm, [PROMPT] * 13, sampling)
+    for output, added in zip(outputs, vectors, strict=True):
+        change = _models.add_by_phase(len(PROMPT), added, added)
+        assert_equals_reference(output, reference, {(0, "pre_attn"): change})
+    assert llm.get_steering()["configs_in_use"] == 0

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With prefix caching a request equals its cold run, whoever came before it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import generate, logprobs, params, tokens
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BLOCK = 32
+PROMPT = [(5 * i + 3) % _models.VOCAB for i in range(3 * BLOCK + 5)]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: Any) -> Iterator[Any]:
+    path = _models.save("llama", tmp_path_factory.mktemp("llama"))
+    llm = _engine.engine(path, enable_prefix_caching=True, block_size=BLOCK)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def cold(llm: Any) -> None:
+    llm.clear_steering()
+    assert llm.reset_prefix_cache()
+
+
+def vector(seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(_models.HIDDEN)
+
+
+def spec(seed: int) -> Any:
+    return {"post_block": {0: vector(seed)}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "base": {"steering_vectors": spec(1)},
+    "other base": {"steering_vectors": spec(2)},
+    "prefill": {"prefill_steering_vectors": spec(1)},
+    "decode": {"decode_steering_vectors": spec(1)},
+}
+STEERS_PROMPT = {"plain": 0, "base": 1, "other base": 2, "prefill": 1, "decode": 0}
+"""The vector that steers the prompt, which decides what is shared."""
+
+
+def run(llm: Any, case: str, prompt: list[int] = PROMPT, max_tokens: int = 6) -> Any:
+    (output,) = generate(llm, [prompt], [params(max_tokens, **CASES[case])])
+    return output
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert tokens(one) == tokens(other)
+    assert (logprobs(one) - logprobs(other)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("first", CASES)
+@pytest.mark.parametrize("second", CASES)
+def test_the_second_equals_its_cold_run(llm: Any, first: str, second: str) -> None:
+    expected = run(llm, second)
+    assert llm.reset_prefix_cache()
+    run(llm, first)
+    found = run(llm, second)
+    assert_same(found, expected)
+    shares = STEERS_PROMPT[first] == STEERS_PROMPT[second]
+    assert found.num_cached_tokens == (3 * BLOCK if shares else 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_next_turn_finds_what_is_steered_alike(llm: Any, case: str) -> None:
+    first = run(llm, case, max_tokens=2 * BLOCK)
+    follow_up = PROMPT + tokens(first) + [7, 8, 9]
+    found = run(llm, case, follow_up)
+    assert llm.reset_prefix_cache()
+    assert_same(found, run(llm, case, follow_up))
+    # The last generated token was never fed back. Where prompt and generated tokens
+    # are steered differently only whole blocks of the prompt are the same.
+    alike = case in ("plain", "base", "other base")
+    full = (len(PROMPT) + 2 * BLOCK - 1) // BLOCK * BLOCK
+    assert found.num_cached_tokens == (full if alike else 3 * BLOCK)
+
+
+def test_generated_tokens_steered_in_decode_are_not_found_unsteered(llm: Any) -> None:
+    steered = run(llm, "decode", max_tokens=2 * BLOCK)
+    follow_up = PROMPT + tokens(steered) + [7]
+    found = run(llm, "plain", follow_up)
+    assert llm.reset_prefix_cache()
+    assert_same(found, run(llm, "plain", follow_up))
+    assert found.num_cached_tokens == 3 * BLOCK
+
+
+@pytest.mark.parametrize("field", ["vectors", "prefill_vectors", "decode_vectors"])
+def test_a_change_of_the_engines_vectors_leaves_no_stale_block(
+    llm: Any, field: str
+) -> None:
+    plain = run(llm, "plain", max_tokens=2 * BLOCK)
+    llm.set_steering(**{field: spec(3)})
+    found = run(llm, "plain", max_tokens=2 * BLOCK)
+    assert found.num_cached_tokens == (3 * BLOCK if field == "decode_vectors" else 0)
+    assert llm.reset_prefix_cache()
+    assert_same(found, run(llm, "plain", max_tokens=2 * BLOCK))
+    assert (logprobs(found) - logprobs(plain)).abs().max() > 1e-2
+    llm.clear_steering()
+    assert_same(run(llm, "plain", max_tokens=2 * BLOCK), plain)
+
+
+@pytest.mark.parametrize("field", ["vectors", "decode_vectors"])
+def test_requests_under_way_at_a_change_leave_no_block_to_others(
+    llm: Any, field: str
+) -> None:
+    engine = llm.llm_engine
+    sampling = params(2 * BLOCK + 5)
+    engine.add_request("under way", {"prompt_token_ids": PROMPT}, sampling)
+    for _ in range(BLOCK + 3):
+        engine.step()
+    llm.set_steering(**{field: spec(3)})
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    mixed = next(o for o in outputs if o.finished)
+    follow_up = PROMPT + tokens(mixed) + [7]
+    found = run(llm, "plain", follow_up)
+    assert llm.reset_prefix_cache()
+    assert_same(found, run(llm, "plain", follow_up))

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of steering."""
+
+from pydantic import Field
+
+from vllm.config.utils import config
+
+
+@config
+class SteeringConfig:
+    """Configuration of steering."""
+
+    enabled: bool = False
+    """Whether hidden states can be steered."""
+    max_configs: int = Field(default=4, gt=0)
+    """How many different steering configurations a batch may hold. A request
+    that would exceed it waits."""
+    modules: dict[str, str] = Field(default_factory=dict)
+    """Named sets of vectors: name -> file."""
+    api_keys: list[str] = Field(default_factory=list, repr=False)
+    """Keys that allow to change steering over HTTP."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each table: no steering, global prefill and decode, two per slot."""
+        return 3 + 2 * self.max_configs
+
+    def compute_hash(self) -> str:
+        """Hash of what changes the model's graph: the additions and their tables."""
+        from vllm.config.utils import hash_factors
+
+        return hash_factors({"steering": self.num_rows if self.enabled else 0})

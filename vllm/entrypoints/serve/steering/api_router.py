@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under `/v1/steering`."""
+
+import json
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from vllm import envs
+from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.logger import init_logger
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.frontend import AsyncSteeringControl
+
+logger = init_logger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+
+reading = APIRouter(prefix="/v1/steering")
+mutating = APIRouter(prefix="/v1/steering")
+
+Answer = dict[str, Any]
+
+
+def attach_router(app: FastAPI, args: Namespace) -> None:
+    """Mount the routes; those that change something only where that is allowed."""
+    keys = steering_keys(args)
+    app.state.steering_keys = keys
+    app.include_router(reading)
+    if keys or envs.VLLM_SERVER_DEV_MODE:
+        app.include_router(mutating)
+    elif getattr(args, "enable_steering", False):
+        logger.info(
+            "Steering over HTTP is limited to requests: without --steering-api-key "
+            "there are no routes that change what is set for all"
+        )
+
+
+@reading.get("")
+async def get_steering(request: Request) -> JSONResponse:
+    """What steers every request, and how many configurations are in use."""
+    return JSONResponse(await _control(request).get())
+
+
+@reading.get("/layers")
+async def get_layers(request: Request) -> JSONResponse:
+    """The layers and hook points at which vectors can be added, over all ranks."""
+    control = _control(request)
+    control.frontend.check_enabled()
+    return JSONResponse(control.frontend.describe_model())
+
+
+@reading.get("/modules")
+async def get_modules(request: Request) -> JSONResponse:
+    """The named vectors."""
+    control = _control(request)
+    control.frontend.check_enabled()
+    return JSONResponse({"modules": control.frontend.describe_modules()})
+
+
+@mutating.post("/set")
+async def set_steering(request: Request) -> JSONResponse:
+    """Change what steers every request, on all ranks or on none."""
+    names = ("vectors", "prefill_vectors", "decode_vectors")
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        return await control.set(*map(body.get, names), _flag(body, "replace"))
+
+    return await _change(request, (*names, "replace"), change)
+
+
+@mutating.post("/clear")
+async def clear_steering(request: Request) -> JSONResponse:
+    """Remove what steers every request; their own vectors stay."""
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        return await control.clear()
+
+    return await _change(request, (), change)
+
+
+@mutating.post("/modules/register")
+async def register_module(request: Request) -> JSONResponse:
+    """Add named vectors."""
+    names = ("vectors", "prefill_vectors", "decode_vectors")
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        control.frontend.check_enabled()
+        vectors = {name: body[name] for name in names if body.get(name) is not None}
+        return control.frontend.register(
+            body.get("name"), vectors, _flag(body, "replace")
+        )
+
+    return await _change(request, ("name", *names, "replace"), change)
+
+
+@mutating.post("/modules/unregister")
+async def unregister_module(request: Request) -> JSONResponse:
+    """Remove named vectors; requests under way keep them."""
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        control.frontend.check_enabled()
+        return control.frontend.unregister(body.get("name"))
+
+    return await _change(request, ("name",), change)
+
+
+async def _change(
+    request: Request,
+    names: tuple[str, ...],
+    change: Callable[[AsyncSteeringControl, Answer], Awaitable[Answer]],
+) -> JSONResponse:
+    """Check the key, then read the body, then change something."""
+    keys = request.app.state.steering_keys
+    if not may_change(keys, request.headers.get("Authorization")):
+        return JSONResponse(
+            {"error": "Unauthorized"},
+            status_code=HTTPStatus.UNAUTHORIZED,
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    body = await _read_body(request, names)
+    return JSONResponse(await change(_control(request), body))
+
+
+async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
+    """The JSON object of a request, which may have the fields `names` only."""
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is larger than {MAX_BODY_BYTES} bytes; send the vectors "
+                "packed, or in several requests",
+            )
+    try:
+        body = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError) as error:
+        raise fail(f"body: not JSON: {error}", "body", bytes(raw[:40])) from None
+    if not isinstance(body, dict):
+        raise fail("body: must be a JSON object", "body", type(body).__name__)
+    unknown = sorted(body.keys() - set(names))
+    if unknown:
+        raise fail(
+            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
+            unknown[0],
+            body[unknown[0]],
+        )
+    return body
+
+
+def _flag(body: Answer, name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise fail(f"{name} must be true or false", name, value)
+    return value
+
+
+def _control(request: Request) -> AsyncSteeringControl:
+    engine = getattr(request.app.state, "engine_client", None)
+    control = getattr(engine, "steering", None)
+    if not isinstance(control, AsyncSteeringControl):
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    return control

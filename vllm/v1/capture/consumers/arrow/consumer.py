@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer that writes tables which data tools open as they are."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.capture.consumers.arrow.params import ArrowParams
+from vllm.v1.capture.consumers.arrow.safetensors_layout import write_safetensors
+from vllm.v1.capture.consumers.arrow.shard import TableShard
+from vllm.v1.capture.consumers.storage.files import Workspace
+from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.consumers.storage.names import path_part, place_of
+from vllm.v1.capture.consumers.storage.pool import Job
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.shards import ShardSet
+from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
+from vllm.v1.capture.selectors import parse_spec, plain
+from vllm.v1.capture.types import CaptureContext, CaptureSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WHERE = "capture.arrow"
+
+MIB = 1 << 20
+
+
+class ArrowConsumer(StorageSink):
+    """Writes one row per position: request id, layer, hook, position, token, values.
+
+    A `CaptureSink`. The result's payload is the list of paths of the files, which
+    are whole and readable when the result is given.
+    """
+
+    reads_client_spec: ClassVar[bool] = True
+
+    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
+        parsed = ArrowParams.parse(params)
+        self._spec = global_spec(
+            parsed.global_hooks,
+            parsed.global_positions,
+            vllm_config,
+            "capture_consumers.arrow",
+        )
+        limits = StorageLimits(
+            writer_threads=parsed.writer_threads,
+            queue_size=parsed.queue_size,
+            timeout_seconds=parsed.timeout_seconds,
+            coalesce_max_bytes=8 * MIB,
+            buffer_bytes=parsed.buffer_bytes,
+        )
+        super().__init__("arrow", parsed.root, limits, _Tables(parsed))
+
+    def global_capture_spec(self) -> CaptureSpec | None:
+        """What `global_hooks` and `global_positions` say."""
+        return self._spec
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        """`{"hooks": ..., "positions": ..., "tag"?, "request_id"?}`."""
+        raw = plain(raw)
+        spec = parse_spec(raw, ctx, WHERE, ("request_id", "tag"))
+        for name in ("request_id", "tag"):
+            if raw.get(name) is not None:
+                path_part(raw[name], f"{WHERE}.{name}")
+        return spec
+
+
+class _Tables:
+    """The tables under way."""
+
+    def __init__(self, params: ArrowParams) -> None:
+        self._params = params
+        self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
+
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Append a request's rows to a table, or write its own file."""
+        finalizes = request.writable()
+        if not finalizes:
+            request.settle(())
+            return
+        sidecar = finalizes[0].sidecar
+        tag, name = place_of(sidecar, self._params.default_tag)
+        if self._params.format == "safetensors":
+            request.settle(
+                write_safetensors(
+                    request, finalizes, workspace, (tag, name), self._params.fsync
+                )
+            )
+            return
+        self._shards.add(
+            (tag, 0),
+            partial(TableShard, self._params, workspace, tag, sidecar),
+            lambda shard: shard.append(request, name, finalizes),
+        )
+
+    def due(self, now: float, closing: bool) -> Sequence[Job]:
+        """Tables whose time has come."""
+        return self._shards.due(now, closing)

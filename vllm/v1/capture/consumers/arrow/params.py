@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrow consumer's parameters."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.v1.capture.consumers.storage.names import path_part
+from vllm.v1.capture.consumers.storage.options import Options
+
+ArrowFormat = Literal["parquet", "ipc", "safetensors"]
+FORMATS: tuple[ArrowFormat, ...] = ("parquet", "ipc", "safetensors")
+COMPRESSIONS = ("none", "zstd", "lz4")
+
+WHERE = "capture_consumers.arrow"
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrowParams:
+    """The consumer's parameters, as `--capture-consumers arrow:...` gives them."""
+
+    root: Path
+    """The folder below which everything is written."""
+    format: ArrowFormat = "parquet"
+    """`parquet` or `ipc`: rows of many requests in one table per file.
+    `safetensors`: one file per request."""
+    compression: str = "none"
+    """Of the values: `none`, `zstd` or `lz4`; not for `safetensors`."""
+    fsync: bool = False
+    """Whether a file is forced to the disk before it gets its name."""
+    writer_threads: int = 1
+    """Threads that write."""
+    queue_size: int = 1024
+    """How many requests may wait for a thread."""
+    timeout_seconds: float = 60.0
+    """How long the rows of a request may take to be written, from its end."""
+    buffer_bytes: int = 256 * MIB
+    """Rows in memory over all requests; more are spilled to files aside."""
+    shard_max_bytes: int = 512 * MIB
+    """A table is sealed when its file has grown to this size."""
+    global_hooks: Any = None
+    """What is captured of every request: hook point -> layer selector."""
+    global_positions: Any = "last_prompt"
+    """At which positions of every request."""
+    default_tag: str = "default"
+    """The tag of requests that name none."""
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> "ArrowParams":
+        """The parameters that a dictionary stands for.
+
+        Raises:
+            CaptureValidationError: naming the parameter, the value, the remedy.
+
+        """
+        options = Options(WHERE, raw, [field.name for field in fields(cls)])
+        options.root("root", "arrow:root=/data")
+        options.choice("format", FORMATS)
+        options.choice("compression", COMPRESSIONS)
+        options.boolean("fsync")
+        for name in ("queue_size", "buffer_bytes", "shard_max_bytes"):
+            options.whole(name)
+        options.whole("writer_threads", most=64)
+        options.seconds("timeout_seconds")
+        values = options.values
+        if "default_tag" in values:
+            values["default_tag"] = path_part(
+                values["default_tag"], f"{WHERE}.default_tag"
+            )
+        return cls(**values)

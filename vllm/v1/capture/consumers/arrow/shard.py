@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table that many requests share, as one Parquet or Arrow IPC file."""
+
+import contextlib
+import os
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vllm.v1.capture.consumers.arrow.params import ArrowParams
+from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
+from vllm.v1.capture.consumers.storage.encode import joined
+from vllm.v1.capture.consumers.storage.files import Workspace, publish
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.shards import Shard
+from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+
+BATCH_BYTES = 16 << 20
+"""Rows of a key are written in batches of about this size."""
+
+_ENDINGS = {"parquet": "parquet", "ipc": "arrow"}
+
+
+class TableShard(Shard):
+    """One file under way."""
+
+    def __init__(
+        self,
+        params: ArrowParams,
+        workspace: Workspace,
+        tag: str,
+        sidecar: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self._params = params
+        self._schema = schema_of(sidecar)
+        stage = sidecar["pipeline_parallel_rank"]
+        # Random, as engines that know nothing of each other share a folder.
+        name = f"rows-pp{stage:02d}-{uuid4().hex}.{_ENDINGS[params.format]}"
+        self._final = str(workspace.folder(tag) / name)
+        self._path, fd = workspace.create()
+        self._file = pa.PythonFile(os.fdopen(fd, "wb"), mode="w")
+        self._writer = self._open_writer()
+
+    def _open_writer(self) -> Any:
+        compression = self._params.compression
+        if self._params.format == "parquet":
+            # Activations do not repeat: a dictionary would only cost time.
+            return pq.ParquetWriter(
+                self._file,
+                self._schema,
+                compression=compression,
+                use_dictionary=["request_id", "hook"],
+                write_statistics=["request_id", "layer", "hook", "position"],
+            )
+        codec = None if compression == "none" else compression
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        return pa.ipc.new_file(self._file, self._schema, options=options)
+
+    def append(
+        self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
+    ) -> None:
+        """Write a request's keys; if that fails the whole table is lost."""
+        try:
+            for finalize in finalizes:
+                self._append_key(request, name, finalize)
+        except BaseException:
+            self._abandon()
+            raise
+        self.num_bytes = self._file.tell()
+        first, *others = (finalize.key for finalize in finalizes)
+        self.wait_for_seal(
+            request,
+            [
+                CaptureResult(first, "ok", payload=[self._final]),
+                *(CaptureResult(key, "ok") for key in others),
+            ],
+        )
+
+    def _append_key(
+        self, request: StoredRequest, name: str, finalize: CaptureFinalize
+    ) -> None:
+        wanted, done = finalize.sidecar["num_rows"], 0
+        for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
+            batch = batch_of(name, finalize, done, rows, self._schema)
+            if self._params.format == "parquet":
+                self._writer.write_batch(batch, row_group_size=max(len(rows), 1))
+            else:
+                self._writer.write_batch(batch)
+            done += len(rows)
+        if done != wanted:
+            raise OSError(f"only {done} of {wanted} rows are there")
+
+    def _abandon(self) -> None:
+        self.sealed = True
+        for request, _ in self._waiting:
+            request.settle_error("the table it shared with others was not written")
+        self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def write_out(self) -> None:
+        """Write the footer and give the file its name."""
+        try:
+            self._writer.close()
+            self._file.close()
+            if self._params.fsync:
+                fd = os.open(self._path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            publish(self._path, self._final, replace=False, fsync=self._params.fsync)
+        except BaseException:
+            self._drop()
+            raise

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout `sharded`: many requests in one file, `{tag}/shard-{NNN}-{SEQ}.bin`."""
+
+import contextlib
+import json
+import os
+import re
+from functools import partial
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+from vllm.v1.capture.consumers.filesystem.layout import Writing, stage_suffix
+from vllm.v1.capture.consumers.filesystem.packed import keys_in_turn
+from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
+from vllm.v1.capture.consumers.filesystem.sidecar import request_facts
+from vllm.v1.capture.consumers.storage.files import Workspace, publish, write_all
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
+from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+
+SHARD_NAME = re.compile(r"shard-(?:pp\d\d-)?(\d{3})-(\d+)\.(bin|json)")
+
+
+class FileShard(Shard):
+    """One shard: rows aside, and its index in memory until it is sealed."""
+
+    def __init__(
+        self, params: FilesystemParams, workspace: Workspace, tag: str, prefix: str
+    ) -> None:
+        super().__init__()
+        self._params = params
+        self._workspace = workspace
+        self._folder = workspace.folder(tag)
+        self._prefix = prefix
+        self._path, self._fd = workspace.create()
+        self._requests: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []
+        self._results: list[CaptureResult] = []
+
+    def append(
+        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    ) -> None:
+        """Write a request's keys to the end; on failure the shard is as before."""
+        shared = request_facts([finalize.sidecar for finalize in finalizes])
+        entries: list[dict[str, Any]] = []
+        data = keys_in_turn(
+            request, finalizes, writing, shared, entries, self.num_bytes
+        )
+        try:
+            written = write_all(self._fd, data, self._params.coalesce_max_bytes)
+        except BaseException:
+            os.ftruncate(self._fd, self.num_bytes)
+            os.lseek(self._fd, self.num_bytes, os.SEEK_SET)
+            raise
+        self.num_bytes += written
+        which = {"request_id": writing.name, "request": len(self._requests)}
+        self._entries += [{**which, **entry} for entry in entries]
+        self._requests.append({"request_id": writing.name, **shared})
+        # One result carries the file's name, which is known once it is sealed.
+        first, *others = (finalize.key for finalize in finalizes)
+        named = CaptureResult(first, "ok")
+        self._results.append(named)
+        self.wait_for_seal(
+            request, [named, *(CaptureResult(key, "ok") for key in others)]
+        )
+
+    def write_out(self) -> None:
+        """Claim the next free number, then write the index."""
+        fsync = self._params.fsync
+        index = None
+        try:
+            if fsync:
+                os.fsync(self._fd)
+            os.close(self._fd)
+            text = json.dumps(
+                {
+                    "layout": "sharded",
+                    "dtype": self._requests[0]["dtype"],
+                    "layer_convention": self._requests[0]["layer_convention"],
+                    "model": self._requests[0]["model"],
+                    "requests": self._requests,
+                    "entries": self._entries,
+                }
+            ).encode()
+            index = self._workspace.write([text], len(text), fsync)
+            base = self._claim()
+        except BaseException:
+            for path in (self._path, index):
+                if path is not None:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+            raise
+        try:
+            publish(index, f"{base}.json", replace=True, fsync=fsync)
+        except BaseException:
+            os.unlink(f"{base}.bin")
+            raise
+        for result in self._results:
+            result.payload = [f"{base}.bin"]
+
+    def _claim(self) -> str:
+        for sequence in count(self._next_sequence()):
+            base = f"{self._folder}/{self._prefix}-{sequence:05d}"
+            # Another engine may write to the same folder: linking decides.
+            try:
+                _link(self._path, f"{base}.bin")
+            except FileExistsError:
+                continue
+            return base
+        raise AssertionError("count() does not end")
+
+    def _next_sequence(self) -> int:
+        start = f"{self._prefix}-"
+        taken = [
+            int(name[len(start) : -len(".bin")])
+            for name in os.listdir(self._folder)
+            if name.startswith(start) and name.endswith(".bin")
+        ]
+        return max(taken, default=-1) + 1
+
+
+def _link(aside: str, final: str) -> None:
+    """As `publish`, but what is aside stays if the name is taken."""
+    if os.path.lexists(final):
+        raise FileExistsError(final)
+    try:
+        os.link(aside, final)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        os.rename(aside, final)
+    else:
+        os.unlink(aside)
+
+
+class ShardedLayout:
+    """The shards under way of one consumer."""
+
+    def __init__(self, params: FilesystemParams) -> None:
+        self._params = params
+        self.shards: ShardSet[FileShard] = ShardSet(params.shard_max_bytes)
+
+    def write(
+        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    ) -> None:
+        """Append the request to its shard, which settles it when it is sealed."""
+        if not finalizes:
+            request.settle(())
+            return
+        number = crc32(request.request_id.encode()) % self._params.num_shards
+        stage = stage_suffix(finalizes[0].sidecar)
+        self.shards.add(
+            (writing.tag, number),
+            partial(
+                FileShard,
+                self._params,
+                writing.workspace,
+                writing.tag,
+                f"shard{stage}-{number:03d}",
+            ),
+            lambda shard: shard.append(request, finalizes, writing),
+        )

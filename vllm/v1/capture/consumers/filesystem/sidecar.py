@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the JSON beside the rows says."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+REQUEST_FACTS = (
+    "layer_convention",
+    "model",
+    "dtype",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "vllm_internal_request_id",
+    "client_request_id",
+    "sample_index",
+    "pipeline_parallel_rank",
+    "pipeline_parallel_size",
+)
+"""What is the same for all keys of a request."""
+
+ROW_FACTS = ("positions", "token_ids")
+"""What there is one of per row."""
+
+
+def key_json(request_id: str, sidecar: dict[str, Any], codec: dict[str, Any]) -> bytes:
+    """The sidecar of one key's own file."""
+    content = {
+        "request_id": request_id,
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
+        **_note(sidecar),
+        "codec": codec,
+    }
+    return json.dumps(content).encode()
+
+
+def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all keys of a request share; row facts only where they are the same."""
+    first = sidecars[0]
+    facts = {name: first[name] for name in REQUEST_FACTS}
+    for name in ROW_FACTS:
+        if all(sidecar[name] == first[name] for sidecar in sidecars):
+            facts[name] = first[name]
+    return facts
+
+
+def entry(
+    sidecar: dict[str, Any],
+    shared: dict[str, Any],
+    offset: int,
+    num_bytes: int,
+    codec: dict[str, Any],
+) -> dict[str, Any]:
+    """Where one key lies in a file that holds several."""
+    own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
+    return {
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "offset": offset,
+        "nbytes": num_bytes,
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        "codec": codec,
+        **own,
+        **_note(sidecar),
+    }
+
+
+def _note(sidecar: dict[str, Any]) -> dict[str, str]:
+    return (
+        {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
+    )

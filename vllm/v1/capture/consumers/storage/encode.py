@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of one key, and what a reader must know of them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm.v1.capture.consumers.storage.codecs import Codec
+from vllm.v1.capture.consumers.storage.files import Bytes
+
+BLOCK_BYTES = 4 << 20
+"""Rows are encoded in blocks of about this size."""
+
+
+class KeyEncoder:
+    """Encodes a key's blocks while they are written."""
+
+    def __init__(self, codec: Codec, width: int, dtype: torch.dtype) -> None:
+        self._codec = codec
+        self._fixed = codec.row_bytes(width, dtype) is not None
+        self._blocks: list[tuple[int, int]] = []
+        self.num_bytes = 0
+        """Bytes that `encode` has yielded so far."""
+
+    def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
+        """The encoded blocks, one after the other."""
+        plain = self._codec.name == "raw"
+        for block in blocks if plain else joined(blocks, BLOCK_BYTES):
+            data = self._codec.encode(block)
+            self.num_bytes += len(data)
+            if not self._fixed:
+                self._blocks.append((len(block), len(data)))
+            yield data
+
+    def describe(self) -> dict[str, Any]:
+        """The codec, and `blocks` of `[rows, bytes]` where rows differ in size."""
+        description = self._codec.describe()
+        if not self._fixed:
+            description["blocks"] = self._blocks
+        return description
+
+
+def joined(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """The same rows in blocks of about `size` bytes."""
+    parts: list[torch.Tensor] = []
+    held = 0
+    for block in blocks:
+        at_once = max(size // max(block[:1].nbytes, 1), 1)
+        for first in range(0, len(block), at_once):
+            part = block[first : first + at_once]
+            if parts and held + part.nbytes > size:
+                yield torch.cat(parts)
+                parts, held = [], 0
+            parts.append(part)
+            held += part.nbytes
+    if parts:
+        yield torch.cat(parts)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are whole under their final name, whatever happens while they grow."""
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+Bytes = bytes | bytearray | memoryview
+
+ASIDE = ".incomplete"
+"""The folder below the root where files grow. Readers skip names with a dot."""
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+
+
+def raw_bytes(rows: torch.Tensor) -> memoryview:
+    """Rows as row-major bytes in their own dtype; bfloat16 as its 16 bits."""
+    if rows.numel() == 0:
+        return memoryview(b"")
+    contiguous = rows.contiguous()
+    return memoryview(contiguous.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def write_all(fd: int, buffers: Iterable[Bytes], max_bytes: int) -> int:
+    """Write the buffers one after the other, up to `max_bytes` per system call.
+
+    Returns the number of bytes written.
+    """
+    total = 0
+    batch: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if batch and (size + len(view) > max_bytes or len(batch) == _MAX_BUFFERS):
+            total += _write_batch(fd, batch)
+            batch, size = [], 0
+        batch.append(view)
+        size += len(view)
+    return total + (_write_batch(fd, batch) if batch else 0)
+
+
+def _write_batch(fd: int, batch: list[memoryview]) -> int:
+    total = sum(map(len, batch))
+    written = os.writev(fd, batch)
+    rest = total - written
+    while rest:  # a full disk or a signal: the next call says which
+        skipped = written
+        left = []
+        for view in batch:
+            if skipped < len(view):
+                left.append(view[skipped:])
+            skipped = max(skipped - len(view), 0)
+        batch = left
+        written = os.writev(fd, batch)
+        rest -= written
+    return total
+
+
+class Workspace:
+    """The root, and a folder of this process below it in which files grow."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._prefix = f"{socket.gethostname()}-{os.getpid()}-"
+        self.own: Path = root / ASIDE / f"{self._prefix}{uuid4().hex[:8]}"
+        self._numbers = count()
+        self._made: set[Path] = set()
+
+
+    def open(self) -> None:
+        """Make the folder, and remove those of processes that no longer run."""
+        # The root itself was made at start-up. If it is gone now, a disk is not
+        # mounted, and filling whatever lies beneath would be wrong.
+        parent = self.own.parent
+        with contextlib.suppress(FileExistsError):
+            parent.mkdir()
+        self.own.mkdir()
+        for other in parent.iterdir():
+            if _is_abandoned(other.name):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove what has not become whole."""
+        shutil.rmtree(self.own, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.own.parent.rmdir()
+
+    def aside(self) -> str:
+        """A fresh path in this process's folder."""
+        return f"{self.own}/{next(self._numbers)}.part"
+
+    def create(self) -> tuple[str, int]:
+        """A new file aside: its path and its descriptor, open for writing."""
+        path = self.aside()
+        try:
+            return path, os.open(path, _NEW, 0o644)
+        except FileNotFoundError:
+            # The root was emptied, or taken away and put back.
+            self.own.parent.mkdir(exist_ok=True)
+            self.own.mkdir(exist_ok=True)
+            return path, os.open(path, _NEW, 0o644)
+
+    def folder(self, *parts: str) -> Path:
+        """The folder `parts` below the root, made if it is not there.
+
+        Raises:
+            FileNotFoundError: the root is gone.
+
+        """
+        path = self.root.joinpath(*parts)
+        if path not in self._made or not path.is_dir():
+            path = self.root
+            for part in parts:
+                path = path / part
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+            if len(self._made) > 10_000:
+                self._made.clear()
+            self._made.add(path)
+        return path
+
+    def write(self, buffers: Iterable[Bytes], max_bytes: int, fsync: bool) -> str:
+        """A complete file aside; nothing is left of it if it cannot be written."""
+        path, fd = self.create()
+        try:
+            write_all(fd, buffers, max_bytes)
+            if fsync:
+                os.fsync(fd)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        return path
+
+
+def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> None:
+    """Give a file its name.
+
+    Raises:
+        FileExistsError: there is one, and it is not to be replaced.
+
+    """
+    try:
+        if replace:
+            os.replace(aside, final)
+        else:
+            _move_to_new(aside, final)
+        if fsync:
+            _sync_folder(os.path.dirname(final))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def _move_to_new(aside: str, final: str | Path) -> None:
+    try:
+        os.link(aside, final)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.exists(final):
+            raise FileExistsError(f"{final} exists already") from None
+        os.rename(aside, final)
+    else:
+        os.unlink(aside)
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_abandoned(name: str) -> bool:
+    host, _, rest = name.rpartition("-")[0].rpartition("-")
+    if host != socket.gethostname() or not rest.isdigit():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer's own parameters say is captured of every request."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.selectors import parse_hooks, plain
+from vllm.v1.capture.types import CaptureContext, CaptureSpec, VllmInternalRequestId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def global_spec(
+    hooks: Any, positions: Any, vllm_config: "VllmConfig", where: str
+) -> CaptureSpec | None:
+    """The spec that `global_hooks` and `global_positions` stand for.
+
+    Only the front end asks for it, where the model's hook points are known; in
+    a worker the selectors stay as they are.
+
+    Raises:
+        CaptureValidationError: naming the parameter, the value, the remedy.
+
+    """
+    if hooks is None:
+        return None
+    hooks = plain(hooks)
+    if not isinstance(hooks, dict):
+        raise CaptureValidationError(
+            f"{where}.global_hooks must map hook points to layers, for example "
+            '{"post_block": [0]}',
+            parameter=f"{where}.global_hooks",
+            value=hooks,
+        )
+    points = vllm_config.capture_config.hook_points if vllm_config else None
+    if points:
+        ctx = CaptureContext(
+            vllm_internal_request_id=VllmInternalRequestId("start-up"),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            num_hidden_layers=max(points) + 1,
+            hidden_size=1,
+            element_size_bytes=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            hook_points={layer: tuple(names) for layer, names in points.items()},
+        )
+        hooks = parse_hooks(hooks, ctx, f"{where}.global_hooks")
+    return CaptureSpec(hooks, positions)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking the parameters that a configuration gives a consumer."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.capture.errors import CaptureValidationError
+
+
+class Options:
+    """Checks raw values one by one; `values` holds what has passed.
+
+    Every method raises a `CaptureValidationError` that names the parameter, the
+    value and the remedy.
+    """
+
+    def __init__(self, where: str, raw: dict[str, Any], known: Sequence[str]) -> None:
+        self._where = where
+        self.values = dict(raw)
+        for name, value in raw.items():
+            if name not in known:
+                raise self.wrong(
+                    name,
+                    value,
+                    f"there is no such parameter; there are {sorted(known)}",
+                )
+
+    def wrong(self, name: str, value: Any, remedy: str) -> CaptureValidationError:
+        """The error for a parameter."""
+        where = f"{self._where}.{name}"
+        return CaptureValidationError(
+            f"{where}={value!r}: {remedy}", parameter=where, value=value
+        )
+
+    def root(self, name: str, example: str) -> None:
+        """A folder that can be written to; it is made if it is not there."""
+        value = self.values.get(name)
+        if not isinstance(value, (str, Path)) or not str(value):
+            raise self.wrong(
+                name, value, f"it must name the folder to write to, as in {example}"
+            )
+        path = Path(value).expanduser().absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self.wrong(
+                name, value, f"the folder cannot be made ({error}); name another"
+            ) from error
+        self.values[name] = path
+
+    def choice(self, name: str, allowed: Sequence[str]) -> None:
+        """One of `allowed`."""
+        value = self.values.get(name, allowed[0])
+        if value not in allowed:
+            raise self.wrong(name, value, f"it must be one of {list(allowed)}")
+
+    def boolean(self, name: str) -> None:
+        """True or false."""
+        value = self.values.get(name, True)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "it must be true or false")
+
+    def whole(self, name: str, most: int = 1 << 62) -> None:
+        """A whole number from 1 to `most`."""
+        value = self.values.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(name, value, "it must be a whole number above 0")
+        if value > most:
+            raise self.wrong(name, value, f"it must be at most {most}")
+
+    def seconds(self, name: str) -> None:
+        """A time above 0."""
+        value = self.values.get(name, 1.0)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise self.wrong(name, value, "it must be a number of seconds above 0")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request at a consumer that writes files, from its first row to its results."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.capture.consumers.storage.rows import RequestRows
+from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class StoredRequest:
+    """Rows, sidecars and results of a request.
+
+    The lane's thread fills it until the request has ended; then it belongs to
+    the writer. Settling may come from either, or from the clock: the first
+    settles, later ones find `settled` set.
+    """
+
+    request_id: str
+    rows: RequestRows = field(default_factory=RequestRows)
+    finalizes: dict[CaptureKey, CaptureFinalize] = field(default_factory=dict)
+    failure: str | None = None
+    """Why rows of the request were lost before it ended."""
+    ended_at: float | None = None
+    spilling: bool = False
+    results: dict[CaptureKey, CaptureResult] = field(default_factory=dict)
+    settled: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def writable(self) -> list[CaptureFinalize]:
+        """The keys that can be written; the others get their error."""
+        good = []
+        for key, finalize in self.finalizes.items():
+            error = self.failure or finalize.sidecar.get("capture_error")
+            if error is not None:
+                self.results[key] = CaptureResult(key, "error", error)
+            else:
+                good.append(finalize)
+        return good
+
+    def blocks(
+        self, finalize: CaptureFinalize, max_bytes: int
+    ) -> Iterator[torch.Tensor]:
+        """The rows of a key that count."""
+        _, layer, hook = finalize.key
+        return self.rows.blocks(
+            (layer, hook), finalize.sidecar["num_rows"], max_bytes
+        )
+
+    def settle(self, results: Iterable[CaptureResult]) -> None:
+        """Make the results final; keys without one are errors."""
+        with self._lock:
+            if self.settled.is_set():
+                return
+            self.results.update({result.key: result for result in results})
+            for key in self.finalizes:
+                if key not in self.results:
+                    self.results[key] = CaptureResult(key, "error", "not written")
+            self.settled.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def settle_error(self, error: str) -> None:
+        """Make every key that has no result yet an error."""
+        logger.error("The capture of %s was not written: %s", self.request_id, error)
+        self.settle(
+            CaptureResult(key, "error", error)
+            for key in self.finalizes
+            if key not in self.results
+        )
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call back once the results are final; at once if they are."""
+        with self._lock:
+            if not self.settled.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()

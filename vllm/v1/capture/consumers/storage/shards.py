@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that many requests share: when they are opened, and when they are sealed.
+
+A shard gets its name when it is full, or soon after requests stop coming; until
+then the requests in it wait for their results, so that what a result names can
+always be read.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Generic, TypeVar
+
+from vllm.v1.capture.consumers.storage.pool import Job
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.types import CaptureResult
+
+IDLE_SECONDS = 0.1
+"""A shard is sealed if no request has come for so long."""
+
+AGE_SECONDS = 1.0
+"""A shard is sealed once its first request has waited for so long."""
+
+
+class Shard(ABC):
+    """A file under way. Its lock is held by whoever adds to it or seals it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sealed = False
+        self.num_bytes = 0
+        self._waiting: list[tuple[StoredRequest, list[CaptureResult]]] = []
+        self._first = self._last = self._asked = 0.0
+
+    def wait_for_seal(
+        self, request: StoredRequest, results: list[CaptureResult]
+    ) -> None:
+        """The request is in the shard; `results` hold once it is sealed."""
+        self._last = monotonic()
+        if not self._waiting:
+            self._first = self._last
+        self._waiting.append((request, results))
+
+    def is_due(self, now: float, closing: bool) -> bool:
+        """Whether it is time to seal; true once a second until that has happened."""
+        if not self._waiting or (now - self._asked < 1.0 and not closing):
+            return False
+        late = now - self._last > IDLE_SECONDS or now - self._first > AGE_SECONDS
+        if late or closing:
+            self._asked = now
+        return late or closing
+
+    def seal(self) -> None:
+        """Finish the file and settle the requests in it; the lock is held."""
+        if self.sealed:
+            return
+        self.sealed = True
+        try:
+            self.write_out()
+        except Exception as error:
+            for request, _ in self._waiting:
+                request.settle_error(f"{type(error).__name__}: {error}")
+        else:
+            for request, results in self._waiting:
+                request.settle(results)
+
+    @abstractmethod
+    def write_out(self) -> None:
+        """Complete the file and give it its name; on failure leave nothing."""
+
+
+S = TypeVar("S", bound=Shard)
+
+
+class ShardSet(Generic[S]):
+    """The shards under way, one per key."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._open: dict[tuple[str, int], S] = {}
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        key: tuple[str, int],
+        new: Callable[[], S],
+        work: Callable[[S], None],
+    ) -> None:
+        """Do `work` on the shard of `key` and seal it if it is full by then."""
+        while True:
+            with self._lock:
+                shard = self._open.get(key)
+                if shard is None or shard.sealed:
+                    shard = self._open[key] = new()
+            with shard.lock:
+                if shard.sealed:
+                    continue
+                try:
+                    work(shard)
+                finally:
+                    if shard.num_bytes >= self._max_bytes:
+                        shard.seal()
+                return
+
+    def due(self, now: float, closing: bool) -> Sequence[Job]:
+        """Jobs that seal the shards whose time has come."""
+        with self._lock:
+            for key in [key for key, shard in self._open.items() if shard.sealed]:
+                del self._open[key]
+            shards = list(self._open.values())
+        return [_sealing(shard) for shard in shards if shard.is_due(now, closing)]
+
+
+def _sealing(shard: Shard) -> Job:
+    def seal() -> None:
+        with shard.lock:
+            shard.seal()
+
+    return seal

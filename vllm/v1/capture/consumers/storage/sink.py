@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sink of consumers that write files: bounded memory, threads, deadlines."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import ClassVar, Literal, Protocol
+from zlib import crc32
+
+from vllm.logger import init_logger
+from vllm.v1.capture.consumers.storage.files import Workspace
+from vllm.v1.capture.consumers.storage.memory import MemoryBudget
+from vllm.v1.capture.consumers.storage.pool import Job, WriterPool
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+)
+
+logger = init_logger(__name__)
+
+TICK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageLimits:
+    """What bounds a sink."""
+
+    writer_threads: int
+    queue_size: int
+    """Jobs that may wait for one writer thread."""
+    timeout_seconds: float
+    """How long a request's rows may take to be written, from its end."""
+    coalesce_max_bytes: int
+    """Bytes per system call."""
+    buffer_bytes: int
+    """Rows in memory over all requests; more are spilled to a file."""
+
+
+class Publisher(Protocol):
+    """Writes the rows of requests that have ended; its methods run on writers."""
+
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Write, and settle the request now or in a later job."""
+        ...
+
+    def due(self, now: float, closing: bool) -> Sequence[Job]:
+        """Jobs that complete what waits for more; asked several times a second."""
+        ...
+
+
+class StorageSink:
+    """A `CaptureSink` that collects a request's rows and has them published.
+
+    Rows stay in memory until the request ends, up to `buffer_bytes` over all
+    requests; past that the largest requests are moved to files of their own.
+    """
+
+    location: Literal["worker", "driver"] = "worker"
+    truncates: ClassVar[bool] = True
+
+    def __init__(
+        self, name: str, root: Path, limits: StorageLimits, publisher: Publisher
+    ) -> None:
+        self._name = name
+        self._limits = limits
+        self._publisher = publisher
+        self._budget = MemoryBudget(limits.buffer_bytes)
+        self._requests: dict[str, StoredRequest] = {}
+        self._lock = threading.Lock()
+        self._workspace = Workspace(root)
+        # An instance also exists in the front end, where it only validates:
+        # threads and folders are made with the first row.
+        self._pool: WriterPool | None = None
+        self._clock: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._waiting = threading.Event()
+        self._unusable: str | None = None
+
+    # Rows, on the lane's thread.
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        """Take rows of one key."""
+        self.submit_chunk_batch([chunk])
+
+    def submit_chunk_batch(self, chunks: Sequence[CaptureChunk]) -> None:
+        """Take the rows of a step; waits while memory is full."""
+        self._start()
+        size = 0
+        for chunk in chunks:
+            request_id, layer, hook = chunk.key
+            request = self._request(request_id)
+            if request.failure is None:
+                request.rows.add((layer, hook), chunk.tensor)
+                size += chunk.tensor.nbytes
+        self._budget.add(size)
+        if self._budget.held > self._limits.buffer_bytes:
+            self._relieve({chunk.key[0] for chunk in chunks})
+
+    def _request(self, request_id: str) -> StoredRequest:
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None:
+                request = self._requests[request_id] = StoredRequest(request_id)
+                request.failure = self._unusable
+            return request
+
+    def _relieve(self, latest: set[str]) -> None:
+        """Spill the largest requests that still run, and wait until rows fit."""
+        with self._lock:
+            running = [
+                request
+                for request in self._requests.values()
+                if request.ended_at is None and not request.spilling
+            ]
+        running.sort(key=lambda request: request.rows.memory_bytes, reverse=True)
+        excess = self._budget.held - self._limits.buffer_bytes // 2
+        for request in running:
+            if excess <= 0 or not request.rows.memory_bytes:
+                break
+            excess -= request.rows.memory_bytes
+            request.spilling = True
+            if not self._put(request, partial(self._spill, request)):
+                request.spilling = False
+        if not self._budget.wait(self._limits.timeout_seconds):
+            for request_id in latest:
+                self._lose(
+                    self._request(request_id),
+                    f"the disk did not take rows for {self._limits.timeout_seconds:g}"
+                    " s (timeout_seconds)",
+                )
+
+    def _lose(self, request: StoredRequest, failure: str) -> None:
+        request.failure = request.failure or failure
+        self._budget.release(request.rows.discard(), written=False)
+
+    def _spill(self, request: StoredRequest) -> None:
+        path = f"{self._workspace.own}/spill-{id(request)}"
+        try:
+            freed = request.rows.spill(path, self._limits.coalesce_max_bytes)
+        except OSError as error:
+            logger.error("Rows of %s are lost: %s", request.request_id, error)
+            self._lose(request, _said(error))
+        else:
+            self._budget.release(freed)
+        finally:
+            request.spilling = False
+
+    # The end of a request.
+
+    def submit_finalize(self, finalize: CaptureFinalize) -> None:
+        """Note a key's end; its rows are written when the request has ended."""
+        self._start()
+        self._request(finalize.key[0]).finalizes[finalize.key] = finalize
+
+    def submit_request_end(
+        self, request_id: str, finalizes: Sequence[CaptureFinalize]
+    ) -> None:
+        """All keys of the request have ended: have them written."""
+        request = self._request(request_id)
+        if request.ended_at is not None:
+            return
+        with self._lock:  # the clock decides under it that nothing waits
+            request.ended_at = monotonic()
+            self._waiting.set()
+        if not self._put(request, partial(self._publish, request)):
+            request.settle_error(
+                f"the writer's queue stayed full for {self._limits.timeout_seconds:g}"
+                " s (timeout_seconds)"
+            )
+            self._budget.release(request.rows.discard())
+
+    def _put(self, request: StoredRequest, job: Job) -> bool:
+        if self._pool is None:  # the workspace could not be opened
+            job()
+            return True
+        slot = crc32(request.request_id.encode())
+        return self._pool.put(slot, job, self._limits.timeout_seconds)
+
+    def _publish(self, request: StoredRequest) -> None:
+        try:
+            if not request.settled.is_set():
+                self._publisher.publish(request, self._workspace)
+        except Exception as error:
+            if not isinstance(error, OSError):
+                logger.exception("Writing the capture of %s", request.request_id)
+            request.settle_error(_said(error))
+        finally:
+            self._budget.release(request.rows.discard())
+
+    # Results.
+
+    def when_done(self, request_id: str, notify: Callable[[], None]) -> None:
+        """Call back, from any thread, once the request's results are there."""
+        self._request(request_id).when_settled(notify)
+
+    def get_result(self, key: CaptureKey) -> CaptureResult | None:
+        """The key's result, given once; waits for it if the key was finalized."""
+        return self.wait_for_result(key, self._limits.timeout_seconds + 5)
+
+    def wait_for_result(self, key: CaptureKey, timeout: float) -> CaptureResult | None:
+        """The key's result, or None if there is none after `timeout` seconds."""
+        with self._lock:
+            request = self._requests.get(key[0])
+        if request is None or key not in request.finalizes:
+            return None
+        self.submit_request_end(key[0], ())
+        if not request.settled.wait(timeout):
+            return None
+        result = request.results.pop(key, None)
+        if not request.results:
+            with self._lock:
+                self._requests.pop(key[0], None)
+        return result
+
+    # Threads.
+
+    def _start(self) -> None:
+        if self._clock is not None:
+            return
+        try:
+            self._workspace.open()
+        except OSError as error:
+            self._unusable = _said(error)
+            logger.error("%s cannot write: %s", self._name, self._unusable)
+        else:
+            self._pool = WriterPool(
+                f"capture-{self._name}-writer",
+                self._limits.writer_threads,
+                self._limits.queue_size,
+            )
+        self._clock = threading.Thread(
+            target=self._run_clock, name=f"capture-{self._name}-clock", daemon=True
+        )
+        self._clock.start()
+
+    def _run_clock(self) -> None:
+        """Complete what has waited long enough, and give up what takes too long."""
+        while not self._closing.wait(TICK_SECONDS):
+            if not self._waiting.wait(1.0):
+                continue
+            now = monotonic()
+            self._complete_due(now, closing=False)
+            with self._lock:
+                pending = [
+                    request
+                    for request in self._requests.values()
+                    if request.ended_at is not None and not request.settled.is_set()
+                ]
+                if not pending:
+                    self._waiting.clear()
+            for request in pending:
+                assert request.ended_at is not None
+                if now - request.ended_at > self._limits.timeout_seconds:
+                    request.settle_error(
+                        f"not written within {self._limits.timeout_seconds:g} s "
+                        "(timeout_seconds)"
+                    )
+
+    def _complete_due(self, now: float, closing: bool) -> None:
+        for slot, job in enumerate(self._publisher.due(now, closing)):
+            if self._pool is not None:
+                self._pool.put(slot, job, 0.0)
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """Write what has ended within `timeout` seconds; remove the rest."""
+        if self._clock is None:
+            return
+        deadline = monotonic() + timeout
+        self._closing.set()
+        self._waiting.set()
+        self._clock.join(timeout)
+        if self._pool is not None:
+            self._settle_all(deadline)
+            self._pool.close(max(deadline - monotonic(), 0.0))
+        for request in list(self._requests.values()):
+            if request.ended_at is None:
+                logger.error(
+                    "The capture of %s did not end; its rows are removed",
+                    request.request_id,
+                )
+                request.rows.discard()
+            elif not request.settled.is_set():
+                request.settle_error(f"the server stopped {timeout:g} s before")
+        self._workspace.close()
+
+    def _settle_all(self, deadline: float) -> None:
+        """Wait for what is queued, completing what waits for more."""
+        while monotonic() < deadline:
+            with self._lock:
+                pending = [
+                    request
+                    for request in self._requests.values()
+                    if request.ended_at is not None and not request.settled.is_set()
+                ]
+            if not pending:
+                return
+            self._complete_due(monotonic(), closing=True)
+            pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors anywhere within a payload, set aside so that they travel as tensors."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+TENSOR = "\0tensor"
+ARRAY = "\0array"
+
+
+def set_aside(payload: Any, tensors: list[torch.Tensor]) -> Any:
+    """`payload` with marks for its tensors and arrays, which go into `tensors`."""
+    if isinstance(payload, torch.Tensor):
+        tensors.append(payload.detach().cpu())
+        return {TENSOR: len(tensors) - 1}
+    if isinstance(payload, np.ndarray):
+        tensors.append(torch.from_numpy(np.ascontiguousarray(payload)))
+        return {ARRAY: len(tensors) - 1}
+    if isinstance(payload, dict):
+        return {key: set_aside(value, tensors) for key, value in payload.items()}
+    if isinstance(payload, (list, tuple)):
+        return [set_aside(value, tensors) for value in payload]
+    return payload
+
+
+def put_back(payload: Any, tensors: list[torch.Tensor]) -> Any:
+    """The payload that `set_aside` was given; its tuples have become lists."""
+    if isinstance(payload, dict):
+        if payload.keys() == {TENSOR}:
+            return tensors[payload[TENSOR]]
+        if payload.keys() == {ARRAY}:
+            return tensors[payload[ARRAY]].numpy()
+        return {key: put_back(value, tensors) for key, value in payload.items()}
+    if isinstance(payload, list):
+        return [put_back(value, tensors) for value in payload]
+    return payload

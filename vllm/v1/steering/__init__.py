@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering: vectors that are added to the residual stream."""

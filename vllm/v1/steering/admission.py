@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request's steering can be carried out, and by which vectors.
+
+After admission nothing can fail for a reason that lies with the user.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.steering import describing
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.modules import SteeringModules
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
+from vllm.v1.steering.vectors import SteeredModel, parse_vectors
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+REQUEST_FIELDS = {
+    "base": "steering_vectors",
+    "prefill": "prefill_steering_vectors",
+    "decode": "decode_steering_vectors",
+}
+"""The tiers' names in a request."""
+
+GLOBAL_FIELDS = describing.FIELDS
+"""The tiers' names in a change of the global vectors, and in a named module."""
+
+FIELDS = (*REQUEST_FIELDS.values(), "steering_name")
+"""Everything that steers a request."""
+
+
+class SteeringAdmission:
+    """Turns what requests ask for into vectors."""
+
+    def __init__(self, model: SteeredModel, modules: SteeringModules) -> None:
+        self.model = model
+        self.modules = modules
+
+    def admit(self, params: "SamplingParams", resumable: bool) -> None:
+        """Put a request's resolved vectors in place of what the user wrote.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value, the remedy.
+
+        """
+        raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
+        if params.steering_name is None and all(v is None for v in raw.values()):
+            return
+        if resumable:
+            raise SteeringValidationError(
+                "steering: a session whose prompt comes in parts cannot be steered, "
+                "as its prompt has no end; send the prompt in one piece",
+                parameter="steering_vectors",
+            )
+        tiers = self.tiers(raw, REQUEST_FIELDS)
+        if params.steering_name is not None:
+            tiers = _add(self.modules.get(params.steering_name), tiers)
+        for name in FIELDS:
+            setattr(params, name, None)
+        params._steering = tiers or None
+
+    def tiers(
+        self,
+        raw: Mapping[str, Any],
+        names: Mapping[str, str],
+        keep_zeros: bool = False,
+    ) -> SteeringTiers:
+        """The vectors of the tiers that are given.
+
+        Args:
+            raw: by tier, what the user wrote or None.
+            names: by tier, the parameter's name in messages.
+            keep_zeros: vectors of zeros mean something.
+
+        """
+        packed = {
+            tier: pack(parse_vectors(spec, self.model, names[tier]), keep_zeros)
+            for tier, spec in raw.items()
+            if spec is not None
+        }
+        return SteeringTiers(**packed)
+
+    def named_tiers(self, raw: Any) -> SteeringTiers:
+        """The vectors of `{"vectors", "prefill_vectors", "decode_vectors"}`."""
+        names = {name: tier for tier, name in GLOBAL_FIELDS.items()}
+        if not isinstance(raw, Mapping) or not raw or not raw.keys() <= names.keys():
+            raise fail(
+                f"a set of vectors is an object with the keys {list(names)}, of "
+                "which at least one must be there",
+                "vectors",
+                sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
+            )
+        return self.tiers({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+
+
+def _add(one: SteeringTiers, other: SteeringTiers) -> SteeringTiers:
+    return SteeringTiers(
+        _sum(one.base, other.base),
+        _sum(one.prefill, other.prefill),
+        _sum(one.decode, other.decode),
+    )
+
+
+def _sum(
+    one: PackedVectors | None, other: PackedVectors | None
+) -> PackedVectors | None:
+    if one is None or other is None:
+        return one or other
+    return pack(total([one, other]))

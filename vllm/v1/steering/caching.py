@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix cache: which keys and values depend on steering.
+
+What a token leaves in the cache depends on what steered it and all tokens before
+it. A block's hash covers its predecessors, so each block's hash needs just what
+steers its own tokens. Tokens that nothing steers add no key: such blocks are shared
+with unsteered traffic, as without steering.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class EngineSteering:
+    """The global vectors of this process's engine, as block hashes need them.
+
+    A request hashes its first blocks before any scheduler knows it, so this cannot
+    be the scheduler's. Engine thread only.
+    """
+
+    tiers: SteeringTiers = NO_STEERING
+    prefill_digest: str = ""
+    decode_digest: str = ""
+
+    @classmethod
+    def set(cls, tiers: SteeringTiers) -> None:
+        """Blocks hashed from now on belong to these global vectors."""
+        cls.tiers = tiers
+        cls.prefill_digest = digest_of(tiers.base, tiers.prefill)
+        cls.decode_digest = digest_of(tiers.base, tiers.decode)
+
+
+def tiers_of(request: "Request") -> SteeringTiers | None:
+    """The configuration that admission gave a request, if any."""
+    params = request.sampling_params
+    return params._steering if params is not None else None
+
+
+def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...]]:
+    """What steers the tokens `[start, stop)` of a request, for their block's hash.
+
+    The keys name effective vectors, not tiers: a generated token that comes back in
+    the next turn's prompt is found again if both turns steer it alike.
+    """
+    tiers = tiers_of(request)
+    if tiers is None and not EngineSteering.tiers:
+        return _salt(request)
+    boundary = request.num_prompt_tokens
+    prefill = _joined(EngineSteering.prefill_digest, tiers and tiers.prefill_digest)
+    decode = _joined(EngineSteering.decode_digest, tiers and tiers.decode_digest)
+    keys: list[tuple[str, ...]] = _salt(request)
+    if stop <= boundary or prefill == decode:
+        keys += [("steering", prefill)] if prefill else []
+    elif start >= boundary:
+        keys += [("steering", decode)] if decode else []
+    else:
+        keys.append(("steering", prefill, str(boundary - start), decode))
+    return keys
+
+
+def _joined(of_engine: str, of_request: str | None) -> str:
+    return "+".join(digest for digest in (of_engine, of_request) if digest)
+
+
+def _salt(request: "Request") -> list[tuple[str, ...]]:
+    salt = getattr(request, "steering_salt", None)
+    return [] if salt is None else [("steering-changed", salt)]
+
+
+def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
+    """Hash a request's blocks anew, after the global vectors have changed.
+
+    Blocks that are computed stay what they were. Those that follow belong to
+    neither the old vectors nor the new ones alone, so nobody may share them.
+    """
+    computed = request.num_computed_tokens // hash_block_size
+    if request.num_computed_tokens > 0:
+        request.steering_salt = f"{salt}:{request.request_id}"  # type: ignore[attr-defined]
+    del request.block_hashes[computed:]
+    request.update_block_hashes()
+
+
+def forget(request: "Request") -> None:
+    """A preempted request computes all its blocks anew, under one set of vectors."""
+    if getattr(request, "steering_salt", None) is None:
+        return
+    request.steering_salt = None  # type: ignore[attr-defined]
+    request.block_hashes.clear()
+    request.update_block_hashes()

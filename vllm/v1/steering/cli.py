@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering on the command line and among the engine's arguments."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.steering import SteeringConfig
+from vllm.v1.steering.errors import fail
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
+
+
+def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `EngineArgs` has fields for."""
+    group = parser.add_argument_group(
+        "steering", "Vectors that are added to the residual stream."
+    )
+    group.add_argument(
+        "--enable-steering",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Allow requests to steer hidden states.",
+    )
+    group.add_argument(
+        "--max-steering-configs",
+        type=int,
+        default=4,
+        help="How many different steering configurations a batch may hold; further "
+        "requests wait.",
+    )
+    group.add_argument(
+        "--steering-modules",
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME=PATH",
+        help="Named vectors from files, which requests refer to by steering_name.",
+    )
+    group.add_argument(
+        "--steering-api-key",
+        action="append",
+        default=None,
+        metavar="KEY",
+        help="A key that allows to change steering over HTTP; repeatable, so that "
+        f"keys can be rotated. Also {API_KEY_VARIABLE}.",
+    )
+
+
+def steering_config(args: "EngineArgs") -> SteeringConfig:
+    """The configuration that the engine's arguments stand for.
+
+    Raises:
+        SteeringValidationError: an option is badly written, or needs
+            `--enable-steering`.
+
+    """
+    modules = _modules(args.steering_modules)
+    keys = args.steering_api_key or []
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    if not args.enable_steering:
+        for name, value in (("modules", modules), ("api-key", keys)):
+            if value:
+                raise fail(
+                    f"--steering-{name} needs --enable-steering",
+                    f"steering_{name.replace('-', '_')}",
+                    list(modules) if name == "modules" else "(given)",
+                )
+    if args.max_steering_configs < 1:
+        raise fail(
+            "--max-steering-configs must be at least 1",
+            "max_steering_configs",
+            args.max_steering_configs,
+        )
+    keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
+    if not all(key.strip() for key in keys):
+        raise fail(
+            "--steering-api-key must not be empty", "steering_api_key", "(empty)"
+        )
+    return SteeringConfig(
+        enabled=args.enable_steering,
+        max_configs=args.max_steering_configs,
+        modules=modules,
+        api_keys=keys,
+    )
+
+
+def _modules(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): os.fspath(path) for name, path in given.items()}
+    modules: dict[str, str] = {}
+    for text in [given] if isinstance(given, str) else given:
+        name, equals, path = str(text).partition("=")
+        if not name or not equals or not path:
+            raise fail(
+                f"--steering-modules {text!r}: expected NAME=PATH",
+                "steering_modules",
+                text,
+            )
+        if name in modules:
+            raise fail(
+                f"--steering-modules: {name!r} is given twice; give one of them "
+                "another name",
+                "steering_modules",
+                text,
+            )
+        modules[name] = path
+    return modules

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in the engine core: the global vectors."""
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+
+from vllm.logger import init_logger
+from vllm.v1.steering.caching import EngineSteering, rehash
+from vllm.v1.steering.describing import describe
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+logger = init_logger(__name__)
+
+
+def set_steering(
+    core: "EngineCore", change: SteeringTiers, replace: bool
+) -> dict[str, Any]:
+    """Change the global vectors between two steps, on every rank or on none.
+
+    Workers carry out calls and steps in the order in which they were sent, so that
+    no step sees the change on some ranks only.
+    """
+    if not isinstance(change, SteeringTiers):
+        change = msgspec.convert(change, SteeringTiers)
+    scheduler = core.scheduler
+    old = scheduler.steering.tiers
+    new = _merged(old, change, replace)
+    _tell_workers(core, new)
+    scheduler.steering.tiers = new
+    EngineSteering.set(new)
+    salt = uuid4().hex
+    for request in scheduler.requests.values():
+        rehash(request, salt, scheduler.hash_block_size)
+    changes_prompts = old.prefill_digest != new.prefill_digest
+    if changes_prompts and not any(
+        request.num_computed_tokens for request in scheduler.requests.values()
+    ):
+        # No request can hit an old block, as hashes name the vectors; this gives
+        # the memory back at once.
+        scheduler.reset_prefix_cache()
+    return get_steering(core)
+
+
+def _merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> SteeringTiers:
+    if replace:
+        return change
+
+    def merge(
+        before: PackedVectors | None, given: PackedVectors | None
+    ) -> PackedVectors | None:
+        if given is None:
+            return before
+        return pack({**(before.unpack() if before else {}), **given.unpack()})
+
+    return SteeringTiers(
+        merge(old.base, change.base),
+        merge(old.prefill, change.prefill),
+        merge(old.decode, change.decode),
+    )
+
+
+def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
+    from vllm.v1.worker import residual_stream
+
+    rpc = core.model_executor.collective_rpc
+    failures = [e for e in rpc(residual_stream.stage_steering, args=(tiers,)) if e]
+    rpc(residual_stream.commit_steering, args=(not failures,))
+    if failures:
+        raise RuntimeError(f"no rank has changed its steering: {failures[0]}")
+
+
+def get_steering(core: "EngineCore") -> dict[str, Any]:
+    """The global vectors' norms and the slots in use, as plain data."""
+    tiers = core.scheduler.steering.tiers
+    config = core.vllm_config.steering_config
+    return {
+        **describe(tiers),
+        "configs_in_use": core.scheduler.steering.slots.in_use,
+        "max_configs": config.max_configs,
+    }

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can get wrong about steering, as upstream's client error (HTTP 400)."""
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+
+class SteeringValidationError(VLLMValidationError, ValueError):
+    """A steering request that cannot be carried out as it stands.
+
+    The message names the parameter, the value and the remedy. It is a
+    `ValueError` too, which is what offline users catch.
+    """
+
+
+def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
+    """The error for `parameter`; long values are shortened in the message."""
+    shown = repr(value)
+    if len(shown) > 120:
+        shown = shown[:117] + "..."
+    return SteeringValidationError(message, parameter=parameter, value=shown)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in the front end: admission of requests, changes of global vectors."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.geometry import torch_dtype
+from vllm.v1.steering.admission import (
+    FIELDS,
+    GLOBAL_FIELDS,
+    SteeringAdmission,
+)
+from vllm.v1.steering.describing import describe
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.files import load_module
+from vllm.v1.steering.modules import SteeringModules
+from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.vectors import SteeredModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+DISABLED = (
+    "this engine does not steer; start it with --enable-steering, or "
+    "LLM(enable_steering=True) offline"
+)
+
+
+class NoSteering:
+    """The front end of an engine that does not steer: refuses every request to."""
+
+    def admit(self, params: "SamplingParams", resumable: bool = False) -> None:
+        """Refuse a request that wants to be steered.
+
+        Raises:
+            SteeringValidationError: this engine does not steer.
+
+        """
+        for name in FIELDS:
+            value = getattr(params, name)
+            if value is not None:
+                raise fail(f"{name}: {DISABLED}", name, value)
+
+    def change(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> SteeringTiers:
+        """Refuse."""
+        raise fail(f"vectors: {DISABLED}", "vectors", vectors)
+
+    def check_enabled(self) -> None:
+        """Refuse."""
+        raise fail(f"steering: {DISABLED}", "enable_steering", False)
+
+    def describe_model(self) -> dict[str, Any]:
+        """The layers with their hook points."""
+        return {}
+
+    def describe_modules(self) -> dict[str, Any]:
+        """The named sets with the norms of their vectors."""
+        return {}
+
+    def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
+        """Refuse."""
+        raise fail(f"name: {DISABLED}", "name", name)
+
+    def unregister(self, name: Any) -> dict[str, Any]:
+        """Refuse."""
+        raise fail(f"name: {DISABLED}", "name", name)
+
+
+class SteeringFrontend(NoSteering):
+    """The front end of an engine that steers."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Read the named modules of the configuration.
+
+        Raises:
+            SteeringValidationError: a file is not what it says.
+
+        """
+        points = vllm_config.capture_config.hook_points or {}
+        model = SteeredModel(
+            points,
+            vllm_config.model_config.get_hidden_size(),
+            torch_dtype(vllm_config),
+        )
+        # Each API server process has its own front end.
+        self._is_only_frontend = vllm_config.parallel_config._api_process_count == 1
+        self.modules = SteeringModules()
+        self.admission = SteeringAdmission(model, self.modules)
+        for name, path in vllm_config.steering_config.modules.items():
+            self.modules.register(name, self.admission.named_tiers(load_module(path)))
+
+    def admit(self, params: "SamplingParams", resumable: bool = False) -> None:
+        """Check a request's steering and resolve it to vectors."""
+        self.admission.admit(params, resumable)
+
+    def change(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> SteeringTiers:
+        """The checked form of a change of the global vectors."""
+        raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
+        if all(value is None for value in raw.values()):
+            raise fail(
+                f"give at least one of {list(GLOBAL_FIELDS.values())}; to remove all "
+                "vectors clear them",
+                "vectors",
+                None,
+            )
+        return self.admission.tiers(raw, GLOBAL_FIELDS, keep_zeros=not replace)
+
+    def check_enabled(self) -> None:
+        """Nothing to refuse."""
+
+    def describe_model(self) -> dict[str, Any]:
+        """The layers with their hook points."""
+        model = self.admission.model
+        return {
+            "layers": {
+                str(layer): list(model.hook_points[layer])
+                for layer in sorted(model.hook_points)
+            },
+            "hidden_size": model.hidden_size,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+    def describe_modules(self) -> dict[str, Any]:
+        """The named sets with the norms of their vectors."""
+        return {
+            name: describe(tiers)
+            for name, tiers in self.modules.all().items()
+        }
+
+    def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
+        """Add a named set; what was added."""
+        self._check_only_frontend(name)
+        tiers = self.admission.named_tiers(raw)
+        self.modules.register(name, tiers, replace)
+        return {"name": name, **describe(tiers)}
+
+    def unregister(self, name: Any) -> dict[str, Any]:
+        """Remove a named set."""
+        self._check_only_frontend(name)
+        self.modules.unregister(name)
+        return {"name": name}
+
+    def _check_only_frontend(self, name: Any) -> None:
+        if not self._is_only_frontend:
+            raise fail(
+                "name: a server with several API server processes has the modules "
+                "it was started with; use --api-server-count 1 to change them, or "
+                "name them with --steering-modules",
+                "name",
+                name,
+            )
+
+
+NO_STEERING_FRONTEND = NoSteering()
+
+
+def _open(engine: "LLMEngine | AsyncLLM") -> NoSteering:
+    if not engine.vllm_config.steering_config.enabled:
+        return NO_STEERING_FRONTEND
+    frontend = SteeringFrontend(engine.vllm_config)
+    engine.input_processor.steering = frontend
+    return frontend
+
+
+class SteeringControl:
+    """`set_steering`, `clear_steering` and `get_steering` of an offline engine."""
+
+    def __init__(self, engine: "LLMEngine") -> None:
+        self.frontend = _open(engine)
+        self._core = engine.engine_core
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        if hasattr(self._core, "call_utility"):
+            return self._core.call_utility(method, *args)  # type: ignore[no-any-return]
+        return getattr(self._core.engine_core, method)(*args)  # type: ignore[no-any-return]
+
+    def set(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> dict[str, Any]:
+        """Change the global vectors on every rank, or on none."""
+        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
+        return self._call("set_steering", change, replace)
+
+    def clear(self) -> dict[str, Any]:
+        """Remove the global vectors."""
+        self.frontend.check_enabled()
+        return self._call("set_steering", SteeringTiers(), True)
+
+    def get(self) -> dict[str, Any]:
+        """What is set, and how many slots are in use."""
+        self.frontend.check_enabled()
+        return self._call("get_steering")
+
+
+class AsyncSteeringControl:
+    """As `SteeringControl`, for a serving engine."""
+
+    def __init__(self, engine: "AsyncLLM") -> None:
+        self.frontend = _open(engine)
+        self._call: Callable[..., Awaitable[dict[str, Any]]] = (
+            engine.engine_core.call_utility_async
+        )
+
+    async def set(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> dict[str, Any]:
+        """Change the global vectors on every rank, or on none."""
+        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
+        return await self._call("set_steering", change, replace)
+
+    async def clear(self) -> dict[str, Any]:
+        """Remove the global vectors."""
+        self.frontend.check_enabled()
+        return await self._call("set_steering", SteeringTiers(), True)
+
+    async def get(self) -> dict[str, Any]:
+        """What is set, and how many slots are in use."""
+        self.frontend.check_enabled()
+        return await self._call("get_steering")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named sets of vectors, which requests refer to by `steering_name`."""
+
+import threading
+
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.plan import SteeringTiers
+
+MAX_NAME = 128
+
+
+class SteeringModules:
+    """The named sets that this front end knows; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, SteeringTiers] = {}
+        self._lock = threading.Lock()
+
+    def register(self, name: str, tiers: SteeringTiers, replace: bool = False) -> None:
+        """Add a named set; requests that are under way keep what they have.
+
+        Raises:
+            SteeringValidationError: the name is no name, or taken.
+
+        """
+        valid = isinstance(name, str) and name.isprintable() and name.strip() == name
+        if not valid or not 0 < len(name) <= MAX_NAME:
+            raise fail(
+                f"name must be printable text of 1 to {MAX_NAME} characters, without "
+                "blanks around it",
+                "name",
+                name,
+            )
+        with self._lock:
+            if name in self._modules and not replace:
+                raise fail(
+                    f"name: a steering module {name!r} exists; unregister it first, "
+                    'or say "replace": true',
+                    "name",
+                    name,
+                )
+            self._modules[name] = tiers
+
+    def unregister(self, name: str) -> None:
+        """Remove a named set; requests that are under way keep it.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        with self._lock:
+            if name not in self._modules:
+                raise self._unknown(name, "name")
+            del self._modules[name]
+
+    def get(self, name: str) -> SteeringTiers:
+        """The named set.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        tiers = self._modules.get(name) if isinstance(name, str) else None
+        if tiers is None:
+            raise self._unknown(name, "steering_name")
+        return tiers
+
+    def all(self) -> dict[str, SteeringTiers]:
+        """Every named set, by name."""
+        with self._lock:
+            return dict(sorted(self._modules.items()))
+
+    def _unknown(self, name: str, parameter: str) -> SteeringValidationError:
+        return fail(
+            f"{parameter}: there is no steering module {name!r}; there are "
+            f"{sorted(self._modules)}. Add one with --steering-modules NAME=PATH or "
+            "POST /v1/steering/modules/register",
+            parameter,
+            name,
+        )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering vectors, resolved: the form that travels to the engine core and workers.
+
+Made once, at admission; nothing after it interprets a user's input again. This
+module imports neither torch nor the rest of steering, because
+`vllm.sampling_params` imports it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Tap: TypeAlias = tuple[int, str]
+"""`(layer, hook)`: a place where vectors are added."""
+
+Vector: TypeAlias = npt.NDArray[np.float32]
+Vectors: TypeAlias = Mapping[Tap, Vector]
+"""One vector `[hidden_size]` per tap."""
+
+
+class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
+    """Vectors of one tier, scaled and packed; equal vectors have equal digests."""
+
+    taps: tuple[Tap, ...]
+    """Sorted."""
+    data: bytes
+    """float32 `[len(taps), hidden_size]`, row-major."""
+    digest: str
+    """SHA-256 of the other two: the same in every process."""
+
+    def unpack(self) -> dict[Tap, Vector]:
+        """The vectors by tap, as views of the data."""
+        rows = np.frombuffer(self.data, dtype=np.float32)
+        return dict(zip(self.taps, rows.reshape(len(self.taps), -1), strict=True))
+
+
+def pack(vectors: Vectors, keep_zeros: bool = False) -> PackedVectors | None:
+    """The packed form of `vectors`, None where nothing is left.
+
+    A vector of zeros changes nothing, so it is left out: steering by it is not
+    steering, for the scheduler and the prefix cache too. It is kept where it
+    shall replace another vector.
+    """
+    taps = tuple(sorted(tap for tap, v in vectors.items() if keep_zeros or v.any()))
+    if not taps:
+        return None
+    # Adding 0.0 turns -0.0 into 0.0: equal vectors get equal bytes.
+    rows = np.stack([vectors[tap] for tap in taps]).astype("<f4", copy=False) + 0.0
+    data = rows.astype("<f4", copy=False).tobytes()
+    digest = hashlib.sha256(repr((taps, rows.shape[1])).encode())
+    digest.update(data)
+    return PackedVectors(taps, data, digest.hexdigest())
+
+
+def digest_of(*parts: PackedVectors | None) -> str:
+    """The digest of a sum; empty where there is nothing to add."""
+    digests = [part.digest for part in parts if part is not None]
+    if len(digests) <= 1:
+        return "".join(digests)
+    return hashlib.sha256(" ".join(sorted(digests)).encode()).hexdigest()
+
+
+def total(parts: Sequence[PackedVectors | None]) -> dict[Tap, Vector]:
+    """The sum of several sets of vectors."""
+    sums: dict[Tap, Vector] = {}
+    for part in parts:
+        for tap, vector in part.unpack().items() if part is not None else ():
+            sums[tap] = sums[tap] + vector if tap in sums else vector
+    return sums
+
+
+class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
+    """Base, prefill and decode vectors, of one request or of the whole engine.
+
+    A prompt token is steered by base + prefill, a generated one by base + decode.
+    """
+
+    base: PackedVectors | None = None
+    prefill: PackedVectors | None = None
+    decode: PackedVectors | None = None
+
+    @property
+    def prefill_digest(self) -> str:
+        """What prompt tokens are steered by; empty if by nothing."""
+        return digest_of(self.base, self.prefill)
+
+    @property
+    def decode_digest(self) -> str:
+        """What generated tokens are steered by; empty if by nothing."""
+        return digest_of(self.base, self.decode)
+
+    @property
+    def digest(self) -> str:
+        """Names the configuration: requests with equal ones share rows."""
+        return f"{self.prefill_digest}/{self.decode_digest}"
+
+    def __bool__(self) -> bool:
+        return any((self.base, self.prefill, self.decode))
+
+
+NO_STEERING = SteeringTiers()

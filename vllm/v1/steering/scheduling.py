@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in the scheduler: who gets a slot, who waits, who gives one back."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.steering.caching import EngineSteering, forget, tiers_of
+from vllm.v1.steering.plan import NO_STEERING
+from vllm.v1.steering.slots import Slots
+from vllm.v1.steering.wire import SlotUse, SteeringStep
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+class SteeringScheduling:
+    """Bounds the configurations in use, and tells the workers of changes.
+
+    Steered requests are served in the order of the queue: once one waits for a
+    slot, those behind it wait too, even where their configuration is loaded.
+    Otherwise they could keep it loaded for ever. Unsteered requests pass.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = Slots(num_slots)
+        self.tiers = NO_STEERING
+        """The global vectors."""
+        self._step = SteeringStep()
+        self._blocked = False
+
+    def new_step(self) -> None:
+        """A step is about to be scheduled."""
+        self._blocked = False
+
+    def admits(self, request: "Request") -> bool:
+        """Whether a waiting request may be scheduled, as far as slots go."""
+        tiers = tiers_of(request)
+        if tiers is None:
+            return True
+        if not self._blocked:
+            self._blocked = not self.slots.has_room(tiers.digest)
+        return not self._blocked
+
+    def begin(self, request: "Request") -> None:
+        """A waiting request is scheduled: it runs from this step on."""
+        tiers = tiers_of(request)
+        if tiers is None:
+            return
+        slot, is_new = self.slots.acquire(request.request_id, tiers.digest)
+        if is_new:
+            self._step.loads.append((slot, tiers))
+        self._step.uses[request.request_id] = SlotUse(slot, request.num_prompt_tokens)
+
+    def release(self, request: "Request") -> None:
+        """A request has finished or is aborted."""
+        if tiers_of(request) is not None:
+            self.slots.release(request.request_id)
+
+    def preempted(self, request: "Request") -> None:
+        """A request goes back to the queue; it will need a slot again."""
+        self.release(request)
+        forget(request)
+
+    def take_step(self) -> SteeringStep | None:
+        """What to send with this step, None where there is nothing."""
+        step, self._step = self._step, SteeringStep()
+        return step if step.uses else None
+
+
+def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
+    """The scheduler's part of steering for a configuration."""
+    EngineSteering.set(NO_STEERING)
+    return SteeringScheduling(vllm_config.steering_config.max_configs)

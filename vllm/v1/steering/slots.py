@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configurations are loaded, and who uses them.
+
+Slot `i` stands for two rows of every table: prefill row `3 + 2 i` and decode row
+`4 + 2 i`. Both are taken together, so a request that has begun its prompt can
+always decode.
+"""
+
+from collections import OrderedDict
+
+ZERO_ROW = 0
+"""Adds nothing: padding, and everything while no vector is set."""
+GLOBAL_PREFILL_ROW = 1
+"""Prompt tokens of requests without a configuration of their own."""
+GLOBAL_DECODE_ROW = 2
+"""Generated tokens of requests without a configuration of their own."""
+
+
+def prefill_row(slot: int) -> int:
+    """The row that steers prompt tokens of the slot's requests."""
+    return 3 + 2 * slot
+
+
+def decode_row(slot: int) -> int:
+    """The row that steers generated tokens of the slot's requests."""
+    return 4 + 2 * slot
+
+
+class Slots:
+    """Reference-counted slots for configurations, by digest.
+
+    A configuration stays loaded after its last user has gone, until its slot is
+    needed: the next request with it costs nothing.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._users: list[set[str]] = [set() for _ in range(num_slots)]
+        self._loaded: list[str | None] = [None] * num_slots
+        self._slot_of: dict[str, int] = {}
+        self._slot_of_user: dict[str, int] = {}
+        # Slots without users, the one that has been idle longest first.
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
+
+    @property
+    def in_use(self) -> int:
+        """How many slots have users."""
+        return len(self._users) - len(self._idle)
+
+    def has_room(self, digest: str) -> bool:
+        """Whether a request with this configuration can get a slot now."""
+        return digest in self._slot_of or bool(self._idle)
+
+    def acquire(self, user: str, digest: str) -> tuple[int, bool]:
+        """Give `user` the slot of a configuration; whether it must be loaded.
+
+        `has_room` must hold, and `user` must not have a slot.
+        """
+        assert user not in self._slot_of_user, f"{user} has a steering slot already"
+        slot = self._slot_of.get(digest)
+        is_new = slot is None
+        if slot is None:
+            assert self._idle, "no steering slot is free"
+            slot = next(iter(self._idle))
+            previous = self._loaded[slot]
+            if previous is not None:
+                del self._slot_of[previous]
+            self._loaded[slot] = digest
+            self._slot_of[digest] = slot
+        self._idle.pop(slot, None)
+        self._users[slot].add(user)
+        self._slot_of_user[user] = slot
+        return slot, is_new
+
+    def release(self, user: str) -> None:
+        """`user` has finished or is preempted; nothing happens if it has no slot."""
+        slot = self._slot_of_user.pop(user, None)
+        if slot is None:
+            return
+        self._users[slot].discard(user)
+        if not self._users[slot]:
+            self._idle[slot] = None

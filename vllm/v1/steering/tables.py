@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables that taps read: one row per configuration and phase, at every tap."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from vllm.v1.steering.plan import (
+    NO_STEERING,
+    PackedVectors,
+    SteeringTiers,
+    Tap,
+    Vector,
+    total,
+)
+from vllm.v1.steering.slots import (
+    GLOBAL_DECODE_ROW,
+    GLOBAL_PREFILL_ROW,
+    decode_row,
+    prefill_row,
+)
+
+Rows = dict[int, dict[Tap, Vector]]
+"""What rows shall hold, by tap; zeros at taps that are not named."""
+
+
+class SteeringTables:
+    """Persistent device memory `[taps, rows, hidden_size]`, and what it holds.
+
+    Recorded graphs hold its address; its content changes between steps only, in
+    the order of the device's stream.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._columns = {tap: column for column, tap in enumerate(taps)}
+        # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
+        # nothing change no bit.
+        self._table = torch.full(
+            (len(taps), num_rows, width), -0.0, dtype=dtype, device=device
+        )
+        self._filled: dict[int, set[Tap]] = {}
+        self._loaded: dict[int, SteeringTiers] = {}
+        self.tiers = NO_STEERING
+        """The global vectors."""
+
+    def at(self, tap: Tap) -> torch.Tensor:
+        """The table `[rows, hidden_size]` of one tap."""
+        return self._table[self._columns[tap]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all tables."""
+        return self._table.nbytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is steered unless it has a slot."""
+        return not self.tiers
+
+    def filled_taps(self, rows: Iterable[int]) -> set[Tap]:
+        """The taps of this process at which any of `rows` adds something."""
+        return set().union(*(self._filled.get(row, ()) for row in rows))
+
+    def load(self, slot: int, tiers: SteeringTiers) -> None:
+        """A slot gets another configuration."""
+        self._loaded[slot] = tiers
+        self.write(self._rows_of(slot, tiers, self.tiers))
+
+    def rows_with(self, tiers: SteeringTiers) -> Rows:
+        """What every row in use would hold under other global vectors.
+
+        Changes nothing, so that a failure on one rank leaves all as they were.
+        """
+        rows: Rows = {
+            GLOBAL_PREFILL_ROW: self._sum(tiers.base, tiers.prefill),
+            GLOBAL_DECODE_ROW: self._sum(tiers.base, tiers.decode),
+        }
+        for slot, loaded in self._loaded.items():
+            rows.update(self._rows_of(slot, loaded, tiers))
+        return rows
+
+    def set_global(self, tiers: SteeringTiers, rows: Rows) -> None:
+        """Take over global vectors and the rows made for them."""
+        self.tiers = tiers
+        self.write(rows)
+
+    def write(self, rows: Rows) -> None:
+        """Overwrite rows in full."""
+        for row, vectors in rows.items():
+            for tap in self._filled.get(row, set()) - vectors.keys():
+                self._table[self._columns[tap], row].fill_(-0.0)
+            self._filled[row] = set(vectors)
+            if not vectors:
+                continue
+            columns = [self._columns[tap] for tap in vectors]
+            stacked = torch.from_numpy(np.stack(list(vectors.values())))
+            stacked = stacked.to(self._table.dtype)
+            stacked[stacked == 0] = -0.0
+            where = torch.tensor(columns, device=self._table.device)
+            self._table[where, row] = stacked.to(self._table.device)
+
+    def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
+        return {
+            prefill_row(slot): self._sum(
+                shared.base, shared.prefill, own.base, own.prefill
+            ),
+            decode_row(slot): self._sum(
+                shared.base, shared.decode, own.base, own.decode
+            ),
+        }
+
+    def _sum(self, *parts: PackedVectors | None) -> dict[Tap, Vector]:
+        """The sum of vectors at the taps of this process."""
+        return {t: v for t, v in total(parts).items() if t in self._columns}

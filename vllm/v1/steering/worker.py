@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in one worker process: what the runner's adapter talks to."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.rows import StepView
+from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.slots import (
+    GLOBAL_DECODE_ROW,
+    GLOBAL_PREFILL_ROW,
+    ZERO_ROW,
+    decode_row,
+    prefill_row,
+)
+from vllm.v1.steering.tables import Rows, SteeringTables
+from vllm.v1.steering.wire import SteeringStep
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PADDING = 64
+"""Rows beyond the largest batch that padding may reach."""
+
+
+class WorkerSteering:
+    """Loads tables and says which row steers each token of a step.
+
+    All methods are called on the engine's thread, on every rank alike.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        taps: Sequence[Tap],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows = vllm_config.steering_config.num_rows
+        self.tables = SteeringTables(taps, rows, width, dtype, device)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        budget = vllm_config.scheduler_config.max_num_batched_tokens
+        size = max(budget, graphs) + PADDING
+        # Recorded graphs hold the address.
+        self.row_index = torch.full((size,), ZERO_ROW, dtype=torch.int32, device=device)
+        self._slots: dict[str, int] = {}
+        self._prompt_lengths: dict[str, int] = {}
+        self._rows: npt.NDArray[np.int32] | None = None
+        self._written = 0
+        self._taps: dict[Tap, ResidualTap] = {}
+        self._steering_taps: set[Tap] = set()
+        self._staged: tuple[SteeringTiers, Rows] | None = None
+
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table `[rows, hidden_size]` of a hook point, and each token's row."""
+        return self.tables.at(tap), self.row_index
+
+    def attach(self, taps: Mapping[Tap, ResidualTap]) -> None:
+        """Take note of the taps, which are told what a step does."""
+        self._taps = dict(taps)
+
+    def summary(self) -> str:
+        """For the log: what the tables take."""
+        return f"steering with tables of {self.tables.num_bytes / 2**20:.1f} MiB"
+
+    def update(
+        self,
+        finished: Iterable[str],
+        new: Iterable[tuple[str, int]],
+        step: SteeringStep | None,
+    ) -> None:
+        """Take over what the scheduler decided.
+
+        Args:
+            finished: ids of requests that have ended.
+            new: id and prompt length, in tokens, of requests that have begun.
+            step: changes of slots, if any.
+
+        """
+        for req_id in finished:
+            self._prompt_lengths.pop(req_id, None)
+            self._slots.pop(req_id, None)
+        self._prompt_lengths.update(new)
+        if step is None:
+            return
+        for slot, tiers in step.loads:
+            self.tables.load(slot, tiers)
+        self._slots.update({req_id: use.slot for req_id, use in step.uses.items()})
+
+    def plan_step(self, view: StepView) -> None:
+        """Find the row of each token; none where nothing is steered."""
+        rows = self._request_rows(view)
+        self._rows = None
+        filled: set[Tap] = set()
+        if rows is not None:
+            filled = self.tables.filled_taps(np.unique(rows).tolist())
+        if filled:
+            assert rows is not None
+            lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
+            self._rows = token_rows(rows, np.asarray(lengths), view)
+        for tap in filled ^ self._steering_taps:
+            self._taps[tap].steers = tap in filled
+        self._steering_taps = filled
+
+    def _request_rows(self, view: StepView) -> npt.NDArray[np.int32] | None:
+        """Prefill and decode row of each request; None where all of them are zero."""
+        if self.tables.is_empty and not self._slots:
+            return None
+        if self.tables.is_empty:
+            plain_prefill = plain_decode = ZERO_ROW
+        else:
+            plain_prefill, plain_decode = GLOBAL_PREFILL_ROW, GLOBAL_DECODE_ROW
+        rows = np.empty((len(view.req_ids), 2), dtype=np.int32)
+        for index, req_id in enumerate(view.req_ids):
+            slot = self._slots.get(req_id)
+            if slot is None:
+                rows[index] = plain_prefill, plain_decode
+            else:
+                rows[index] = prefill_row(slot), decode_row(slot)
+        return rows
+
+    def begin_step(self) -> None:
+        """Write what the pass reads: a row for each token, none for padding."""
+        num_tokens = 0 if self._rows is None else len(self._rows)
+        if self._written > num_tokens:
+            self.row_index[num_tokens : self._written].fill_(ZERO_ROW)
+        if self._rows is not None:
+            async_tensor_h2d(self._rows, out=self.row_index[:num_tokens])
+        self._written = num_tokens
+
+    def stage_global(self, tiers: SteeringTiers) -> None:
+        """Prepare a change of the global vectors: what can fail, fails here."""
+        self._staged = tiers, self.tables.rows_with(tiers)
+
+    def commit_global(self, keep: bool) -> None:
+        """Carry the change out, or drop it because another rank failed."""
+        staged, self._staged = self._staged, None
+        if keep:
+            assert staged is not None, "no change of the global vectors is staged"
+            self.tables.set_global(*staged)
+
+
+def token_rows(
+    rows: npt.NDArray[np.int32],  # [num_reqs, 2], prefill and decode row
+    prompt_lengths: npt.NDArray[np.int64],  # [num_reqs]
+    view: StepView,
+) -> npt.NDArray[np.int32]:
+    """The row of each token of a step `[num_tokens]`: positions decide the phase."""
+    scheduled = np.asarray(view.num_scheduled, dtype=np.int64)
+    of_prompt = np.clip(prompt_lengths - view.num_computed, 0, scheduled)
+    counts = np.stack([of_prompt, scheduled - of_prompt], axis=1)
+    return np.repeat(rows.ravel(), counts.ravel())
+
+
