@@ -59,11 +59,11 @@ wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--compression=deflated .
 
-docs: $(INSTALLED)
+docs: $(INSTALLED)  ## The documentation, in site/
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-demo: venv
+demo: venv  ## Serve a small model, capture it, look at it
 	$(BIN)/python examples/demo/run.py
 
 clean:  ## Remove what builds made; the cache of wheels stays

@@ -86,13 +86,13 @@ def measure(model: str, features: str) -> dict[str, object]:
         use_tqdm=False,
     )
     graphs = {
-        (desc.num_tokens, getattr(desc, "tapped", False)): graph
+        (desc.num_tokens, getattr(desc, "tapped", 0)): graph
         for desc, graph in runner.cudagraph_manager.graphs.items()
         if desc.uniform_token_count == 1
     }
     times: dict[str, dict[int, float]] = {"plain": {}}
     for batch in BATCHES:
-        times["plain"][batch] = replay_ms(graphs[batch, False])
+        times["plain"][batch] = replay_ms(graphs[batch, 0])
     if "capture" in features:
         time_taps(runner, graphs, times)
     return {
@@ -128,7 +128,8 @@ def time_taps(runner, graphs, times) -> None:  # type: ignore[no-untyped-def]
                 rows = rows.remainder(capture._staging.rows.shape[0])
                 rows = rows.view(batch, len(taps)).to(capture._slots.device)
                 capture._slots[:batch, taps] = rows
-            times[name][batch] = replay_ms(graphs[batch, True])
+            family = 2 if "3 hooks" in name else 1
+            times[name][batch] = replay_ms(graphs[batch, family])
     capture._slots.fill_(-1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.plugins import install
 from tests.v1.capture._sinks import KeepingConsumer, RecordingSink
 from vllm.config.capture import ConsumerConfig
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
@@ -38,25 +39,20 @@ class Nothing:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with consumers, as far as Python can tell."""
-    install(tmp_path, "one", good="plug_one:Good", nothing="plug_one:Nothing",
-            absent="no_such_module:X", twice="plug_one:Good")  # fmt: skip
-    install(tmp_path, "two", twice="plug_two:Good")
-    for name in ("one", "two"):
-        (tmp_path / f"plug_{name}.py").write_text(PLUGIN)
-        monkeypatch.delitem(sys.modules, f"plug_{name}", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def install(folder: Path, name: str, **entries: str) -> None:
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    """An installed package with consumers, and another that takes one of its names."""
+    install(
+        tmp_path,
+        "plug_one",
+        PLUGIN,
+        good="plug_one:Good",
+        nothing="plug_one:Nothing",
+        absent="no_such_module:X",
+        twice="plug_one:Good",
     )
-    lines = [f"{entry} = {target}" for entry, target in entries.items()]
-    text = "\n".join(["[vllm.capture_consumers]", *lines, ""])
-    (info / "entry_points.txt").write_text(text)
+    install(tmp_path, "plug_two", PLUGIN, twice="plug_two:Good")
+    for name in ("plug_one", "plug_two"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_the_fork_brings_its_own_consumers() -> None:

@@ -63,7 +63,10 @@ def test_a_vector_does_what_hooks_do(
 def test_tiers_and_the_engines_vectors_add_up(steered: Any) -> None:
     llm, reference = steered
     v = [vector(seed) for seed in range(6)]
-    at = lambda x, scale=1.0: {"post_block": {"1": {"vector": x, "scale": scale}}}
+
+    def at(x: torch.Tensor, scale: float = 1.0) -> Any:
+        return {"post_block": {"1": {"vector": x, "scale": scale}}}
+
     llm.set_steering(at(v[0]), at(v[1], 2.0), at(v[2], -1.0))
     request = dict(zip(TIERS, map(at, v[3:]), strict=True))
     try:
@@ -96,7 +99,9 @@ def test_unsteered_requests_of_a_mixed_batch_are_untouched(steered: Any) -> None
     prompts = [[(7 * i + j) % _models.VOCAB for j in range(9 + i)] for i in range(8)]
     plain = generate(llm, prompts, [params(8)] * 8)
     sampling = [
-        params(8, steering_vectors={"post_attn": {1: vector(i)}}) if i % 2 else params(8)
+        params(8, steering_vectors={"post_attn": {1: vector(i)}})
+        if i % 2
+        else params(8)
         for i in range(8)
     ]
     mixed = generate(llm, prompts, sampling)

@@ -145,9 +145,11 @@ def test_chat_and_streams_are_steered(client: httpx.Client) -> None:
 def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) -> None:
     plain = answer(complete(client))
     steered = answer(complete(client, steering_vectors=spec()))
-    post = lambda what, body: client.post(
-        f"/v1/steering/{what}", json=body, headers=by(ENV_KEY)
-    )
+
+    def post(what: str, body: Any) -> httpx.Response:
+        url = f"/v1/steering/{what}"
+        return client.post(url, json=body, headers=by(ENV_KEY))
+
     first = post("set", {"vectors": spec()})
     assert first.status_code == 200, first.text
     assert list(first.json()["vectors"]["post_block"]) == ["2"]
@@ -159,9 +161,10 @@ def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) ->
     assert state["max_configs"] == 4 and state["configs_in_use"] == 0
     replaced = post("set", {"decode_vectors": spec(), "replace": True}).json()
     assert replaced["vectors"] == {} and "post_block" in replaced["decode_vectors"]
-    assert post("set", {"decode_vectors": spec([0] * HIDDEN)}).json()[
-        "decode_vectors"
-    ] == {}
+    assert (
+        post("set", {"decode_vectors": spec([0] * HIDDEN)}).json()["decode_vectors"]
+        == {}
+    )
     assert post("clear", {}).status_code == 200
     assert same(answer(complete(client)), plain)
 

@@ -2,6 +2,7 @@
 """With prefix caching a request equals its cold run, whoever came before it."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -39,15 +40,34 @@ def spec(seed: int) -> Any:
     return {"post_block": {0: vector(seed)}}
 
 
+def clamp(**fields: Any) -> Any:
+    entry = {"vector": vector(5), "op": "clamp", "max": -1.0, **fields}
+    return {"pre_attn": {1: entry}}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "base": {"steering_vectors": spec(1)},
     "other base": {"steering_vectors": spec(2)},
     "prefill": {"prefill_steering_vectors": spec(1)},
     "decode": {"decode_steering_vectors": spec(1)},
+    "clamp": {"steering_vectors": clamp()},
+    "clamp decode": {"decode_steering_vectors": clamp()},
+    "clamp at 40": {"steering_vectors": clamp(positions=[40])},
+    "clamp last": {"steering_vectors": clamp(positions={"last": 2})},
 }
-STEERS_PROMPT = {"plain": 0, "base": 1, "other base": 2, "prefill": 1, "decode": 0}
-"""The vector that steers the prompt, which decides what is shared."""
+STEERS_PROMPT: dict[str, Any] = {
+    "plain": ("", "", ""),
+    "base": ("v1", "v1", "v1"),
+    "other base": ("v2", "v2", "v2"),
+    "prefill": ("v1", "v1", "v1"),
+    "decode": ("", "", ""),
+    "clamp": ("c", "c", "c"),
+    "clamp decode": ("", "", ""),
+    "clamp at 40": ("", "c", ""),
+    "clamp last": ("", "", ""),
+}
+"""What steers each whole block of the prompt, which decides what is shared."""
 
 
 def run(llm: Any, case: str, prompt: list[int] = PROMPT, max_tokens: int = 6) -> Any:
@@ -68,8 +88,9 @@ def test_the_second_equals_its_cold_run(llm: Any, first: str, second: str) -> No
     run(llm, first)
     found = run(llm, second)
     assert_same(found, expected)
-    shares = STEERS_PROMPT[first] == STEERS_PROMPT[second]
-    assert found.num_cached_tokens == (3 * BLOCK if shares else 0)
+    pairs = zip(STEERS_PROMPT[first], STEERS_PROMPT[second], strict=True)
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
+    assert found.num_cached_tokens == BLOCK * len(shared)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +102,7 @@ def test_the_next_turn_finds_what_is_steered_alike(llm: Any, case: str) -> None:
     assert_same(found, run(llm, case, follow_up))
     # The last generated token was never fed back. Where prompt and generated tokens
     # are steered differently only whole blocks of the prompt are the same.
-    alike = case in ("plain", "base", "other base")
+    alike = case not in ("prefill", "decode", "clamp decode", "clamp last")
     full = (len(PROMPT) + 2 * BLOCK - 1) // BLOCK * BLOCK
     assert found.num_cached_tokens == (full if alike else 3 * BLOCK)
 

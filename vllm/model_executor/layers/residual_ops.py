@@ -5,6 +5,8 @@ Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm.distributed import (
@@ -12,21 +14,26 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.residual_edits import (
+    RowEdit,
+    apply_edits,
+    edited_rows,
+)
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
 class Launch:
-    """Whether `capture_rows` launches anything in the forward pass under way.
+    """Which taps launch in the forward pass under way, by their slots' addresses.
 
     Set by the runner's adapter before each pass, read while a pass runs eagerly
     or is recorded as a graph; replaying a graph does what was recorded. Engine
     thread only.
     """
 
-    capture: bool = False
-    always: bool = False
-    """Launch in every pass: for a runner that has one family of graphs."""
+    taps: frozenset[int] = frozenset()
+    families: tuple[frozenset[int], ...] = (frozenset(),)
+    """What a recorded graph may launch: nothing first, everything last."""
 
 
 class ResidualTap:
@@ -50,6 +57,8 @@ class ResidualTap:
         self.steers = False
         """Whether the step under way adds anything here. Host side: a pass that is
         neither compiled nor recorded skips the addition otherwise."""
+        self.edits: Sequence[RowEdit] | None = None
+        """What the step under way does here beyond adding."""
 
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -59,7 +68,9 @@ class ResidualTap:
             torch.ops.vllm.capture_rows(
                 hidden_states, residual, self.slots, self.staging, False
             )
-        return self._steer(hidden_states), residual
+        if not torch.compiler.is_compiling() and self.edits is not None:
+            return self._edit(hidden_states, residual, partial=False)
+        return self._steer(hidden_states, residual)
 
     def on_partial(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -74,20 +85,55 @@ class ResidualTap:
             torch.ops.vllm.capture_rows(
                 hidden_states, residual, self.slots, self.staging, True
             )
-        if get_tensor_model_parallel_rank() > 0:
-            # The branch is a sum over ranks: the vector must come in once.
-            return hidden_states, residual
-        return self._steer(hidden_states), residual
+        if not torch.compiler.is_compiling() and self.edits is not None:
+            return self._edit(hidden_states, residual, partial=True)
+        return self._steer(hidden_states, residual)
 
-    def _steer(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add each token's vector: plain code, which the compiler fuses."""
+    def _edit(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Change whole rows: they come out as the branch, with nothing beside it."""
+        assert self.edits is not None and self.table is not None
+        assert self.rows is not None
+        rows = edited_rows(self.edits)
+        width = hidden_states.shape[-1]
+        branch = hidden_states.reshape(-1, width)[rows]
+        if partial:
+            branch = tensor_model_parallel_all_reduce(branch)
+        stream = branch.float()
+        if residual is not None:
+            stream = stream + residual.reshape(-1, width)[rows].float()
+        added = self.table.index_select(0, self.rows[rows]).float()
+        stream = apply_edits(self.edits, rows, stream, added)
+        leads = not partial or get_tensor_model_parallel_rank() == 0
+        changed, beside = self._steer(hidden_states, residual)
+        # A copy in any case: the layer may use what it passed in elsewhere.
+        changed = changed.clone()
+        changed.view(-1, width)[rows] = stream.to(changed.dtype) if leads else 0.0
+        if beside is not None:
+            beside = beside.clone()
+            beside.view(-1, width)[rows] = 0.0
+        return changed, beside
+
+    def _steer(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add each token's vector: plain code, which the compiler fuses.
+
+        The residual takes it where there is one. Added to the branch it would be
+        drawn into the matrix product before it, which costs a kernel; and while
+        the branch may be a partial sum, the residual is the same on all ranks.
+        """
         if self.table is None or self.rows is None:
-            return hidden_states
+            return hidden_states, residual
         if not _is_recorded(hidden_states) and not self.steers:
-            return hidden_states
+            return hidden_states, residual
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         vectors = self.table.index_select(0, self.rows[:tokens])
-        return hidden_states + vectors.view(hidden_states.shape)
+        vectors = vectors.view(hidden_states.shape)
+        if residual is None:
+            return hidden_states + vectors, None
+        return hidden_states, residual + vectors
 
 
 def _is_recorded(hidden_states: torch.Tensor) -> bool:
@@ -147,7 +193,7 @@ def capture_rows(
         partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
 
     """
-    if not (Launch.capture or Launch.always):
+    if slots.data_ptr() not in Launch.taps:
         return
     if partial:
         # All ranks launch alike, so all of them come here. The layer goes on with

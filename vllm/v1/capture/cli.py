@@ -36,6 +36,12 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "as JSON; instance_name=... names the instance.",
     )
     group.add_argument(
+        "--mlp-hook-points",
+        action="store_true",
+        default=False,
+        help="Add the hook points mlp_in and mlp_out to every layer that has an MLP.",
+    )
+    group.add_argument(
         "--capture-staging-bytes",
         type=int,
         default=None,
@@ -108,6 +114,7 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
         consumers=entries,
         driver_instances=list(ready),
         driver_key=key,
+        mlp_points=args.mlp_hook_points,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )

@@ -76,6 +76,10 @@ class _Tracked:
     samples: dict[int, _Sample] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     """Bytes of rows that may come back with the results, per instance."""
+    waits: bool = False
+    """Whether a consumer's rows come back with the output, which waits for them."""
+    aborted: bool = False
+    """Whether it may be that nobody comes for the results."""
 
     def complete(self) -> bool:
         return all(sample.complete() for sample in self.samples.values())
@@ -205,9 +209,6 @@ class CaptureFrontend(NoCapture):
         )
         if params._capture_plan is not None:
             self._make_room(params._capture_plan, params)
-        for name in params.capture or {}:
-            if getattr(self._admission.consumers[name], "waits", False):
-                params.capture_wait = True
 
     def _make_room(self, plan: CapturePlan, params: "SamplingParams") -> None:
         """Refuse a request whose rows would not fit beside those under way."""
@@ -215,10 +216,10 @@ class CaptureFrontend(NoCapture):
         for name, size in needed.items():
             limit = self._admission.held.limits[name]
             with self._changed:
-                held = sum(t.held.get(name, 0) for t in self._tracked.values())
-                if held + size > limit:
-                    # Results that are complete and that nobody came for.
-                    held -= self._forget_unfetched(name, held + size - limit)
+                tracked = self._tracked.values()
+                held = sum(t.held.get(name, 0) for t in tracked if not t.aborted)
+                left = sum(t.held.get(name, 0) for t in tracked if t.aborted)
+                self._forget_aborted(name, left + held + size - limit)
             if held + size > limit:
                 raise fail(
                     f"capture.{name}: this request may return {size} bytes of rows, "
@@ -229,15 +230,13 @@ class CaptureFrontend(NoCapture):
                     size,
                 )
 
-    def _forget_unfetched(self, name: str, size: int) -> int:
-        freed = 0
+    def _forget_aborted(self, name: str, size: int) -> None:
         for parent, tracked in list(self._tracked.items()):
-            if freed >= size:
-                break
-            if tracked.held.get(name) and tracked.complete():
-                freed += tracked.held[name]
+            if size <= 0:
+                return
+            if tracked.aborted and tracked.held.get(name) and tracked.complete():
+                size -= tracked.held[name]
                 self._forget(parent)
-        return freed
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
         """A sample is about to be sent to the engine."""
@@ -247,6 +246,10 @@ class CaptureFrontend(NoCapture):
         parent = state.parent_req.request_id if state.parent_req else state.request_id
         with self._changed:
             tracked = self._tracked.setdefault(parent, _Tracked())
+            tracked.waits = any(
+                getattr(self._admission.consumers[name], "waits", False)
+                for name in params.capture or {}
+            )
             tracked.held = self._admission.held.bytes_of(plan, params.max_tokens)
             tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
             state.capture_id = parent
@@ -258,7 +261,9 @@ class CaptureFrontend(NoCapture):
             owner = self._owner.get(state.request_id)
             if owner is None:
                 return
-            sample = self._tracked[owner[0]].samples[owner[1]]
+            tracked = self._tracked[owner[0]]
+            sample = tracked.samples[owner[1]]
+            tracked.aborted = tracked.aborted or finish_reason == "abort"
         assert state.detokenizer is not None
         token_ids = list(state.detokenizer.output_token_ids)
         self._ends.append(
@@ -313,7 +318,9 @@ class CaptureFrontend(NoCapture):
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """Put results into a final output; wait for them if the request says so."""
         if output.finished and output.capture_id is not None:
-            if params.capture_wait:
+            with self._changed:
+                tracked = self._tracked.get(output.capture_id)
+            if params.capture_wait or (tracked is not None and tracked.waits):
                 await self._wait_async(output, output.capture_id)
             self.results(output)
 

@@ -46,6 +46,25 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
                 "only /v1/completions and /v1/chat/completions can",
                 parameter=name,
             )
+    _refuse_shared_request_id(data)
+
+
+def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
+    """Refuse one name for the rows of several prompts: the last would overwrite."""
+    prompts, capture = data.get("prompt"), data.get("capture")
+    if not isinstance(prompts, list) or len(prompts) < 2:
+        return
+    if isinstance(prompts[0], int) or not isinstance(capture, Mapping):
+        return  # One prompt, given as token ids.
+    for name, spec in capture.items():
+        if isinstance(spec, Mapping) and spec.get("request_id") is not None:
+            raise CaptureValidationError(
+                f"capture.{name}.request_id: {len(prompts)} prompts cannot share one; "
+                "leave it out (each prompt then has an id of its own), or send one "
+                "request per prompt",
+                parameter=f"capture.{name}.request_id",
+                value=spec["request_id"],
+            )
 
 
 def _error(name: str) -> type[VLLMValidationError]:

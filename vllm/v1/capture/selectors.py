@@ -12,6 +12,8 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.plan import OPEN_END, Ranges, ranges_of
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
 
+MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
+
 POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
 
 
@@ -94,7 +96,8 @@ def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int
         if not having:
             raise fail(
                 f"{where}: this model has no hook point {hook!r}; it has "
-                f"{sorted({p for points in ctx.hook_points.values() for p in points})}",
+                f"{sorted({p for points in ctx.hook_points.values() for p in points})}"
+                f"{MLP_REMEDY if hook.startswith('mlp') else ''}",
                 where,
                 hook,
             )

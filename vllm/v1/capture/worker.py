@@ -106,14 +106,40 @@ class WorkerCapture:
             "pipeline_parallel_size": stage.pipeline_size,
         }
         self._dispatcher = Dispatcher(self._staging, self._lanes)
-        # The V1 runner records one family of graphs, so its taps always launch
+        self._addresses = [
+            self._slots[:, column].data_ptr() for column in range(len(taps))
+        ]
+        Launch.families = self._families()
+        # The V1 runner records one family of graphs, so all its taps always launch
         # there; where nothing is captured they find no slot.
-        Launch.always = device.type == "cuda" and not vllm_config.use_v2_model_runner
+        one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
+        self._idle = Launch.families[-1 if one_family else 0]
+        Launch.taps = self._idle
+
+    def _families(self) -> tuple[frozenset[int], ...]:
+        """Sets of taps that graphs are recorded for, ascending.
+
+        A tap that launches for nothing costs about a microsecond. What most
+        requests capture, the stream behind the blocks, gets graphs of its own.
+        """
+        behind = frozenset(
+            self._addresses[column]
+            for (_, hook), column in self._columns.items()
+            if hook == "post_block"
+        )
+        everything = frozenset(self._addresses)
+        nothing: frozenset[int] = frozenset()
+        if behind in (nothing, everything):
+            return nothing, everything
+        return nothing, behind, everything
 
     @property
-    def captures(self) -> bool:
-        """Whether the step that was planned captures any row."""
-        return bool(self._blocks)
+    def family(self) -> int:
+        """The first family of graphs that has every tap the planned step needs."""
+        if not self._blocks:
+            return 0
+        needed = Launch.taps
+        return next(i for i, taps in enumerate(Launch.families) if needed <= taps)
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots that the hook point `tap` reads, and the memory it writes."""
@@ -203,8 +229,12 @@ class WorkerCapture:
         """
         self._step += 1
         self._blocks = pick_rows(view, self._groups) if self._groups else ()
-        Launch.capture = bool(self._blocks)
-        return Launch.capture
+        Launch.taps = self._idle | {
+            self._addresses[column]
+            for block in self._blocks
+            for column in block.columns
+        }
+        return bool(self._blocks)
 
     def begin_step(self, num_rows: int) -> None:
         """Write the slots that the pass over `num_rows` rows (with padding) reads."""
@@ -226,7 +256,7 @@ class WorkerCapture:
 
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way."""
-        Launch.capture = False
+        Launch.taps = self._idle
         blocks, self._blocks = self._blocks, ()
         if self._segment is None:
             return

@@ -74,11 +74,11 @@ class SteeringAdmission:
             keep_zeros: vectors of zeros mean something.
 
         """
-        packed = {
-            tier: pack(parse_vectors(spec, self.model, names[tier]), keep_zeros)
-            for tier, spec in raw.items()
-            if spec is not None
-        }
+        packed = {}
+        for tier, spec in raw.items():
+            if spec is not None:
+                parsed = parse_vectors(spec, self.model, names[tier])
+                packed[tier] = pack(parsed.vectors, parsed.operations, keep_zeros)
         return SteeringTiers(**packed)
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
@@ -107,4 +107,4 @@ def _sum(
 ) -> PackedVectors | None:
     if one is None or other is None:
         return one or other
-    return pack(total([one, other]))
+    return pack(total([one, other]), one.operations + other.operations)

@@ -22,6 +22,7 @@ def set_steering(
     every rank or on none.
 
     Args:
+        self: the engine.
         vectors: for all tokens, `{hook: {layer: vector}}`.
         prefill_vectors: for prompt tokens, on top.
         decode_vectors: for generated tokens, on top.

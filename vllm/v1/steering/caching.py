@@ -7,6 +7,7 @@ steers its own tokens. Tokens that nothing steers add no key: such blocks are sh
 with unsteered traffic, as without steering.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of
@@ -59,7 +60,26 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
         keys += [("steering", decode)] if decode else []
     else:
         keys.append(("steering", prefill, str(boundary - start), decode))
+    for where in (EngineSteering.tiers, tiers):
+        if where is not None:
+            keys += _operation_keys(where, boundary, start, stop)
     return keys
+
+
+def _operation_keys(
+    tiers: SteeringTiers, boundary: int, start: int, stop: int
+) -> Iterator[tuple[str, ...]]:
+    """What is done at the tokens of a block, by their places in it."""
+    middle = min(max(boundary, start), stop)
+    phases = (
+        (tiers.prefill_operations, start, middle),
+        (tiers.decode_operations, middle, stop),
+    )
+    for operations, first, last in phases:
+        for one in operations:
+            if places := one.selected(boundary, first, last):
+                named = ",".join(str(place - start) for place in places)
+                yield ("steering-op", one.digest, named)
 
 
 def _joined(of_engine: str, of_request: str | None) -> str:

@@ -55,7 +55,12 @@ def _merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> Steerin
     ) -> PackedVectors | None:
         if given is None:
             return before
-        return pack({**(before.unpack() if before else {}), **given.unpack()})
+        if before is None:
+            return pack(given.unpack(), given.operations)
+        touched = {*given.taps, *(one.tap for one in given.operations)}
+        kept = {tap: v for tap, v in before.unpack().items() if tap not in touched}
+        done = [one for one in before.operations if one.tap not in touched]
+        return pack({**kept, **given.unpack()}, [*done, *given.operations])
 
     return SteeringTiers(
         merge(old.base, change.base),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can get wrong about steering, as upstream's client error (HTTP 400)."""
 
+import reprlib
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -16,7 +17,6 @@ class SteeringValidationError(VLLMValidationError, ValueError):
 
 def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
     """The error for `parameter`; long values are shortened in the message."""
-    shown = repr(value)
-    if len(shown) > 120:
-        shown = shown[:117] + "..."
+    # reprlib looks at the first items only; vectors can be large.
+    shown = reprlib.repr(value)
     return SteeringValidationError(message, parameter=parameter, value=shown)

@@ -129,10 +129,7 @@ class SteeringFrontend(NoSteering):
 
     def describe_modules(self) -> dict[str, Any]:
         """The named sets with the norms of their vectors."""
-        return {
-            name: describe(tiers)
-            for name, tiers in self.modules.all().items()
-        }
+        return {name: describe(tiers) for name, tiers in self.modules.all().items()}
 
     def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
         """Add a named set; what was added."""

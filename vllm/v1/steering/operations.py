@@ -69,9 +69,7 @@ def operation(
     what = repr((tap, op, scale, bounds, norm_match)).encode()
     where = None if positions is None else tuple(sorted(set(positions)))
     digest = hashlib.sha256(what + data).hexdigest()
-    return Operation(
-        *tap, op, data, scale, *bounds, norm_match, where, digest
-    )
+    return Operation(*tap, op, data, scale, *bounds, norm_match, where, digest)
 
 
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.operations import Operation
+
 Tap: TypeAlias = tuple[int, str]
 """`(layer, hook)`: a place where vectors are added."""
 
@@ -23,22 +25,36 @@ Vectors: TypeAlias = Mapping[Tap, Vector]
 
 
 class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
-    """Vectors of one tier, scaled and packed; equal vectors have equal digests."""
+    """One tier: vectors, scaled and packed, and what is done beyond adding them."""
 
     taps: tuple[Tap, ...]
     """Sorted."""
     data: bytes
     """float32 `[len(taps), hidden_size]`, row-major."""
     digest: str
-    """SHA-256 of the other two: the same in every process."""
+    """SHA-256 of the other two, the same in every process; empty without vectors."""
+    operations: tuple[Operation, ...] = ()
+    """In the order in which they were written."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for tiers that do the same."""
+        parts = [f"{one.digest}{one.positions}" for one in self.operations]
+        return "|".join([self.digest, *parts])
 
     def unpack(self) -> dict[Tap, Vector]:
         """The vectors by tap, as views of the data."""
+        if not self.taps:
+            return {}
         rows = np.frombuffer(self.data, dtype=np.float32)
         return dict(zip(self.taps, rows.reshape(len(self.taps), -1), strict=True))
 
 
-def pack(vectors: Vectors, keep_zeros: bool = False) -> PackedVectors | None:
+def pack(
+    vectors: Vectors,
+    operations: Sequence[Operation] = (),
+    keep_zeros: bool = False,
+) -> PackedVectors | None:
     """The packed form of `vectors`, None where nothing is left.
 
     A vector of zeros changes nothing, so it is left out: steering by it is not
@@ -47,18 +63,18 @@ def pack(vectors: Vectors, keep_zeros: bool = False) -> PackedVectors | None:
     """
     taps = tuple(sorted(tap for tap, v in vectors.items() if keep_zeros or v.any()))
     if not taps:
-        return None
+        return PackedVectors((), b"", "", tuple(operations)) if operations else None
     # Adding 0.0 turns -0.0 into 0.0: equal vectors get equal bytes.
     rows = np.stack([vectors[tap] for tap in taps]).astype("<f4", copy=False) + 0.0
     data = rows.astype("<f4", copy=False).tobytes()
     digest = hashlib.sha256(repr((taps, rows.shape[1])).encode())
     digest.update(data)
-    return PackedVectors(taps, data, digest.hexdigest())
+    return PackedVectors(taps, data, digest.hexdigest(), tuple(operations))
 
 
 def digest_of(*parts: PackedVectors | None) -> str:
     """The digest of a sum; empty where there is nothing to add."""
-    digests = [part.digest for part in parts if part is not None]
+    digests = [part.digest for part in parts if part is not None and part.digest]
     if len(digests) <= 1:
         return "".join(digests)
     return hashlib.sha256(" ".join(sorted(digests)).encode()).hexdigest()
@@ -96,10 +112,26 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
     @property
     def digest(self) -> str:
         """Names the configuration: requests with equal ones share rows."""
-        return f"{self.prefill_digest}/{self.decode_digest}"
+        tiers = (self.base, self.prefill, self.decode)
+        named = "/".join("" if tier is None else tier.identity for tier in tiers)
+        return hashlib.sha256(named.encode()).hexdigest()
+
+    @property
+    def prefill_operations(self) -> tuple[Operation, ...]:
+        """What is done at prompt tokens beyond adding vectors."""
+        return _operations(self.base) + _operations(self.prefill)
+
+    @property
+    def decode_operations(self) -> tuple[Operation, ...]:
+        """What is done at generated tokens beyond adding vectors."""
+        return _operations(self.base) + _operations(self.decode)
 
     def __bool__(self) -> bool:
         return any((self.base, self.prefill, self.decode))
+
+
+def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
+    return () if packed is None else packed.operations
 
 
 NO_STEERING = SteeringTiers()

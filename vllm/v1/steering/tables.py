@@ -47,7 +47,8 @@ class SteeringTables:
             (len(taps), num_rows, width), -0.0, dtype=dtype, device=device
         )
         self._filled: dict[int, set[Tap]] = {}
-        self._loaded: dict[int, SteeringTiers] = {}
+        self.loaded: dict[int, SteeringTiers] = {}
+        """The configuration of each slot."""
         self.tiers = NO_STEERING
         """The global vectors."""
 
@@ -65,13 +66,21 @@ class SteeringTables:
         """Whether no request is steered unless it has a slot."""
         return not self.tiers
 
+    @property
+    def has_operations(self) -> bool:
+        """Whether anything may be done beyond adding vectors."""
+        return any(
+            tiers.prefill_operations or tiers.decode_operations
+            for tiers in (self.tiers, *self.loaded.values())
+        )
+
     def filled_taps(self, rows: Iterable[int]) -> set[Tap]:
         """The taps of this process at which any of `rows` adds something."""
         return set().union(*(self._filled.get(row, ()) for row in rows))
 
     def load(self, slot: int, tiers: SteeringTiers) -> None:
         """A slot gets another configuration."""
-        self._loaded[slot] = tiers
+        self.loaded[slot] = tiers
         self.write(self._rows_of(slot, tiers, self.tiers))
 
     def rows_with(self, tiers: SteeringTiers) -> Rows:
@@ -83,7 +92,7 @@ class SteeringTables:
             GLOBAL_PREFILL_ROW: self._sum(tiers.base, tiers.prefill),
             GLOBAL_DECODE_ROW: self._sum(tiers.base, tiers.decode),
         }
-        for slot, loaded in self._loaded.items():
+        for slot, loaded in self.loaded.items():
             rows.update(self._rows_of(slot, loaded, tiers))
         return rows
 

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.steering.entries import parse_manner
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
 PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
 _PACKED_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-_ENTRY_KEYS = {"vector", "scale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,24 @@ class SteeredModel:
     """Of the residual stream."""
 
 
-def parse_vectors(raw: Any, model: SteeredModel, where: str) -> dict[Tap, Vector]:
-    """The scaled vectors, by tap, that `{hook: {layer: entry}}` stands for.
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One tier, checked."""
+
+    vectors: dict[Tap, Vector]
+    """Scaled vectors that are added at every token."""
+    operations: list[Operation]
+    """Everything else."""
+
+
+def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
+    """What `{hook: {layer: entry}}` stands for.
 
     Args:
-        raw: `{hook: {layer: vector | {"vector": vector, "scale": s}}}`, or for a
-            hook the packed form `{"dtype", "shape", "layer_indices", "data",
-            "scales"?}`. A vector is a list, a numpy array or a tensor.
+        raw: `{hook: {layer: entry}}`, or for a hook the packed form `{"dtype",
+            "shape", "layer_indices", "data", "scales"?}`. An entry is a vector, an
+            object with the keys of `entries.KEYS`, or a list of such objects. A
+            vector is a list, a numpy array or a tensor.
         model: what the vectors must fit.
         where: the parameter's name in messages, such as `steering_vectors`.
 
@@ -52,7 +64,8 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> dict[Tap, Vector
             where,
             raw,
         )
-    vectors: dict[Tap, Vector] = {}
+    seen: set[Tap] = set()
+    parsed = Parsed({}, [])
     for hook, layers in raw.items():
         at = f"{where}.{hook}"
         if hook not in HOOKS:
@@ -66,15 +79,37 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> dict[Tap, Vector
             entries = _unpack(layers, at)
         else:
             entries = _by_layer(layers, at)
-        for layer, vector, scale in entries:
+        for layer, these in entries:
             _check_tap(layer, hook, model, at)
-            if (layer, hook) in vectors:
+            if (layer, hook) in seen:
                 raise fail(f"{at}: layer {layer} is given twice", at, layer)
-            vectors[layer, hook] = _scaled(vector, scale, model, f"{at}.{layer}")
-    return vectors
+            seen.add((layer, hook))
+            for entry in these:
+                _take(parsed, (layer, hook), entry, model, f"{at}.{layer}")
+    return parsed
 
 
-def _by_layer(layers: Any, at: str) -> list[tuple[int, Any, Any]]:
+def _take(
+    parsed: Parsed, tap: Tap, entry: Mapping[str, Any], model: SteeredModel, at: str
+) -> None:
+    """Add one entry to what is parsed."""
+    manner = parse_manner(entry, at)
+    scale = entry.get("scale", 1.0)
+    scaled = _scaled(entry["vector"], scale, model, at)
+    if manner.is_plain:
+        before = parsed.vectors.get(tap)
+        parsed.vectors[tap] = scaled if before is None else before + scaled
+        return
+    vector = _scaled(entry["vector"], 1.0, model, at)
+    operation = manner.operation(tap, vector, float(scale), at)
+    if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
+        parsed.operations.append(operation)
+
+
+Entries = list[tuple[int, list[Mapping[str, Any]]]]
+
+
+def _by_layer(layers: Any, at: str) -> Entries:
     if not isinstance(layers, Mapping) or not layers:
         raise fail(
             f"{at} must map at least one layer to a vector, or be a packed form "
@@ -82,23 +117,24 @@ def _by_layer(layers: Any, at: str) -> list[tuple[int, Any, Any]]:
             at,
             layers,
         )
-    entries = []
+    entries: Entries = []
     for key, entry in layers.items():
         layer = _layer_index(key, at)
-        if not isinstance(entry, Mapping):
-            entries.append((layer, entry, 1.0))
-            continue
-        unknown = sorted(str(name) for name in entry if name not in _ENTRY_KEYS)
-        if unknown or "vector" not in entry:
-            raise fail(
-                f"{at}.{layer}: an entry is a vector, or an object with the keys "
-                f'"vector" and "scale"; '
-                + (f"it has no key {unknown[0]!r}" if unknown else "vector is missing"),
-                f"{at}.{layer}",
-                sorted(map(str, entry)),
-            )
-        entries.append((layer, entry["vector"], entry.get("scale", 1.0)))
+        if isinstance(entry, Mapping):
+            entries.append((layer, [entry]))
+        elif _is_list_of_entries(entry):
+            entries.append((layer, list(entry)))
+        else:
+            entries.append((layer, [{"vector": entry}]))
     return entries
+
+
+def _is_list_of_entries(entry: Any) -> bool:
+    if not isinstance(entry, (list, tuple)) or not entry:
+        return False
+    return isinstance(entry[0], Mapping) and all(
+        isinstance(one, Mapping) for one in entry
+    )
 
 
 def _layer_index(key: Any, at: str) -> int:
@@ -129,7 +165,7 @@ def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
         )
 
 
-def _unpack(packed: Mapping[str, Any], at: str) -> list[tuple[int, Any, Any]]:
+def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
     unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
     missing = sorted(PACKED_KEYS - {"scales"} - packed.keys())
     if unknown or missing:
@@ -158,7 +194,10 @@ def _unpack(packed: Mapping[str, Any], at: str) -> list[tuple[int, Any, Any]]:
             len(layers),
         )
     return [
-        (_layer_index(layer, f"{at}.layer_indices"), row, scale)
+        (
+            _layer_index(layer, f"{at}.layer_indices"),
+            [{"vector": row, "scale": scale}],
+        )
         for layer, row, scale in zip(layers, rows, scales, strict=True)
     ]
 

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.residual_ops import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.rows import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.planning import plan_edits, row_edit
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
@@ -56,6 +57,7 @@ class WorkerSteering:
         self._written = 0
         self._taps: dict[Tap, ResidualTap] = {}
         self._steering_taps: set[Tap] = set()
+        self._edited_taps: set[Tap] = set()
         self._staged: tuple[SteeringTiers, Rows] | None = None
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +110,31 @@ class WorkerSteering:
         for tap in filled ^ self._steering_taps:
             self._taps[tap].steers = tap in filled
         self._steering_taps = filled
+        self._plan_edits(view)
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether the step does what neither compiled code nor a graph can do."""
+        return bool(self._edited_taps)
+
+    def _plan_edits(self, view: StepView) -> None:
+        """Tell taps what they do beyond adding, which is nothing for most steps."""
+        for tap in self._edited_taps:
+            self._taps[tap].edits = None
+        self._edited_taps = set()
+        if not self.tables.has_operations:
+            return
+        device = self.row_index.device
+        edits = plan_edits(view, self._tiers_of, self._prompt_lengths, self._taps)
+        for tap, these in edits.items():
+            self._taps[tap].edits = [row_edit(one, rows, device) for one, rows in these]
+        self._edited_taps = set(edits)
+
+    def _tiers_of(self, req_id: str) -> list[SteeringTiers]:
+        """What steers a request: the engine's vectors, then its own."""
+        slot = self._slots.get(req_id)
+        own = [] if slot is None else [self.tables.loaded[slot]]
+        return [self.tables.tiers, *own]
 
     def _request_rows(self, view: StepView) -> npt.NDArray[np.int32] | None:
         """Prefill and decode row of each request; None where all of them are zero."""
@@ -157,5 +184,3 @@ def token_rows(
     of_prompt = np.clip(prompt_lengths - view.num_computed, 0, scheduled)
     counts = np.stack([of_prompt, scheduled - of_prompt], axis=1)
     return np.repeat(rows.ravel(), counts.ravel())
-
-

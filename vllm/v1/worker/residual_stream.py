@@ -71,6 +71,11 @@ class ResidualStream:
     steering: WorkerSteering | None = None
     """Set where hidden states can be steered."""
 
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether the step that was planned can run neither compiled nor recorded."""
+        return self.steering is not None and self.steering.runs_eagerly
+
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
 
@@ -122,9 +127,9 @@ class OpenResidualStream(ResidualStream):
     def choose_family(
         self, descriptor: "BatchExecutionDescriptor"
     ) -> "BatchExecutionDescriptor":
-        """The tapped twin, where the step captures and runs a recorded graph."""
-        captures = self._capture is not None and self._capture.captures
-        return family_of(descriptor, captures)
+        """The graph that has the taps the step needs, where it runs a graph."""
+        family = 0 if self._capture is None else self._capture.family
+        return family_of(descriptor, family)
 
     def begin_step(self, num_rows: int) -> None:
         """Write the step's slots and rows of vectors."""
@@ -160,7 +165,7 @@ def open_residual_stream(
             does not allow it; the message says why.
 
     """
-    layers = find_tapped_layers(model)
+    layers = find_tapped_layers(model, vllm_config.capture_config.mlp_points)
     points = layers.points
     config = vllm_config.capture_config
     if not config.enabled and not vllm_config.steering_config.enabled:

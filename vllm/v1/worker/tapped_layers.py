@@ -9,6 +9,8 @@ from torch import nn
 from vllm.model_executor.layers import residual_tap
 from vllm.model_executor.models.utils import extract_layer_index
 
+MLP_POINTS = ("mlp_in", "mlp_out")
+
 Place = tuple[int, str]
 """`(layer, point)`."""
 
@@ -31,7 +33,7 @@ class TappedLayers:
         return points
 
 
-def find_tapped_layers(model: nn.Module) -> TappedLayers:
+def find_tapped_layers(model: nn.Module, mlp_points: bool) -> TappedLayers:
     """Look through the decoder of `model`; encoders beside it have no hook points.
 
     Where a tapped module contains another one, the outer module has the point:
@@ -44,6 +46,8 @@ def find_tapped_layers(model: nn.Module) -> TappedLayers:
     refusals: list[str] = []
     for name, module in decoder.named_modules():  # a parent comes before its parts
         points = residual_tap.hook_points(module)
+        if not mlp_points:
+            points = tuple(point for point in points if point not in MLP_POINTS)
         if not points:
             continue
         reasons = tuple(_reasons_against(module))

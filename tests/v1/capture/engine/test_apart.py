@@ -11,3 +11,16 @@ HERE = "tests/v1/capture/engine"
 def test_drafts() -> None:
     # Apart, because upstream cannot start an engine after numba was imported.
     run_tests(f"{HERE}/apart/test_drafts.py")
+
+
+def test_the_v2_runner() -> None:
+    # Under Triton's interpreter, which must be chosen before vllm is imported.
+    names = ["rows_rule", "prefix_cache", "ends", "tight_memory"]
+    files = [f"{HERE}/test_{name}.py" for name in names]
+    run_tests("-p", "tests.engines.interpreted", "-k", "async", *files)
+
+
+def test_engine_core_in_another_process() -> None:
+    run_tests(
+        f"{HERE}/apart/test_other_process.py", VLLM_ENABLE_V1_MULTIPROCESSING="1"
+    )

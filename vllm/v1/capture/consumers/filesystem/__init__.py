@@ -8,9 +8,11 @@ from vllm.v1.capture.consumers.filesystem.reader import (
     read_request,
     read_sharded,
 )
+from vllm.v1.capture.consumers.filesystem.store import CaptureStore
 from vllm.v1.capture.consumers.filesystem.types import FilesystemCaptureRequest
 
 __all__ = [
+    "CaptureStore",
     "FilesystemCaptureRequest",
     "FilesystemConsumer",
     "read_packed",

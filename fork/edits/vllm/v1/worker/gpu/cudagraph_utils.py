@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs come in two families: with taps that launch, and without."""
+"""CUDA graphs come in families that differ in which taps launch."""
 
 from fork.language import add_argument, add_field, add_import, first, last
 
@@ -12,8 +12,8 @@ EDITS = [
         scope="BatchExecutionDescriptor",
         after="num_ubatches",
         insert="""
-# Whether the taps of the residual stream launch in this graph.
-tapped: bool = False
+# Which taps of the residual stream launch in this graph: 0 for none.
+tapped: int = 0
 """,
         why="The key under which a full graph is recorded and found.",
     ),
@@ -38,7 +38,7 @@ tapped: bool = False
     ),
     last(
         scope="ModelCudaGraphManager.capture",
-        insert="residual_graphs.record_family(False)",
+        insert="residual_graphs.record_family(0)",
         why="Passes outside of a step launch no taps.",
     ),
 ]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python on the pages runs as it stands."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs._pages import ROOT, blocks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+# The pages leave out what only matters here: a quick start.
+EAGER = """
+from functools import partialmethod
+import vllm
+vllm.LLM.__init__ = partialmethod(vllm.LLM.__init__, enforce_eager=True)
+"""
+
+
+def run(folder: Path, code: str) -> str:
+    """Run code in a folder that has the examples; what it printed."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "page.py").write_text(EAGER + code)
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_readme(tmp_path: Path) -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    printed = run(tmp_path, code)
+    assert " ok\n" in printed and ", 192])" in printed
+
+
+def test_the_capture_and_file_guides(tmp_path: Path) -> None:
+    guide = "\n".join(blocks(ROOT / "docs" / "capture.md", "python"))
+    files = "\n".join(blocks(ROOT / "docs" / "formats.md", "python"))
+    check = """
+from vllm.v1.capture.consumers.filesystem import read_request
+ours = read_request(FOLDER, "trial", "one")[3, "post_block"].float().numpy()
+assert (ours == rows).all() and len(rows) > 10
+"""
+    code = f"{guide}\n{files}\n{check}".replace("FOLDER", '"/tmp/captures"')
+    printed = run(tmp_path, code.replace("/tmp/captures", str(tmp_path / "captures")))
+    assert "status='ok'" in printed
+
+
+def test_the_consumer_guide(tmp_path: Path) -> None:
+    consumer, use = blocks(ROOT / "docs" / "consumers.md", "python")
+    (tmp_path / "mean_norm.py").write_text(consumer)
+    printed = run(tmp_path, use)
+    assert "{'0': " in printed and "'5': " in printed

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of the OpenAI interface in a process of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+START_SECONDS = 180.0
+
+
+class Reply(NamedTuple):
+    """A response: its status, and its body as JSON (or as text)."""
+
+    status: int
+    body: Any
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class Server:
+    """`vllm serve MODEL ARGUMENTS`; close it after use."""
+
+    def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
+        self.log = model.parent / f"server-{id(self)}.log"
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += [str(model), "--port", str(port), "--host", "127.0.0.1"]
+        chosen = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment
+        with open(self.log, "w") as log:
+            self._process = subprocess.Popen(
+                [*command, *arguments], env=chosen, stdout=log, stderr=log
+            )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = monotonic() + START_SECONDS
+        while monotonic() < deadline:
+            assert self._process.poll() is None, self.log.read_text()[-4000:]
+            try:
+                if self.get("/health").status == 200:
+                    return
+            except OSError:
+                sleep(0.2)
+        raise TimeoutError(self.log.read_text()[-4000:])
+
+    def get(self, path: str) -> Reply:
+        """The reply to GET."""
+        return self._reply(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        """The reply to POST with a JSON body."""
+        return self._reply(self._request(path, body, headers))
+
+    def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed reply."""
+        request = self._request(path, body | {"stream": True}, {})
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            for line in reply:
+                text = line.decode().removeprefix("data: ").strip()
+                if text and text != "[DONE]":
+                    yield json.loads(text)
+
+    def _request(
+        self, path: str, body: Any, headers: dict[str, str]
+    ) -> urllib.request.Request:
+        return urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"} | headers,
+        )
+
+    def _reply(self, request: urllib.request.Request) -> Reply:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                status, text = reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        try:
+            return Reply(status, json.loads(text))
+        except ValueError:
+            return Reply(status, text)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

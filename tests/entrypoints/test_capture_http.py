@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture over HTTP: requests, responses, streams, refusals."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.models import llama
+from tests.engines.reference import Reference, relative_error
+from tests.engines.server import Server
+from vllm.v1.capture.consumers.filesystem import read_per_file, read_request
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = [20, 30, 40, 50, 60, 70]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("served") / "llama")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, root: Path) -> Iterator[Server]:
+    opened = Server(
+        model,
+        *("--capture-consumers", f"filesystem:root={root}"),
+        *("--capture-consumers", 'logging:hooks={"post_block":[0,2]}'),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--max-num-seqs", "8"),
+    )
+    yield opened
+    opened.close()
+
+
+def body(name: str, positions: Any = "all", **more: Any) -> dict[str, Any]:
+    spec = {"request_id": name, "tag": "http", "hooks": {"post_block": "all"}}
+    return {
+        "model": "tiny",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "capture": {"filesystem": spec | {"positions": positions}},
+        "capture_wait": True,
+    } | more
+
+
+def completion(name: str, positions: Any = "all", **more: Any) -> dict[str, Any]:
+    return body(name, positions, **{"prompt": PROMPT, "return_token_ids": True} | more)
+
+
+def chat(name: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "a short story"}]
+    return body(name, "last_prompt", messages=messages, **more)
+
+
+def test_a_completion_carries_its_results(
+    server: Server, root: Path, model: Path
+) -> None:
+    status, reply = server.post("/v1/completions", completion("completion"))
+    assert status == 200, reply
+    results = reply["capture_results"]
+    assert results["filesystem"]["status"] == "ok"
+    assert results["logging"]["status"] == "ok"  # captures of every request
+    assert all(Path(path).is_file() for path in results["filesystem"]["payload"])
+    fed = [*PROMPT, *reply["choices"][0]["token_ids"]][:-1]
+    expected = Reference(model).stream(fed)
+    rows = read_request(root, "http", "completion")
+    assert sorted(rows) == [(layer, "post_block") for layer in range(3)]
+    for tap, found in rows.items():
+        assert relative_error(found, expected[tap]) < 1e-4
+
+
+def test_a_sidecar_says_what_its_rows_are(server: Server, root: Path) -> None:
+    _, reply = server.post("/v1/completions", completion("sidecar"))
+    path = root / "http" / "sidecar" / "1_post_block.json"
+    rows, sidecar = read_per_file(path)
+    fed = [*PROMPT, *reply["choices"][0]["token_ids"]][:-1]
+    assert rows.shape == (10, 64)
+    assert sidecar["positions"] == list(range(10))
+    assert sidecar["token_ids"] == fed
+    assert sidecar["layer_convention"] == "0-based block index"
+    assert sidecar["model"] == "tiny"
+    assert (sidecar["layer"], sidecar["hook"]) == (1, "post_block")
+    assert (sidecar["shape"], sidecar["dtype"]) == ([10, 64], "float32")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_last_chunk_of_a_stream_carries_the_results(
+    server: Server, root: Path, path: str
+) -> None:
+    name = "stream-" + path.rsplit("/", 2)[1]
+    request = chat(name) if "chat" in path else completion(name)
+    chunks = list(server.stream(path, request))
+    carrying = [i for i, chunk in enumerate(chunks) if chunk.get("capture_results")]
+    assert carrying == [len(chunks) - 1]
+    assert chunks[-1]["capture_results"]["filesystem"]["status"] == "ok"
+    assert len(read_request(root, "http", name)) == 3
+
+
+def test_a_chat_carries_its_results(server: Server, root: Path) -> None:
+    status, reply = server.post("/v1/chat/completions", chat("chat"))
+    assert status == 200, reply
+    assert reply["capture_results"]["filesystem"]["status"] == "ok"
+    rows = read_request(root, "http", "chat")
+    assert all(found.shape == (1, 64) for found in rows.values())
+
+
+def test_without_waiting_results_may_be_pending(server: Server) -> None:
+    request = completion("nowait", capture_wait=False)
+    status, reply = server.post("/v1/completions", request)
+    assert status == 200
+    assert reply["capture_results"]["filesystem"]["status"] in ("pending", "ok")
+
+
+def test_several_prompts_have_results_by_prompt(server: Server) -> None:
+    request = completion("", prompt=[PROMPT, PROMPT[:3]])
+    request["capture"]["filesystem"].pop("request_id")
+    status, reply = server.post("/v1/completions", request)
+    assert status == 200, reply
+    result = reply["capture_results"]["filesystem"]
+    assert result["status"] == "ok"
+    paths = [path for paths in result["payload"].values() for path in paths]
+    assert len(set(paths)) == 6
+    shapes = {read_per_file(path)[0].shape[0] for path in paths}
+    assert shapes == {len(PROMPT) + 4, 3 + 4}
+
+
+def test_several_prompts_cannot_share_a_request_id(server: Server) -> None:
+    request = completion("shared", prompt=[PROMPT, PROMPT[:3]])
+    status, reply = server.post("/v1/completions", request)
+    assert status == 400
+    assert "capture.filesystem.request_id: 2 prompts" in reply["error"]["message"]
+    one = completion("alone", prompt=[PROMPT])
+    assert server.post("/v1/completions", one).status == 200
+
+
+def test_every_choice_has_results(server: Server, root: Path) -> None:
+    request = completion("choices", n=2, temperature=1.0)
+    status, reply = server.post("/v1/completions", request)
+    assert status == 200, reply
+    assert reply["capture_results"]["filesystem"]["status"] == "ok"
+    for sample in range(2):
+        assert len(read_request(root, "http", f"choices-{sample}")) == 3
+
+
+BAD: list[tuple[Any, list[str]]] = [
+    ({"nobody": {}}, ["nobody", "filesystem", "--capture-consumers"]),
+    ({"filesystem": {"hooks": {"post_block": [3]}}}, ["layer 3", "0 to 2"]),
+    ({"filesystem": {"hooks": {"here": [0]}}}, ["'here'", "post_block"]),
+    ({"filesystem": {"hooks": {}}}, ["capture.filesystem.hooks"]),
+    ({"filesystem": {"hooks": {"pre_attn": [0]}, "x": 1}}, ["'x'", "positions"]),
+    (
+        {"filesystem": {"hooks": {"pre_attn": [0]}, "positions": [500]}},
+        ["500", "max_tokens"],
+    ),
+    (
+        {"filesystem": {"hooks": {"pre_attn": [0]}, "tag": "../out"}},
+        ["capture.filesystem.tag", "../out"],
+    ),
+    (
+        {"filesystem": {"hooks": {"pre_attn": [0]}, "layout": "tar"}},
+        ["capture.filesystem.layout", "per_file"],
+    ),
+    ({"logging": {"hooks": {"pre_attn": "some"}}}, ["capture.logging.hooks", "some"]),
+    ({}, ["capture"]),
+    ("filesystem", ["capture"]),
+]
+
+
+@pytest.mark.parametrize("capture, said", BAD)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bad_input_is_refused_with_parameter_value_and_remedy(
+    server: Server, path: str, capture: Any, said: list[str]
+) -> None:
+    request = chat("bad") if "chat" in path else completion("bad")
+    status, reply = server.post(path, request | {"capture": capture})
+    assert status == 400, reply
+    text = json.dumps(reply["error"], ensure_ascii=False)
+    assert all(word in text for word in said), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("wait", ["maybe", [], 3])
+def test_capture_wait_is_true_or_false(server: Server, wait: Any) -> None:
+    status, _ = server.post("/v1/completions", completion("w", capture_wait=wait))
+    assert status == 400
+
+
+CANNOT: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": "hello"}),
+    ("/tokenize", {"prompt": "hello"}),
+    ("/v1/completions", {"prompt": "hello", "use_beam_search": True}),
+]
+
+
+@pytest.mark.parametrize("path, request_body", CANNOT)
+def test_a_request_that_cannot_carry_a_capture_refuses_it(
+    server: Server, path: str, request_body: dict[str, Any]
+) -> None:
+    fields = {"model": "tiny", "capture": completion("x")["capture"]}
+    status, reply = server.post(path, request_body | fields)
+    assert status == 400, reply
+    assert "capture" in json.dumps(reply)
+
+
+def test_the_server_goes_on_after_refusals(server: Server) -> None:
+    status, reply = server.post("/v1/completions", completion("after"))
+    assert status == 200
+    assert reply["capture_results"]["filesystem"]["status"] == "ok"
+    assert server.get("/health").status == 200

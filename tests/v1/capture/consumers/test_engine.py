@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumers with a real engine, which all tests of this file share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+import torch
+
+from vllm.v1.capture.consumers.filesystem import read_request
+from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = [{"prompt_token_ids": [7 + i, 3, 50, 9, 11 * i][: 3 + i]} for i in range(3)]
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def llm(root: Path) -> Iterator[Any]:
+    transformers = pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        config = transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+        )
+        torch.manual_seed(0)
+        model = root / "model"
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+        from vllm import LLM
+
+        yield LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            capture_consumers=[
+                f"filesystem:root={root / 'files'}",
+                f"arrow:root={root / 'tables'}",
+                "inline:max_request_bytes=40000,max_inflight_bytes=60000",
+            ],
+        )
+
+
+def spec(**more: Any) -> dict[str, Any]:
+    return {"hooks": {"pre_attn": "all", "post_block": [2]}, "positions": "all", **more}
+
+
+def generate(llm: Any, captures: list[dict[str, Any]], **params: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    return llm.generate(
+        PROMPTS[: len(captures)],
+        [
+            SamplingParams(
+                max_tokens=MAX_TOKENS,
+                temperature=1.0 if params else 0.0,
+                ignore_eos=True,
+                detokenize=False,
+                capture=capture,
+                **params,
+            )
+            for capture in captures
+        ],
+        use_tqdm=False,
+    )
+
+
+def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> None:
+    names = [f"{layout}-request" for layout in LAYOUTS]
+    outputs = generate(
+        llm,
+        [
+            {
+                "inline": spec(),
+                "filesystem": spec(request_id=name, layout=layout),
+                "arrow": spec(request_id=name),
+            }
+            for name, layout in zip(names, LAYOUTS)
+        ],
+    )
+    for name, output in zip(names, outputs):
+        results = output.capture_results
+        assert {r.status for r in results.values()} == {"ok"}, results
+        rows = results["inline"].payload
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        assert rows.keys() == {(la, "pre_attn") for la in range(3)} | {(2, "post_block")}
+        stored = read_request(root / "files", "default", name)
+        table = ds.dataset(results["arrow"].payload).to_table(
+            filter=ds.field("request_id") == name
+        )
+        assert table.num_rows == 4 * len(tokens)
+        for tap, tensor in rows.items():
+            assert tensor.dtype is torch.bfloat16
+            assert tensor.shape == (len(tokens), 64)
+            assert rows.token_ids[tap] == tokens
+            assert torch.equal(stored[tap], tensor)
+        for row in table.to_pylist():
+            tensor = rows[row["layer"], row["hook"]][row["position"]]
+            assert torch.equal(torch.tensor(row["values"]), tensor.float())
+            assert row["token_id"] == tokens[row["position"]]
+
+
+def test_samples_of_a_request_are_told_apart(llm: Any) -> None:
+    (output,) = generate(llm, [{"inline": spec(positions="all_generated")}], n=2)
+    payload = output.capture_results["inline"].payload
+    assert payload.keys() == {0, 1}
+    for index, sample in enumerate(output.outputs):
+        rows = payload[index]
+        assert rows.token_ids[0, "pre_attn"] == list(sample.token_ids)[:-1]
+        assert len(rows[0, "pre_attn"]) == MAX_TOKENS - 1
+
+
+def test_a_request_over_its_limit_is_refused_with_its_size(llm: Any) -> None:
+    with pytest.raises(ValueError, match="may take 49152 bytes"):
+        generate(llm, [{"inline": spec(hooks={"pre_attn": "all"})}], n=16)
+
+
+def test_requests_over_the_common_limit_are_refused_and_give_way(llm: Any) -> None:
+    # 8 rows at 3 taps of 128 bytes, 10 samples: 30720 bytes, of 60000 in all.
+    captures = [{"inline": spec(hooks={"pre_attn": "all"})}] * 2
+    with pytest.raises(ValueError, match="max_inflight_bytes"):
+        generate(llm, captures, n=10)
+    # Those that were refused or aborted do not count any more.
+    for _ in range(3):
+        (output,) = generate(llm, captures[:1], n=10)
+        assert output.capture_results["inline"].status == "ok"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations equal a slow float64 reference in transformers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import generate, logprobs, params, tokens
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
+SIZE = len(PROMPT)
+HOOKS = ("pre_attn", "post_attn", "post_block")
+
+Row = Callable[[torch.Tensor], torch.Tensor]
+
+
+def vector(seed: int, size: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(_models.HIDDEN) * size
+
+
+V, W = vector(1), vector(2)
+U = (V / V.norm()).double()
+
+
+def along(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    c = x @ U
+    return x + (change(c) - c) * U
+
+
+ENTRIES: dict[str, tuple[dict[str, Any], Row]] = {
+    "add, matched": (
+        {"vector": V, "scale": 0.3, "norm_match": True},
+        lambda x: x + 0.3 * x.norm() * U,
+    ),
+    "project_out": ({"vector": V, "op": "project_out"}, lambda x: x - (x @ U) * U),
+    "project_out, half": (
+        {"vector": V, "op": "project_out", "scale": 0.5},
+        lambda x: x - 0.5 * (x @ U) * U,
+    ),
+    "clamp": (
+        {"vector": V, "op": "clamp", "min": -0.5, "max": 0.25},
+        lambda x: along(x, lambda c: c.clamp(-0.5, 0.25)),
+    ),
+    "clamp from below": (
+        {"vector": V, "op": "clamp", "min": 3},
+        lambda x: along(x, lambda c: c.clamp(min=3)),
+    ),
+    "replace": ({"vector": V, "op": "replace", "scale": 2}, lambda x: 2 * V.double()),
+    "replace by nothing": ({"vector": V * 0, "op": "replace"}, lambda x: x * 0),
+    "replace, matched": (
+        {"vector": V, "op": "replace", "norm_match": True},
+        lambda x: x.norm() * U,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(_models.CONFIGS))
+def steered(
+    request: Any, tmp_path_factory: Any
+) -> Iterator[tuple[Any, _models.Reference]]:
+    path = _models.save(request.param, tmp_path_factory.mktemp(request.param))
+    llm = _engine.engine(path, max_num_batched_tokens=32, max_num_seqs=4)
+    yield llm, _models.Reference(path)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def at_rows(change: Row, selects: Callable[[int], bool]) -> _models.Change:
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        rows = [
+            change(row.double()) if selects(position) else row.double()
+            for position, row in enumerate(stream)
+        ]
+        return torch.stack(rows).to(stream.dtype)
+
+    return changed
+
+
+def check(llm: Any, reference: Any, fields: Any, changes: Any) -> None:
+    (output,) = generate(llm, [PROMPT], [params(**fields)])
+    ids = PROMPT + tokens(output)
+    expected = reference.logprobs(ids[:-1], changes)[SIZE - 1 :]
+    error = (logprobs(output) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4, f"relative error {error:.2e}"
+    plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
+    assert (expected - plain).abs().max() > 1e-3, "the operation does nothing"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_operation_does_what_its_formula_says(
+    steered: Any, name: str, hook: str
+) -> None:
+    entry, change = ENTRIES[name]
+    fields = {"steering_vectors": {hook: {1: entry}}}
+    check(*steered, fields, {(1, hook): at_rows(change, lambda _: True)})
+
+
+@pytest.mark.parametrize(
+    ("field", "selects"),
+    [
+        ("prefill_steering_vectors", lambda p: p < SIZE),
+        ("decode_steering_vectors", lambda p: p >= SIZE),
+    ],
+)
+def test_operations_keep_to_their_tier(steered: Any, field: str, selects: Any) -> None:
+    entry, change = ENTRIES["project_out"]
+    fields = {field: {"post_attn": {0: entry}}}
+    check(*steered, fields, {(0, "post_attn"): at_rows(change, selects)})
+
+
+@pytest.mark.parametrize(
+    ("positions", "chosen"),
+    [
+        ([0, 3, SIZE + 1], {0, 3, SIZE + 1}),
+        ([-1, -4], {SIZE - 1, SIZE - 4}),
+        ({"last": 3}, {SIZE - 3, SIZE - 2, SIZE - 1}),
+    ],
+)
+@pytest.mark.parametrize("op", ["add", "replace"])
+def test_positions_are_absolute_or_from_the_prompts_end(
+    steered: Any, positions: Any, chosen: set[int], op: str
+) -> None:
+    entry = {"vector": V, "scale": 1.5, "op": op, "positions": positions}
+    added = 1.5 * V.double()
+    change = (lambda x: x + added) if op == "add" else (lambda x: added)
+    fields = {"steering_vectors": {"post_block": {1: entry}}}
+    changes = {(1, "post_block"): at_rows(change, lambda p: p in chosen)}
+    check(*steered, fields, changes)
+
+
+def test_everything_at_one_point_happens_in_the_documented_order(steered: Any) -> None:
+    llm, reference = steered
+    clamp = {"vector": V, "op": "clamp", "max": 0.5}
+    matched = {"vector": V, "scale": 0.5, "norm_match": True}
+    replace = {"vector": W, "op": "replace", "positions": [0, 5]}
+    fields = {
+        "steering_vectors": {"pre_attn": {1: [clamp, matched, {"vector": W}, replace]}}
+    }
+    llm.set_steering({"pre_attn": {1: {"vector": V, "op": "project_out"}}})
+
+    def change(position: int, x: torch.Tensor) -> torch.Tensor:
+        x = W.double() if position in (0, 5) else x
+        x = x + W.double() + 0.5 * x.norm() * U
+        x = x - (x @ U) * U
+        return along(x, lambda c: c.clamp(max=0.5))
+
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        rows = [change(p, row.double()) for p, row in enumerate(stream)]
+        return torch.stack(rows).to(stream.dtype)
+
+    try:
+        check(llm, reference, fields, {(1, "pre_attn"): changed})
+    finally:
+        llm.clear_steering()
+
+
+def test_other_requests_of_the_batch_are_untouched(steered: Any) -> None:
+    llm, _ = steered
+    prompts = [[(7 * i + j) % _models.VOCAB for j in range(6)] for i in range(4)]
+    plain = generate(llm, prompts, [params(8)] * 4)
+    entry = {"vector": V, "op": "replace", "positions": [2, 7]}
+    sampling = [
+        params(8, steering_vectors={"post_attn": {1: entry}}) if i % 2 else params(8)
+        for i in range(4)
+    ]
+    mixed = generate(llm, prompts, sampling)
+    for i in range(4):
+        same = torch.equal(logprobs(plain[i]), logprobs(mixed[i]))
+        assert same == (i % 2 == 0)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"op": "multiply"}, "multiply"),
+    ({"op": "clamp"}, "min or max"),
+    ({"op": "clamp", "min": 2, "max": 1}, "not above"),
+    ({"op": "clamp", "max": float("nan")}, "finite"),
+    ({"op": "clamp", "max": 1, "scale": 2}, "no scale"),
+    ({"max": 1}, "clamp"),
+    ({"op": "project_out", "norm_match": True}, "norm_match"),
+    ({"norm_match": 1}, "norm_match"),
+    ({"norm_match": True, "vector": [0.0] * _models.HIDDEN}, "no direction"),
+    ({"positions": []}, "at least one"),
+    ({"positions": [1.5]}, "at least one"),
+    ({"positions": {"last": 0}}, "last"),
+    ({"positions": "all"}, "list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))
+def test_bad_entries_are_refused(steered: Any, changes: Any, said: str) -> None:
+    llm, _ = steered
+    entry = {"vector": V, **changes}
+    with pytest.raises(ValueError, match=said):
+        generate(llm, [PROMPT], [params(steering_vectors={"post_block": {1: entry}})])

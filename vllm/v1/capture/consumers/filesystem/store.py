@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured files as one collection: by request, layer, hook and position, lazily.
+
+Opening a store reads indices only. Rows are mapped into memory when they are asked
+for; encoded rows are decoded as far as they are asked for.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.consumers.filesystem.reader import shard_indices
+from vllm.v1.capture.consumers.storage.codecs import codec_of
+from vllm.v1.capture.consumers.storage.files import ASIDE
+
+STATISTICS_ROWS = 4096
+"""So many rows are in memory at once while statistics are computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRows:
+    """The rows of one request at one hook point."""
+
+    tag: str
+    request_id: str
+    layer: int
+    hook: str
+    path: Path
+    offset: int
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    codec: dict[str, Any]
+    positions: Sequence[int]
+    token_ids: Sequence[int | None]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def to_torch(self, positions: Sequence[int] | None = None) -> torch.Tensor:
+        """Rows `[rows, width]` in the dtype that was captured.
+
+        Without `positions` the raw rows are the mapped file itself, which is
+        private: writing to them changes no file.
+
+        Raises:
+            KeyError: a position was not captured.
+
+        """
+        if positions is None:
+            return self._rows(0, self.num_rows)
+        index = {position: row for row, position in enumerate(self.positions)}
+        missing = [position for position in positions if position not in index]
+        if missing:
+            raise KeyError(
+                f"position {missing[0]} of {self.request_id!r} was not captured; "
+                f"captured are {len(self)} between {self.positions[0]} and "
+                f"{self.positions[-1]}"
+                if len(self)
+                else f"{self.request_id!r} has no rows here"
+            )
+        rows = [index[position] for position in positions]
+        if not rows:
+            return torch.empty(0, self.width, dtype=self.dtype)
+        first = min(rows)
+        return self._rows(first, max(rows) + 1)[[row - first for row in rows]]
+
+    def to_numpy(
+        self, positions: Sequence[int] | None = None
+    ) -> np.ndarray[Any, np.dtype[Any]]:
+        """As `to_torch`; bfloat16, which numpy does not have, becomes float32."""
+        rows = self.to_torch(positions)
+        return (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
+
+    def blocks(self, num_rows: int = STATISTICS_ROWS) -> Iterator[torch.Tensor]:
+        """All rows, at most `num_rows` at a time."""
+        for first in range(0, self.num_rows, num_rows):
+            yield self._rows(first, min(first + num_rows, self.num_rows))
+
+    def _rows(self, first: int, stop: int) -> torch.Tensor:
+        if stop <= first:
+            return torch.empty(0, self.width, dtype=self.dtype)
+        codec = codec_of(self.codec)
+        row_bytes = codec.row_bytes(self.width, self.dtype)
+        if row_bytes is not None:
+            data = self._mapped(first * row_bytes, (stop - first) * row_bytes)
+            return codec.reconstruct(data, stop - first, self.width, self.dtype)
+        parts, start, offset = [], 0, 0
+        for count, size in self.codec["blocks"]:
+            if start < stop and start + count > first:
+                data = self._mapped(offset, size)
+                block = codec.reconstruct(data, count, self.width, self.dtype)
+                parts.append(block[max(first - start, 0) : stop - start])
+            start, offset = start + count, offset + size
+        return torch.cat(parts)
+
+    def _mapped(self, offset: int, size: int) -> memoryview:
+        # Copy on write: tensors must be writable, files must not change.
+        mapped = np.memmap(
+            self.path, np.uint8, mode="c", offset=self.offset + offset, shape=(size,)
+        )
+        return memoryview(mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Over all rows that were asked for; computed in float64."""
+
+    num_rows: int
+    mean: torch.Tensor  # [width]
+    std: torch.Tensor  # [width]
+    mean_norm: float
+    largest: float
+    """The largest magnitude of any value."""
+
+
+class CaptureStore:
+    """Everything that a filesystem consumer has written below a root."""
+
+    def __init__(self, root: str | Path) -> None:
+        """Read the indices.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+
+        """
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"{self.root} is not a folder")
+        found: dict[tuple[str, str, int, str], StoredRows] = {}
+        for rows in _scan(self.root):
+            found[rows.tag, rows.request_id, rows.layer, rows.hook] = rows
+        self._rows = list(found.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def requests(self) -> list[tuple[str, str]]:
+        """`(tag, request id)` of every request, sorted."""
+        return sorted({(rows.tag, rows.request_id) for rows in self._rows})
+
+    def select(
+        self,
+        request_id: str | None = None,
+        layer: int | None = None,
+        hook: str | None = None,
+        tag: str | None = None,
+    ) -> list[StoredRows]:
+        """What fits every argument that is given, by tag, request, layer, hook."""
+        fitting = [
+            rows
+            for rows in self._rows
+            if request_id in (None, rows.request_id)
+            and layer in (None, rows.layer)
+            and hook in (None, rows.hook)
+            and tag in (None, rows.tag)
+        ]
+        return sorted(fitting, key=lambda r: (r.tag, r.request_id, r.layer, r.hook))
+
+    def one(
+        self, request_id: str, layer: int, hook: str, tag: str | None = None
+    ) -> StoredRows:
+        """The rows of one request at one hook point.
+
+        Raises:
+            KeyError: there are none, or several tags have some.
+
+        """
+        found = self.select(request_id, layer, hook, tag)
+        if len(found) != 1:
+            which = f"request {request_id!r}, layer {layer}, {hook!r}"
+            tags = [rows.tag for rows in found]
+            raise KeyError(
+                f"{which} is there under several tags, {tags}; name one"
+                if found
+                else f"{which} was not captured under {self.root}"
+            )
+        return found[0]
+
+    def statistics(self, **which: Any) -> Statistics:
+        """Statistics of the rows that `select(**which)` finds.
+
+        Raises:
+            ValueError: it finds no row.
+
+        """
+        count, norms, largest = 0, 0.0, 0.0
+        total: Any = 0.0
+        squares: Any = 0.0
+        for stored in self.select(**which):
+            for block in stored.blocks():
+                values = block.double()
+                count += len(values)
+                total = total + values.sum(dim=0)
+                squares = squares + values.square().sum(dim=0)
+                norms += values.norm(dim=1).sum().item()
+                largest = max(largest, values.abs().max().item())
+        if not count:
+            raise ValueError(f"there is no row with {which}")
+        mean = total / count
+        std = (squares / count - mean.square()).clamp(min=0).sqrt()
+        return Statistics(count, mean, std, norms / count, largest)
+
+    def layer_cosines(
+        self, request_id: str, hook: str, tag: str | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """How alike the layers of a request are.
+
+        Returns:
+            The layers, and `[layers, layers]`: the cosine between the rows of two
+            layers at the same position, averaged over the positions of both.
+
+        """
+        found = self.select(request_id, hook=hook, tag=tag)
+        matrix = torch.eye(len(found))
+        for i, first in enumerate(found):
+            for j, second in enumerate(found[:i]):
+                matrix[i, j] = matrix[j, i] = cosine(first, second).mean()
+        return [rows.layer for rows in found], matrix
+
+    def request_cosines(
+        self, layer: int, hook: str, tag: str | None = None
+    ) -> tuple[list[str], torch.Tensor]:
+        """How alike the requests are at one hook point.
+
+        Returns:
+            The request ids, and `[requests, requests]`: the cosine between the
+            means of their rows.
+
+        """
+        found = [rows for rows in self.select(None, layer, hook, tag) if len(rows)]
+        means = [
+            sum(block.double().sum(dim=0) for block in rows.blocks()) / len(rows)
+            for rows in found
+        ]
+        if not means:
+            return [], torch.empty(0, 0)
+        unit = torch.nn.functional.normalize(torch.stack(means), dim=1)
+        return [rows.request_id for rows in found], (unit @ unit.T).float()
+
+
+def cosine(first: StoredRows, second: StoredRows) -> torch.Tensor:
+    """`[positions]`: the cosine of two rows at each position that both have."""
+    shared = sorted(set(first.positions) & set(second.positions))
+    a, b = first.to_torch(shared).double(), second.to_torch(shared).double()
+    return torch.nn.functional.cosine_similarity(a, b, dim=1).float()
+
+
+def _scan(root: Path) -> Iterator[StoredRows]:
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        if folder.name == ASIDE:
+            continue
+        # Shards first: files of a request's own replace what they hold of it.
+        for path, index in shard_indices(folder):
+            for entry in index["entries"]:
+                facts = index["requests"][entry["request"]]
+                yield _stored(folder.name, path, facts, entry)
+        for path in sorted(folder.glob("*/*.json")):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            for entry in index.get("entries", [{"offset": 0, **index}]):
+                yield _stored(folder.name, path, index, entry)
+
+
+def _stored(
+    tag: str, path: Path, facts: dict[str, Any], entry: dict[str, Any]
+) -> StoredRows:
+    return StoredRows(
+        tag=tag,
+        request_id=facts["request_id"],
+        layer=entry["layer"],
+        hook=entry["hook"],
+        path=path.with_suffix(".bin"),
+        offset=entry["offset"],
+        num_rows=entry["shape"][0],
+        width=entry["shape"][1],
+        dtype=getattr(torch, facts["dtype"]),
+        codec=entry.get("codec", {"name": "raw"}),
+        positions=entry.get("positions") or facts.get("positions") or (),
+        token_ids=entry.get("token_ids") or facts.get("token_ids") or (),
+    )

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry of a request's steering: a vector, and what to do with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.operations import OP_NAMES, Operation, OpName, operation
+from vllm.v1.steering.plan import Tap, Vector
+
+KEYS = ("vector", "scale", "op", "min", "max", "norm_match", "positions")
+MAX_POSITIONS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a vector acts, apart from the plain addition."""
+
+    op: OpName = "add"
+    low: float | None = None
+    high: float | None = None
+    norm_match: bool = False
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the addition at every token, which tables carry out."""
+        return self == PLAIN
+
+    def operation(self, tap: Tap, vector: Vector, scale: float, at: str) -> Operation:
+        """The operation at a tap.
+
+        Raises:
+            SteeringValidationError: the vector is zero where a direction is needed.
+
+        """
+        if (self.norm_match or self.op in ("project_out", "clamp")) and (
+            not vector.any()
+        ):
+            raise fail(
+                f"{at}: a vector of zeros has no direction, which "
+                f"{'norm_match' if self.norm_match else self.op} needs",
+                at,
+                self.op,
+            )
+        return operation(
+            tap,
+            self.op,
+            vector,
+            scale,
+            (self.low, self.high),
+            self.norm_match,
+            self.positions,
+        )
+
+
+PLAIN = Manner()
+
+
+def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
+    """How `{"vector", "scale"?, "op"?, "min"?, ...}` acts.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    unknown = sorted(str(name) for name in entry if name not in KEYS)
+    if unknown or "vector" not in entry:
+        raise fail(
+            f"{at}: an entry is a vector, or an object with the keys {list(KEYS)}; "
+            + (f"it has no key {unknown[0]!r}" if unknown else "vector is missing"),
+            at,
+            sorted(map(str, entry)),
+        )
+    op = entry.get("op", "add")
+    if not isinstance(op, str) or op not in OP_NAMES:
+        raise fail(f"{at}.op: {op!r} is not one of {list(OP_NAMES)}", f"{at}.op", op)
+    low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
+    _check_bounds(op, low, high, "scale" in entry, at)
+    norm_match = entry.get("norm_match", False)
+    if not isinstance(norm_match, bool) or (norm_match and op not in _MATCHES):
+        raise fail(
+            f"{at}.norm_match is true or false, and goes with {list(_MATCHES)}",
+            f"{at}.norm_match",
+            norm_match,
+        )
+    positions = parse_positions(entry.get("positions"), f"{at}.positions")
+    return Manner(op, low, high, norm_match, positions)  # type: ignore[arg-type]
+
+
+_MATCHES = ("add", "replace")
+
+
+def _bound(raw: Any, at: str) -> float | None:
+    if raw is None:
+        return None
+    is_number = isinstance(raw, (int, float, np.number)) and not isinstance(raw, bool)
+    if not is_number or not np.isfinite(raw):
+        raise fail(f"{at} must be a finite number", at, raw)
+    return float(raw)
+
+
+def _check_bounds(
+    op: str, low: float | None, high: float | None, has_scale: bool, at: str
+) -> None:
+    given = low is not None or high is not None
+    if op != "clamp":
+        if given:
+            raise fail(f'{at}: min and max go with "op": "clamp"', at, op)
+        return
+    if not given or has_scale or (low is not None and high is not None and low > high):
+        raise fail(
+            f"{at}: clamp needs min or max, min not above max, and takes no scale",
+            at,
+            {"min": low, "max": high},
+        )
+
+
+def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
+    """A list of positions, negative ones from the prompt's end, or `{"last": k}`.
+
+    Raises:
+        SteeringValidationError: it is neither, or empty.
+
+    """
+    if raw is None:
+        return None
+    if isinstance(raw, Mapping):
+        last = raw.get("last")
+        if raw.keys() != {"last"} or not _is_index(last) or last < 1:
+            raise fail(f'{at} must be a list or {{"last": k}}', at, dict(raw))
+        if last > MAX_POSITIONS:
+            raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, last)
+        return tuple(range(-last, 0))
+    if not isinstance(raw, (list, tuple)) or not raw or not all(map(_is_index, raw)):
+        raise fail(
+            f"{at} must list at least one token position (negative ones count from "
+            'the prompt\'s end), or be {"last": k} for the last k prompt tokens',
+            at,
+            raw,
+        )
+    if len(raw) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
+    return tuple(sorted(set(raw)))
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
