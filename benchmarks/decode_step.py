@@ -62,6 +62,9 @@ def measure(model: str, features: str) -> dict[str, object]:
     extra: dict[str, object] = {}
     if "capture" in features:
         extra["capture_consumers"] = ["logging"]
+    if "steering" in features:
+        extra["enable_steering"] = True
+        extra["max_steering_configs"] = 16
     start = time.perf_counter()
     llm = LLM(
         model=model_folder(model),
@@ -95,6 +98,8 @@ def measure(model: str, features: str) -> dict[str, object]:
         times["plain"][batch] = replay_ms(graphs[batch, 0])
     if "capture" in features:
         time_taps(runner, graphs, times)
+    if "steering" in features:
+        time_steering(runner, graphs, times)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "times": times,
@@ -131,6 +136,27 @@ def time_taps(runner, graphs, times) -> None:  # type: ignore[no-untyped-def]
             family = 2 if "3 hooks" in name else 1
             times[name][batch] = replay_ms(graphs[batch, family])
     capture._slots.fill_(-1)
+
+
+def time_steering(runner, graphs, times) -> None:  # type: ignore[no-untyped-def]
+    """Every row steered at all hook points, rows of the tables at random."""
+    import torch
+
+    taps = [
+        tap
+        for module in runner.model.modules()
+        for tap in (module.__dict__.get("residual_taps") or {}).values()
+    ]
+    rows = taps[0].rows
+    num_vectors = taps[0].table.shape[0]
+    rows.copy_(torch.randint(1, num_vectors, rows.shape, dtype=rows.dtype))
+    for tap in taps:
+        tap.table.normal_(0, 1e-3)
+    name = f"steered, all hooks, {num_vectors - 1} vectors"
+    times[name] = {batch: replay_ms(graphs[batch, 0]) for batch in BATCHES}
+    rows.zero_()
+    for tap in taps:
+        tap.table.zero_()
 
 
 def replay_ms(graph) -> float:  # type: ignore[no-untyped-def]
@@ -190,6 +216,8 @@ def main() -> None:
         "upstream": run_variant(args.upstream, args.model, ""),
         "fork, off": run_variant(args.fork, args.model, ""),
         "fork, capture on": run_variant(args.fork, args.model, "capture"),
+        "fork, steering on": run_variant(args.fork, args.model, "steering"),
+        "fork, both on": run_variant(args.fork, args.model, "capture steering"),
         "upstream again": run_variant(args.upstream, args.model, ""),
     }
     args.out.write_text(json.dumps(runs, indent=1))

@@ -32,7 +32,10 @@ from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
         ),
         ('x:a="1,2",b=2', ConsumerConfig("x", "", {"a": "1,2", "b": 2})),
         (r'x:a="q\",r",b=2', ConsumerConfig("x", "", {"a": 'q",r', "b": 2})),
-        ("x:url=http://h:1/p?q=2", ConsumerConfig("x", "", {"url": "http://h:1/p?q=2"})),
+        (
+            "x:url=http://h:1/p?q=2",
+            ConsumerConfig("x", "", {"url": "http://h:1/p?q=2"}),
+        ),
         (
             '{"name": "x", "instance_name": "y", "params": {"a": 1}}',
             ConsumerConfig("x", "y", {"a": 1}),

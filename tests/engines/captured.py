@@ -72,9 +72,7 @@ class CapturedEngine:
         asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
         assert config.use_v2_model_runner == asked, "not the runner that is tested"
 
-    def run(
-        self, prompts: Sequence[Sequence[int]], params: Any
-    ) -> list[RequestOutput]:
+    def run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[RequestOutput]:
         """Generate for prompts of token ids."""
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(given, params, use_tqdm=False)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plug-in: the V2 model runner on a CPU, under Triton's interpreter.
 
-    python -m pytest -p tests.engines.interpreted tests/v1/capture/engine
+python -m pytest -p tests.engines.interpreted tests/v1/capture/engine
 """
 
 import os

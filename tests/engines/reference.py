@@ -71,8 +71,15 @@ class Reference:
 
         layer.register_forward_pre_hook(entering, with_kwargs=True)
         layer.register_forward_hook(leaving)
+
+        def attended(module: Any, args: Any, output: Any) -> None:
+            branch = first(output).detach().float().flatten(0, -2)
+            self._seen[index, "post_attn"] = self._seen[index, "pre_attn"] + branch
+
         if places.mid is not None:
             layer.get_submodule(places.mid).register_forward_pre_hook(middle)
+        else:
+            layer.get_submodule(places.attention).register_forward_hook(attended)
 
     def _put(self, layer: int, hook: str, hidden: torch.Tensor) -> None:
         self._seen[layer, hook] = hidden.detach().float().flatten(0, -2).clone()

@@ -128,4 +128,23 @@ ARCHITECTURES = [
             )
         ),
     ),
+    # Attention and MLP side by side, on the same input.
+    Architecture(
+        "CohereForCausalLM",
+        lambda: transformers.CohereConfig(**_common(tie_word_embeddings=True)),
+        Places(decoder, mid=None),
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        lambda: transformers.Gemma2Config(
+            **_common(
+                query_pre_attn_scalar=32, sliding_window=128, tie_word_embeddings=True
+            )
+        ),
+        Places(decoder, mid="pre_feedforward_layernorm"),
+    ),
+    Architecture("Phi3ForCausalLM", lambda: transformers.Phi3Config(**_common())),
+    Architecture(
+        "StableLmForCausalLM", lambda: transformers.StableLmConfig(**_common())
+    ),
 ]

@@ -46,9 +46,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def compare(
-    architecture: Architecture, dtype: torch.dtype, folder: Path
-) -> Compared:
+def compare(architecture: Architecture, dtype: torch.dtype, folder: Path) -> Compared:
     # Wild weights amplify rounding from layer to layer: milder ones in bfloat16.
     scale = 0.2 if dtype == torch.float32 else 0.1
     model = save(architecture.config(), folder, dtype, scale=scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request says in its sampling parameters what is captured of it and what steers it."""
+"""Sampling parameters say what is captured of a request and what steers it."""
 
 from fork.language import add_argument, add_field, add_import, add_parameter
 

@@ -13,10 +13,15 @@ WIDTH, ROWS = 6, 40
 
 
 @pytest.fixture(autouse=True)
-def launching() -> Iterator[None]:
-    Launch.capture = True
+def nothing_launches_afterwards() -> Iterator[None]:
     yield
-    Launch.capture = False
+    Launch.taps = frozenset()
+
+
+def launching(slots: torch.Tensor) -> torch.Tensor:
+    """Let the tap that reads these slots launch."""
+    Launch.taps = frozenset({slots.data_ptr()})
+    return slots
 
 
 @st.composite
@@ -44,7 +49,8 @@ def passes(draw: st.DrawFn) -> dict:
 def test_the_op_copies_the_stream_of_each_token_that_has_a_slot(
     one: dict, batched: bool
 ) -> None:
-    hidden, residual, slots = one["hidden"], one["residual"], one["map"][:, 1]
+    hidden, residual = one["hidden"], one["residual"]
+    slots = launching(one["map"][:, 1])
     staging = torch.full((ROWS, WIDTH), 7.0, dtype=hidden.dtype)
     expected = staging.clone()
     for token in range(len(hidden)):
@@ -63,7 +69,7 @@ def test_the_op_copies_the_stream_of_each_token_that_has_a_slot(
 @given(passes())
 def test_a_tap_without_vectors_changes_nothing(one: dict) -> None:
     staging = torch.zeros(ROWS, WIDTH, dtype=one["hidden"].dtype)
-    tap = ResidualTap(one["map"][:, 1], staging)
+    tap = ResidualTap(launching(one["map"][:, 1]), staging)
     before = one["hidden"].clone()
     hidden, residual = tap(one["hidden"], one["residual"])
     assert torch.equal(hidden, before)
@@ -71,10 +77,10 @@ def test_a_tap_without_vectors_changes_nothing(one: dict) -> None:
     assert residual is one["residual"]
 
 
-def test_a_pass_that_captures_nothing_writes_nothing() -> None:
-    Launch.capture = False
+def test_a_tap_that_does_not_launch_writes_nothing() -> None:
     staging = torch.zeros(2, WIDTH)
     slots = torch.zeros(1, dtype=torch.int32)
+    launching(torch.zeros(1, dtype=torch.int32))
     torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, staging, False)
     assert (staging == 0).all()
 
@@ -83,7 +89,13 @@ def test_the_op_has_a_fake_for_compilation() -> None:
     slots = torch.tensor([0, -1], dtype=torch.int32)
     torch.library.opcheck(
         torch.ops.vllm.capture_rows.default,
-        (torch.ones(2, WIDTH), torch.ones(2, WIDTH), slots, torch.zeros(2, WIDTH), False),
+        (
+            torch.ones(2, WIDTH),
+            torch.ones(2, WIDTH),
+            slots,
+            torch.zeros(2, WIDTH),
+            False,
+        ),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -92,6 +104,6 @@ def test_a_captured_row_is_the_rounded_sum_of_the_pair() -> None:
     hidden = torch.full((1, WIDTH), 256.0, dtype=torch.bfloat16)
     residual = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
     staging = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
-    slots = torch.zeros(1, dtype=torch.int32)
+    slots = launching(torch.zeros(1, dtype=torch.int32))
     torch.ops.vllm.capture_rows(hidden, residual, slots, staging, False)
     assert torch.equal(staging, hidden + residual)

@@ -47,7 +47,7 @@ def test_without_taps_the_calls_return_their_arguments() -> None:
 
 def test_taps_belong_to_one_layer_and_one_point() -> None:
     one, other, x = Layer(), Layer(), torch.ones(1)
-    residual_tap.attach(one, {"pre_attn": Counting()})  # type: ignore[dict-item]
+    residual_tap.attach(one, "pre_attn", Counting())  # type: ignore[arg-type]
     assert residual_tap.stream(one, "pre_attn", x).item() == 11
     assert residual_tap.stream(one, "post_block", x) is x
     assert residual_tap.stream(other, "pre_attn", x) is x

@@ -21,7 +21,7 @@ from vllm.v1.capture.registry import (
     consumer_names,
 )
 
-PLUGIN = '''
+PLUGIN = """
 from vllm.v1.capture.consumer import CaptureConsumer
 
 class Good(CaptureConsumer):
@@ -34,7 +34,7 @@ class Good(CaptureConsumer):
 
 class Nothing:
     location = "worker"
-'''
+"""
 
 
 @pytest.fixture

@@ -37,9 +37,7 @@ class Consumers:
         return rows[: self.finalizes[instance, tap].sidecar["num_rows"]]
 
 
-def run(
-    plan: CapturePlan, life: Life, reason: str, early: frozenset[str]
-) -> Consumers:
+def run(plan: CapturePlan, life: Life, reason: str, early: frozenset[str]) -> Consumers:
     taps = [tap for group in plan.groups for tap in group.taps]
     groups = local_groups(plan, {tap: i for i, tap in enumerate(taps)})
     prompt = list(range(100, 100 + life.num_prompt_tokens))

@@ -11,8 +11,8 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.held import HeldRows
 from vllm.v1.capture.geometry import row_bytes, torch_dtype
+from vllm.v1.capture.held import HeldRows
 from vllm.v1.capture.plan import CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.selectors import fail, plain, resolve_positions
 from vllm.v1.capture.types import (

@@ -5,6 +5,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
 from vllm.logger import init_logger
 from vllm.v1.capture.errors import CaptureValidationError
@@ -118,6 +119,13 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )
+    if config.enabled and envs.VLLM_USE_RUST_FRONTEND:
+        raise CaptureValidationError(
+            "capture_consumers: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
+            "the fields of a capture; unset it to capture",
+            parameter="capture_consumers",
+            value=[entry.instance_name for entry in config.consumers],
+        )
     for consumer in config.consumers:
         check_consumer(consumer_class(consumer.name), consumer.name)
     _check_graphsafe_keys(config.graphsafe_keys)

@@ -22,10 +22,12 @@ def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
         end if isinstance(end, CaptureEnd) else msgspec.convert(end, CaptureEnd)
         for end in ends
     ]
+    capture = core.scheduler.capture  # type: ignore[attr-defined]
+    own = [end for end in decoded if capture.forget(end.request_id)]
     if core.scheduler.has_requests():
-        core.scheduler.capture.add_ends(decoded)  # type: ignore[attr-defined]
-    else:
-        end_captures_now(core, decoded)
+        capture.add_ends(own)
+    elif own:
+        end_captures_now(core, own)
 
 
 def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:

@@ -28,6 +28,7 @@ class ForwardingSink:
         self._stage = stage
         self._outbox = outbox
         self._routes: dict[str, str] = {}
+        self._ended: set[str] = set()
 
     def route(self, request_id: str, address: str) -> None:
         """Say where the request's front end listens, before its first row."""
@@ -59,6 +60,13 @@ class ForwardingSink:
         self._outbox.send(
             address, EndMessage(request_id, self._instance, self._stage, sidecars)
         )
+        self._ended.add(request_id)
+
+    def passed_on(self, request_id: str) -> bool:
+        """Whether the front end's own lane will give the result; asked once."""
+        passed = request_id in self._ended
+        self._ended.discard(request_id)
+        return passed
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
         """Nothing to do: the end of a request travels as a whole."""

@@ -37,6 +37,22 @@ class CaptureScheduling:
         self._rows_per_step = rows_per_step
         self._rows_left = rows_per_step
         self._ends: list[CaptureEnd] = []
+        self._known: set[str] = set()
+
+    def add_request(self, request: "Request") -> None:
+        """A request has come to this engine."""
+        if plan_of(request) is not None:
+            self._known.add(request.request_id)
+
+    def forget(self, request_id: str) -> bool:
+        """Whether a request that has ended was this engine's, which is asked once.
+
+        Under data parallelism every engine hears of every end, and only the one
+        that had the request may answer.
+        """
+        known = request_id in self._known
+        self._known.discard(request_id)
+        return known
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""

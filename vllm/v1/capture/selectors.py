@@ -26,8 +26,7 @@ def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
 
 
 def plain(raw: Any) -> Any:
-    """`raw` as JSON-like data: dataclasses become dicts; tuples, ranges and arrays
-    become lists."""
+    """`raw` as JSON-like data: dataclasses become dicts, sequences and arrays lists."""
     if is_dataclass(raw) and not isinstance(raw, type):
         raw = asdict(raw)
     elif isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):

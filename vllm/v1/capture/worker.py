@@ -215,9 +215,9 @@ class WorkerCapture:
     def _answer(
         self, reply_to: str, request_id: str, instance: str, result: CaptureResult
     ) -> None:
-        forwarded = isinstance(self._lanes[instance].sink, ForwardingSink)
-        if forwarded and result.status == "ok":
-            return  # The front end's own lane has the result.
+        sink = self._lanes[instance].sink
+        if isinstance(sink, ForwardingSink) and sink.passed_on(request_id):
+            return
         stage = self._stage.pipeline_rank
         message = ResultMessage.of(request_id, instance, stage, result)
         self._outbox.send(reply_to, message)

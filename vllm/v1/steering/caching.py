@@ -7,6 +7,7 @@ steers its own tokens. Tokens that nothing steers add no key: such blocks are sh
 with unsteered traffic, as without steering.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,9 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
     if tiers is None and not EngineSteering.tiers:
         return _salt(request)
     boundary = request.num_prompt_tokens
-    prefill = _joined(EngineSteering.prefill_digest, tiers and tiers.prefill_digest)
-    decode = _joined(EngineSteering.decode_digest, tiers and tiers.decode_digest)
+    own = NO_STEERING if tiers is None else tiers
+    prefill = _joined(EngineSteering.prefill_digest, own.prefill_digest)
+    decode = _joined(EngineSteering.decode_digest, own.decode_digest)
     keys: list[tuple[str, ...]] = _salt(request)
     if stop <= boundary or prefill == decode:
         keys += [("steering", prefill)] if prefill else []
@@ -60,9 +62,8 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
         keys += [("steering", decode)] if decode else []
     else:
         keys.append(("steering", prefill, str(boundary - start), decode))
-    for where in (EngineSteering.tiers, tiers):
-        if where is not None:
-            keys += _operation_keys(where, boundary, start, stop)
+    for where in (EngineSteering.tiers, own):
+        keys += _operation_keys(where, boundary, start, stop)
     return keys
 
 
@@ -75,14 +76,21 @@ def _operation_keys(
         (tiers.prefill_operations, start, middle),
         (tiers.decode_operations, middle, stop),
     )
+    # An operation of both phases counts as one, wherever the prompt ends.
+    places: dict[tuple[str, int], list[int]] = {}
     for operations, first, last in phases:
+        times: Counter[str] = Counter()
         for one in operations:
-            if places := one.selected(boundary, first, last):
-                named = ",".join(str(place - start) for place in places)
-                yield ("steering-op", one.digest, named)
+            found = places.setdefault((one.digest, times[one.digest]), [])
+            found += one.selected(boundary, first, last)
+            times[one.digest] += 1
+    for (digest, _), selected in places.items():
+        if selected:
+            named = ",".join(str(place - start) for place in selected)
+            yield "steering-op", digest, named
 
 
-def _joined(of_engine: str, of_request: str | None) -> str:
+def _joined(of_engine: str, of_request: str) -> str:
     return "+".join(digest for digest in (of_engine, of_request) if digest)
 
 

@@ -61,7 +61,7 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
     """
     modules = _modules(args.steering_modules)
     keys = args.steering_api_key or []
-    keys = [keys] if isinstance(keys, str) else list(keys)
+    keys = list(keys)
     if not args.enable_steering:
         for name, value in (("modules", modules), ("api-key", keys)):
             if value:

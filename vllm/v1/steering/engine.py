@@ -25,9 +25,8 @@ def set_steering(
     Workers carry out calls and steps in the order in which they were sent, so that
     no step sees the change on some ranks only.
     """
-    if not isinstance(change, SteeringTiers):
-        change = msgspec.convert(change, SteeringTiers)
-    scheduler = core.scheduler
+    change = msgspec.convert(change, SteeringTiers)
+    scheduler: Any = core.scheduler
     old = scheduler.steering.tiers
     new = _merged(old, change, replace)
     _tell_workers(core, new)
@@ -81,10 +80,11 @@ def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
 
 def get_steering(core: "EngineCore") -> dict[str, Any]:
     """The global vectors' norms and the slots in use, as plain data."""
-    tiers = core.scheduler.steering.tiers
+    scheduler: Any = core.scheduler
+    tiers = scheduler.steering.tiers
     config = core.vllm_config.steering_config
     return {
         **describe(tiers),
-        "configs_in_use": core.scheduler.steering.slots.in_use,
+        "configs_in_use": scheduler.steering.slots.in_use,
         "max_configs": config.max_configs,
     }

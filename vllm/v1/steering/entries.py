@@ -88,7 +88,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
             norm_match,
         )
     positions = parse_positions(entry.get("positions"), f"{at}.positions")
-    return Manner(op, low, high, norm_match, positions)  # type: ignore[arg-type]
+    return Manner(op, low, high, norm_match, positions)
 
 
 _MATCHES = ("add", "replace")
@@ -130,7 +130,7 @@ def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
         return None
     if isinstance(raw, Mapping):
         last = raw.get("last")
-        if raw.keys() != {"last"} or not _is_index(last) or last < 1:
+        if raw.keys() != {"last"} or not isinstance(last, int) or last < 1:
             raise fail(f'{at} must be a list or {{"last": k}}', at, dict(raw))
         if last > MAX_POSITIONS:
             raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, last)

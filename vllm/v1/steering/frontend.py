@@ -171,12 +171,14 @@ class SteeringControl:
 
     def __init__(self, engine: "LLMEngine") -> None:
         self.frontend = _open(engine)
-        self._core = engine.engine_core
+        self._core: Any = engine.engine_core
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         if hasattr(self._core, "call_utility"):
-            return self._core.call_utility(method, *args)  # type: ignore[no-any-return]
-        return getattr(self._core.engine_core, method)(*args)  # type: ignore[no-any-return]
+            found: dict[str, Any] = self._core.call_utility(method, *args)
+        else:  # The core runs in this process.
+            found = getattr(self._core.engine_core, method)(*args)
+        return found
 
     def set(
         self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool

@@ -34,9 +34,7 @@ def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descri
         mode: [
             replace(descriptor, tapped=family)
             for descriptor in of_mode
-            for family in (
-                range(last + 1) if mode == CUDAGraphMode.FULL else (0, last)
-            )
+            for family in (range(last + 1) if mode == CUDAGraphMode.FULL else (0, last))
         ]
         for mode, of_mode in descriptors.items()
     }

@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
+from vllm.model_executor.layers.residual_ops import ResidualTap
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.rows import StepView
 from vllm.v1.capture.wire import CaptureEnd
@@ -201,11 +202,11 @@ def open_residual_stream(
 
 def _tap(
     tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
-) -> residual_tap.ResidualTap:
+) -> ResidualTap:
     """The tensors that one hook point reads and writes."""
     slots, staging = (None, None) if capture is None else capture.tensors(tap)
     table, rows = (None, None) if steering is None else steering.tensors(tap)
-    return residual_tap.ResidualTap(slots, staging, table, rows)
+    return ResidualTap(slots, staging, table, rows)
 
 
 def _check_supported(

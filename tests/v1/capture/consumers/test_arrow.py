@@ -47,8 +47,10 @@ def test_a_dataset_has_every_row_once(
         want = rows[row["position"]].to(stored)
         assert torch.equal(torch.tensor(row["values"], dtype=stored), want)
         assert row["token_id"] == 100 + row["position"]
-    keys = {(r["request_id"], r["layer"], r["hook"], r["position"])
-            for r in table.to_pylist()}
+    keys = {
+        (r["request_id"], r["layer"], r["hook"], r["position"])
+        for r in table.to_pylist()
+    }
     assert len(keys) == table.num_rows
 
 
@@ -58,7 +60,9 @@ def test_the_schema_says_what_was_widened(tmp_path: Path) -> None:
     assert schema.names == [
         "request_id", "layer", "hook", "position", "token_id", "values",
     ]  # fmt: skip
-    assert schema.field("values").type == pa.list_(pa.field("element", pa.float32()), 16)
+    assert schema.field("values").type == pa.list_(
+        pa.field("element", pa.float32()), 16
+    )
     assert schema.metadata[b"captured_dtype"] == b"bfloat16"
     assert schema.metadata[b"stored_dtype"] == b"float"
     assert schema.metadata[b"widened"] == b"true"

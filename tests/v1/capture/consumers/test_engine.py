@@ -102,7 +102,9 @@ def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> N
         assert {r.status for r in results.values()} == {"ok"}, results
         rows = results["inline"].payload
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-        assert rows.keys() == {(la, "pre_attn") for la in range(3)} | {(2, "post_block")}
+        assert rows.keys() == {(la, "pre_attn") for la in range(3)} | {
+            (2, "post_block")
+        }
         stored = read_request(root / "files", "default", name)
         table = ds.dataset(results["arrow"].payload).to_table(
             filter=ds.field("request_id") == name

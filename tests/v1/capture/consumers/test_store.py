@@ -14,7 +14,9 @@ Captured = dict[str, dict[tuple[int, str], torch.Tensor]]
 
 def captured(root: Path, dtype: torch.dtype = torch.bfloat16, **params) -> Captured:
     requests = {
-        f"r{i}": {(la, "post_block"): rows_of(7, 32, 10 * i + la, dtype) for la in (0, 2)}
+        f"r{i}": {
+            (la, "post_block"): rows_of(7, 32, 10 * i + la, dtype) for la in (0, 2)
+        }
         for i in range(3)
     }
     deliver(FilesystemConsumer(None, {"root": str(root), **params}), requests)

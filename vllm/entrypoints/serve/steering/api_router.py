@@ -68,7 +68,8 @@ async def set_steering(request: Request) -> JSONResponse:
     names = ("vectors", "prefill_vectors", "decode_vectors")
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        return await control.set(*map(body.get, names), _flag(body, "replace"))
+        base, prefill, decode = map(body.get, names)
+        return await control.set(base, prefill, decode, _flag(body, "replace"))
 
     return await _change(request, (*names, "replace"), change)
 

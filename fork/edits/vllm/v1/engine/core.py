@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core knows the model's hook points and passes on ends of captures and changes of steering."""
+"""The engine core knows hook points, ends captures and changes steering."""
 
 from fork.language import add_argument, add_import, after, last
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: what a request wants captured, and what steers it, is checked before it is scheduled."""
+"""Admission: capture and steering are checked before a request is scheduled."""
 
 from fork.language import add_import, after, last
 

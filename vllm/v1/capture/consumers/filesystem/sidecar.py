@@ -70,6 +70,4 @@ def entry(
 
 
 def _note(sidecar: dict[str, Any]) -> dict[str, str]:
-    return (
-        {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
-    )
+    return {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}

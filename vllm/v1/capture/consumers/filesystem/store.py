@@ -104,7 +104,7 @@ class StoredRows:
         mapped = np.memmap(
             self.path, np.uint8, mode="c", offset=self.offset + offset, shape=(size,)
         )
-        return memoryview(mapped)
+        return mapped.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,10 @@ class CaptureStore:
         """
         found = [rows for rows in self.select(None, layer, hook, tag) if len(rows)]
         means = [
-            sum(block.double().sum(dim=0) for block in rows.blocks()) / len(rows)
+            torch.stack([block.double().sum(dim=0) for block in rows.blocks()]).sum(
+                dim=0
+            )
+            / len(rows)
             for rows in found
         ]
         if not means:

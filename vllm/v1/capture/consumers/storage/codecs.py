@@ -83,7 +83,7 @@ class Zstd(Raw):
         if not rows.numel():
             return b""
         codec = pyarrow.Codec("zstd", compression_level=1)
-        return codec.compress(raw_bytes(rows), asbytes=True)  # type: ignore[no-any-return]
+        return codec.compress(raw_bytes(rows), asbytes=True)
 
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
@@ -229,8 +229,10 @@ class TopK8(Codec):
 
 
 def parse_codec(text: Any, where: str) -> Codec:
-    """The codec that `"raw"`, `"zstd"`, `"full8"`, `"rp8:K"`, `"rp8:K:SEED"` or
-    `"topk8:K"` stands for; without `K`, 256 dimensions or 64 values.
+    """The codec that a name stands for.
+
+    The names are `raw`, `zstd`, `full8`, `rp8:K`, `rp8:K:SEED` and `topk8:K`; without
+    `K` it is 256 dimensions or 64 values.
 
     Raises:
         CaptureValidationError: it is none of these.

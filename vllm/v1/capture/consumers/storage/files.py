@@ -75,7 +75,6 @@ class Workspace:
         self._numbers = count()
         self._made: set[Path] = set()
 
-
     def open(self) -> None:
         """Make the folder, and remove those of processes that no longer run."""
         # The root itself was made at start-up. If it is gone now, a disk is not

@@ -51,9 +51,7 @@ class StoredRequest:
     ) -> Iterator[torch.Tensor]:
         """The rows of a key that count."""
         _, layer, hook = finalize.key
-        return self.rows.blocks(
-            (layer, hook), finalize.sidecar["num_rows"], max_bytes
-        )
+        return self.rows.blocks((layer, hook), finalize.sidecar["num_rows"], max_bytes)
 
     def settle(self, results: Iterable[CaptureResult]) -> None:
         """Make the results final; keys without one are errors."""

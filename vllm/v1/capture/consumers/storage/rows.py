@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of one request until they are written: in memory, else in a spill file."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -146,10 +147,8 @@ class RequestRows:
             freed, self.memory_bytes = self.memory_bytes, 0
             self._keys.clear()
         if self._spill_path is not None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._spill_path)
-            except FileNotFoundError:
-                pass
             self._spill_path = None
         return freed
 

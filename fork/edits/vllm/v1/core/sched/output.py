@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends of captures and changes of steering travel to the workers with a step."""
 
-from fork.language import add_field
+from fork.language import add_field, add_import
 
 EDITS = [
+    add_import("from typing import Any", why="The type of the fields."),
     add_field(
         scope="SchedulerOutput",
         after="kv_connector_block_state",
@@ -11,7 +12,7 @@ EDITS = [
 # Captured requests that ended for their clients: list[CaptureEnd]
 capture_ends: list | None = None
 # Steered requests that begin, and slots to load: SteeringStep
-steering: object | None = None
+steering: Any = None
 """,
         why="Reaches every worker after the steps that computed the rows.",
     ),

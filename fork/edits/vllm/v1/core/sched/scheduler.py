@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step captures no more rows than staging memory holds, and steers by few configurations."""
+"""A step fits staging memory and the slots for steering configurations."""
 
 from fork.language import add_argument, add_import, after, before, first, last
 
@@ -19,6 +19,11 @@ self.capture = capture_scheduling(self.vllm_config)
 self.steering = steering_scheduling(self.vllm_config)
 """,
         why="One object holds the step's budget and pending ends, one the slots.",
+    ),
+    first(
+        scope="Scheduler.add_request",
+        insert="self.capture.add_request(request)",
+        why="Only the engine that had a request answers for its end.",
     ),
     after(
         scope="Scheduler.schedule",

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small engine with capture consumers, for the examples of this folder."""
+
+import os
+from pathlib import Path
+
+from vllm import LLM
+
+DEMO = Path(__file__).parents[1] / "demo_model"
+DEMO_MODEL = DEMO / "weights"
+
+
+def small_engine(model: Path, consumer: str) -> LLM:
+    """An engine that takes little memory and starts soon."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return LLM(
+        str(model),
+        capture_consumers=[consumer],
+        max_model_len=256,
+        enforce_eager=True,
+    )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's capture without a model: the steps are drawn, the taps filled by hand."""
+
+import queue
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tests.v1.capture._simulation import (
+    WIDTH,
+    Life,
+    Step,
+    lives,
+    standing,
+)
+from tests.v1.capture._sinks import WAIT
+from tests.v1.capture._strategies import HOOKS, plan_for, positions, wanted
+from vllm.config.capture import CaptureConfig
+from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
+from vllm.v1.capture.channel import ChunksMessage, EndMessage, Inbox, ResultMessage
+from vllm.v1.capture.rows import StepView
+from vllm.v1.capture.wire import CaptureEnd
+from vllm.v1.capture.worker import Stage, WorkerCapture
+
+TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
+STEP_TOKENS, STEP_ROWS = 64, 64 * len(TAPS)
+ROW_BYTES = WIDTH * 4
+
+
+class Bench:
+    """A worker whose rows come back over the socket of a front end."""
+
+    def __init__(self, tensor_rank: int = 0) -> None:
+        self.messages: queue.Queue[Any] = queue.Queue()
+        self.inbox = Inbox(self.messages.put)
+        config: Any = SimpleNamespace(
+            capture_config=CaptureConfig(
+                driver_instances=list("abc"),
+                staging_bytes=2 * STEP_ROWS * ROW_BYTES,
+            ),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
+            model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
+            use_v2_model_runner=False,
+        )
+        self.worker = WorkerCapture(
+            config,
+            Stage(tensor_rank, 0, 1),
+            TAPS,
+            WIDTH,
+            torch.float32,
+            torch.device("cpu"),
+        )
+        self._names = count()
+        self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
+
+    def new_name(self) -> str:
+        """An id that no request has had: the engine never gives one twice."""
+        return f"r{next(self._names)}"
+
+    def step(self, batch: list[tuple[str, int, tuple[float, ...]]]) -> None:
+        """One step over `(request, first position, value of each row)`."""
+        scheduled = np.array([len(values) for _, _, values in batch])
+        rows = int(scheduled.sum())
+        view = StepView(
+            [name for name, _, _ in batch],
+            np.array([start for _, start, _ in batch]),
+            scheduled,
+            np.cumsum(scheduled) - scheduled,
+            rows,
+        )
+        self.worker.plan_step(view)
+        self.worker.begin_step(rows)
+        values = torch.tensor([value for _, _, row in batch for value in row])
+        for number, tap in enumerate(TAPS):
+            # The tap's number is in the row, so that a mix-up would show.
+            stream = torch.stack([values, torch.full_like(values, number)], dim=1)
+            self.taps[tap](stream, None)
+        self.worker.end_step()
+
+    def end(self, name: str, life: Life) -> None:
+        tokens = list(range(life.counted))
+        self.worker.end_request(
+            CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))
+        )
+
+    def collect(self, requests: int) -> dict[Any, list[tuple[float, float]]]:
+        """`(request, instance, tap)` -> rows, once all requests have ended."""
+        rows: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+        ended = 0
+        while ended < requests:
+            message = self.messages.get(timeout=WAIT)
+            if isinstance(message, ChunksMessage):
+                for chunk in message.chunks:
+                    key = (
+                        chunk.request_id,
+                        message.instance,
+                        (chunk.layer, chunk.hook),
+                    )
+                    assert chunk.row_offset == len(rows[key])
+                    rows[key] += [tuple(row) for row in chunk.tensor.tolist()]  # type: ignore[misc]
+            else:
+                assert isinstance(message, EndMessage), message
+                ended += 1
+        return {key: found for key, found in rows.items() if found}
+
+    def close(self) -> None:
+        self.worker.close()
+        self.inbox.close()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    opened = Bench()
+    yield opened
+    opened.close()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Life], list[dict], list[list[int]]]:
+    """Up to three requests, what is wanted of each, and who runs in which step."""
+    requests = draw(st.lists(lives(), min_size=1, max_size=3))
+    wants = [draw(wanted(r.num_prompt_tokens, r.stop + 2)) for r in requests]
+    turns = [i for i, request in enumerate(requests) for _ in request.steps]
+    order = draw(st.permutations(turns))
+    steps: list[list[int]] = []
+    for turn in order:  # Together with the step before where it can be.
+        if steps and turn not in steps[-1] and draw(st.booleans()):
+            steps[-1].append(turn)
+        else:
+            steps.append([turn])
+    return requests, wants, steps
+
+
+@given(batch=batches())
+def test_rows_of_any_steps_reach_their_readers(
+    bench: Bench, batch: tuple[list[Life], list[dict], list[list[int]]]
+) -> None:
+    requests, wants, steps = batch
+    names = [bench.new_name() for _ in requests]
+    remaining = [iter(request.steps) for request in requests]
+    for name, request, want in zip(names, requests, wants):
+        plan = plan_for(want, request.num_prompt_tokens)
+        prompt = list(range(request.num_prompt_tokens))
+        plan = structs.replace(plan, reply_to=bench.inbox.address)
+        bench.worker.add_request(name, plan, prompt, None)
+    for turns in steps:
+        taken = [(turn, next(remaining[turn])) for turn in turns]
+        bench.step([(names[t], step.start, step.values) for t, step in taken])
+    for name, request in zip(names, requests):
+        bench.end(name, request)
+    found = bench.collect(sum(len(want) for want in wants))
+
+    for name, request, want in zip(names, requests, wants):
+        for instance, taps in want.items():
+            for tap, ranges in taps.items():
+                rows = found.pop((name, instance, tap), [])
+                kept = standing(request, positions(ranges, request.stop))
+                expected = [(float(p), float(TAPS.index(tap))) for p in kept]
+                if request.settled:
+                    assert rows == expected
+                else:  # Aborted while it recomputed: held rows are gone.
+                    assert rows == [row for row in expected if row in rows]
+    assert not found, "rows that nobody asked for"
+    assert not bench.worker._staging.ring._taken
+
+
+def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
+    view = StepView(["x"], np.array([0]), np.array([3]), np.array([0]), 3)
+    assert not bench.worker.plan_step(view)
+    assert not Launch.taps
+    bench.worker.begin_step(3)
+    bench.worker.end_step()
+    assert (bench.worker._slots == -1).all()
+
+
+def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
+    bench = Bench(tensor_rank=1)
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
+    bench.worker.add_request("r", plan, [1, 2, 3], None)
+    view = StepView(["r"], np.array([0]), np.array([3]), np.array([0]), 3)
+    assert bench.worker.plan_step(view)
+    bench.worker.begin_step(3)
+    assert (bench.worker._slots == -1).all()
+    bench.worker.end_step()
+    assert not Launch.taps
+    bench.close()
+
+
+def test_a_request_that_no_step_has_seen_is_answered_at_once(bench: Bench) -> None:
+    name = bench.new_name()
+    bench.end(name, Life(3, (), 0, 0))
+    for instance in "abc":
+        message = bench.messages.get(timeout=WAIT)
+        assert isinstance(message, ResultMessage)
+        assert (message.request_id, message.instance) == (name, instance)
+        assert message.status == "error"
+
+
+def test_a_front_end_hears_of_an_end_once(bench: Bench) -> None:
+    name = bench.new_name()
+    life = Life(3, (Step(0, (0.0,)),), 0, 1)  # Aborted while the prompt is computed.
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [1, 2, 3], None)
+    bench.step([(name, 0, (0.0,))])
+    bench.end(name, life)
+    assert bench.collect(1) == {(name, "a", (0, "pre_attn")): [(0.0, 0.0)]}
+    with pytest.raises(queue.Empty):
+        bench.messages.get(timeout=0.2)
