@@ -35,7 +35,6 @@ bfloat16 autocast.
 | peak learning rate, seed | {learning_rate:g}, {seed} |
 | last training loss | {train_loss:.3f} nats per token |
 | loss on text of another seed | {validation_loss:.3f} nats per token |
-| time | {minutes:.1f} minutes on {threads} CPU threads |
 
 `python examples/demo_model/train.py` repeats it. The seed fixes data and
 initialisation; other CPUs, thread counts or torch versions round differently and so
@@ -55,7 +54,9 @@ Temperature 0.8:
 ## Limits
 It knows only the words and scenes of its generator, in English, and at most
 {length} tokens. It knows no facts and follows no instructions; a prompt outside its
-world gets an answer from inside it. It is for demonstrations and tests, nothing else.
+world gets an answer from inside it. It keeps the place, the hero's gender and the
+tone of a text, but does not remember names: another friend or relative than the one
+mentioned may turn up. It is for demonstrations and tests, nothing else.
 """
 
 
@@ -74,7 +75,6 @@ class Measured:
     parameters: int
     train_loss: float
     validation_loss: float
-    minutes: float
     greedy: tuple[Sample, ...]
     sampled: tuple[Sample, ...]
 
@@ -88,7 +88,6 @@ def write_model_card(
         parameters=measured.parameters,
         train_loss=measured.train_loss,
         validation_loss=measured.validation_loss,
-        minutes=measured.minutes,
         greedy=_listed(measured.greedy),
         sampled=_listed(measured.sampled),
     )
