@@ -8,7 +8,7 @@ from fork.edit_files import edit_paths
 from fork.faults import Fault
 from fork.paths import Checkout
 from fork.release import Release
-from fork.weaver import LAYER_WEAVE, WovenFile, weave_release
+from fork.weaver import WovenFile, has_layer_weave, weave_release
 
 TESTED = (
     "each edit's anchor matches as often as it says, each woven file compiles, and no "
@@ -92,7 +92,7 @@ def check(checkout: Checkout, release: Release, jobs: int) -> Report:
         version=release.version,
         files=tuple(sorted(files, key=lambda file: file.module)),
         layer_files=_count_layer_files(woven, edits),
-        layers_tried=LAYER_WEAVE.exists(),
+        layers_tried=has_layer_weave(),
     )
 
 

@@ -17,6 +17,8 @@ from fork.release import Release
 from fork.stamps import digest_of, language_digest, weave_digest
 
 LAYER_WEAVE = Path(__file__).parent / "weave" / "decoder_layers.py"
+
+
 _MODEL_FOLDERS = ("vllm/model_executor/models/", "vllm/models/")
 _POOL_FROM = 4
 """Fewer files than this are woven faster than processes start."""
@@ -55,7 +57,7 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
     """The files to weave, and a fault for each edit file without upstream module."""
     upstream = set(release.files())
     edits = edit_paths(checkout.edits)
-    has_weave = LAYER_WEAVE.exists()
+    has_weave = has_layer_weave()
     modules = {m for m in upstream if has_weave and _may_hold_layers(m)} | set(edits)
     orphans = [_orphan(m, release.version) for m in sorted(modules - upstream)]
     tasks = [
@@ -65,6 +67,11 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
         for module in sorted(modules & upstream)
     ]
     return tasks, orphans
+
+
+def has_layer_weave() -> bool:
+    """Whether decoder layers are woven: not where the checkout lacks the weave."""
+    return LAYER_WEAVE.exists()
 
 
 def _may_hold_layers(module: str) -> bool:

@@ -46,13 +46,16 @@ class RowLedger:
         """Every row below this position was handed on, or is not selected."""
 
     def add(self, rows: Rows) -> list[Rows]:
-        """Take a step's rows; returns those that have become settled by it.
+        """Take rows of a step; returns those that have become settled by them.
 
         A step that computes position p proves that the tokens before p stand,
-        and that whatever was computed at p and after is void.
+        and that whatever earlier steps computed at p and after is void. It proves
+        nothing of its own rows: one step's rows may come in several parts.
         """
-        settled = self._take_below(rows.start)
-        self._pending.clear()
+        settled: list[Rows] = []
+        if not self._pending or self._pending[-1].step != rows.step:
+            settled = self._take_below(rows.start)
+            self._pending.clear()
         fresh = rows.between(self._handed_on, rows.stop)
         if fresh is not None:
             self._pending.append(fresh)

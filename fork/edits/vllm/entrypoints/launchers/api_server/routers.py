@@ -7,7 +7,7 @@ EDITS = [
     add_import(
         "from vllm.entrypoints.serve.steering.api_router import "
         "attach_router as attach_steering_router",
-        why="The routes.",
+        why="The routes, attached below.",
     ),
     before(
         scope="register_api_routers",
