@@ -10,6 +10,9 @@ from fork.faults import Fault
 from fork.paths import Checkout
 from fork.release import Release
 
+WEAVE_AT_RUN_TIME = "vllm/model_executor/residual_weave"
+"""Where the weave of decoder layers is when it is installed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Original:
@@ -54,11 +57,19 @@ Contents = dict[str, Content]
 
 
 def added_files(checkout: Checkout) -> dict[str, Path]:
-    """The files the fork adds, by their path in the tree."""
-    return {
+    """The files the fork adds, by their path in the tree.
+
+    The weave of decoder layers is among them: layers whose class is in no release
+    are woven when their model is loaded.
+    """
+    added = {
         path.relative_to(checkout.root).as_posix(): path
         for path in sorted(checkout.overlay.rglob("*"))
         if path.is_file() and not _is_debris(path.relative_to(checkout.root))
+    }
+    return added | {
+        f"{WEAVE_AT_RUN_TIME}/{path.name}": path
+        for path in sorted(checkout.weave.glob("*.py"))
     }
 
 

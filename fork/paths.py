@@ -28,6 +28,11 @@ class Checkout:
         return self.root / "vllm"
 
     @property
+    def weave(self) -> Path:
+        """The weave of decoder layers."""
+        return self.root / "fork" / "weave"
+
+    @property
     def requirements(self) -> Path:
         """What the fork needs at run time beyond upstream."""
         return self.root / "requirements" / "common.txt"

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 
 from fork.builder import open_release
 from fork.commands._options import add_build_options, order_from
-from fork.weave.models import reports, show
+from fork.architectures.reports import reports, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

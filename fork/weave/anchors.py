@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import libcst as cst
 import libcst.matchers as m
 
-from fork.weave.layer_class import LayerClass, code
-from fork.weave.placement import Site
-from fork.weave.rules import Anchor
-from fork.weave.stream import Unprovable
+from .layer_class import LayerClass, code
+from .placement import Site
+from .rules import Anchor
+from .stream import Unprovable
 
 
 def resolve(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from fork.weave.anchors import resolve
-from fork.weave.events import Trace
-from fork.weave.finding import decoder_layers, may_hold_layers
-from fork.weave.insertion import Decoration, insert
-from fork.weave.interpreter import Interpreter
-from fork.weave.layer_class import LayerClass, Module
-from fork.weave.mlp_points import MLP_POINTS, place_mlp, prove_mlp
-from fork.weave.placement import Site, place
-from fork.weave.proof import prove
-from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
-from fork.weave.stream import Unprovable
+from .anchors import resolve
+from .events import Trace
+from .finding import decoder_layers, may_hold_layers
+from .insertion import Decoration, insert
+from .interpreter import Interpreter
+from .layer_class import LayerClass, Module
+from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
+from .placement import Site, place
+from .proof import prove
+from .rules import NOT_TAPPED, REFUSED, RULES, Rule
+from .stream import Unprovable
 
 _NO_RULE = Rule(reason="")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from fork.weave.stream import Tensor, Term
+from .stream import Tensor, Term
 
 
 class NoTensor:

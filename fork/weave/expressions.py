@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from fork.weave.events import NONE, Event, Trace, Value
-from fork.weave.layer_class import LayerClass, code
-from fork.weave.rules import Rule
-from fork.weave.stream import Role, Tensor, Term, Unprovable, role_of
+from .events import NONE, Event, Trace, Value
+from .layer_class import LayerClass, code
+from .rules import Rule
+from .stream import Role, Tensor, Term, Unprovable, role_of
 
 _FUSED_REDUCE = re.compile(r"all_?reduce", re.IGNORECASE)
 _BY_TOKENS = re.compile(r"all_gather|reduce_scatter|sequence_parallel|\bsp_")

@@ -10,8 +10,8 @@ from textwrap import indent
 import libcst as cst
 import libcst.matchers as m
 
-from fork.weave.layer_class import code
-from fork.weave.placement import Site
+from .layer_class import code
+from .placement import Site
 
 _PROPERTY = """@property
 def hook_points_unless(self) -> tuple[str, ...]:

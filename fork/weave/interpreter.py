@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from fork.weave.events import NONE, NoTensor, Trace, Value
-from fork.weave.expressions import NAME, Expressions, Raised, read
-from fork.weave.layer_class import LayerClass, code
-from fork.weave.rules import Rule
-from fork.weave.stream import Role, Tensor, Term, Unprovable
+from .events import NONE, NoTensor, Trace, Value
+from .expressions import NAME, Expressions, Raised, read
+from .layer_class import LayerClass, code
+from .rules import Rule
+from .stream import Role, Tensor, Term, Unprovable
 
 HIDDEN_NAMES = ("hidden_states", "x")
 RESIDUAL = "residual"

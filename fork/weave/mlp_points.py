@@ -12,9 +12,9 @@ from collections.abc import Sequence, Set
 import libcst as cst
 import libcst.matchers as m
 
-from fork.weave.events import Event, Trace
-from fork.weave.placement import BLOCK, Site, final_terms, merged
-from fork.weave.stream import Role, Term, Unprovable
+from .events import Event, Trace
+from .placement import BLOCK, Site, final_terms, merged
+from .stream import Role, Term, Unprovable
 
 MLP_IN, MLP_OUT = "mlp_in", "mlp_out"
 _UNPACKED = m.SimpleStatementLine(

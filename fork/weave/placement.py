@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from fork.weave.events import Event, Trace
-from fork.weave.interpreter import RESIDUAL
-from fork.weave.stream import Role, Term, Unprovable, Weight, check_known, sublayers
+from .events import Event, Trace
+from .interpreter import RESIDUAL
+from .stream import Role, Term, Unprovable, Weight, check_known, sublayers
 
 PRE, POST, BLOCK = "pre_attn", "post_attn", "post_block"
 POINTS = (PRE, POST, BLOCK)

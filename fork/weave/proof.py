@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from fork.weave.events import Event, Trace
-from fork.weave.placement import BLOCK, POINTS, POST, PRE
-from fork.weave.stream import Role, Term, Unprovable, check_known, origins, sublayers
+from .events import Event, Trace
+from .placement import BLOCK, POINTS, POST, PRE
+from .stream import Role, Term, Unprovable, check_known, origins, sublayers
 
 
 def prove(trace: Trace, several_mixers: bool = False) -> None:

@@ -21,6 +21,9 @@ capture: dict[str, Any] | None = None
 capture_wait: bool = False
 """Whether the final output waits for the results of its capture. Offline
 generation always waits."""
+capture_stream: bool = True
+"""Whether outputs before the last carry captured rows as they are computed, where
+outputs are read one by one (`AsyncLLM`) and a consumer returns rows with them."""
 _capture_plan: CapturePlan | None = None
 steering_vectors: dict[str, Any] | None = None
 """Vectors to add at every token: hook point -> layer -> vector."""
@@ -55,6 +58,12 @@ _steering: SteeringTiers | None = None
         call="SamplingParams",
         argument="capture_wait=capture_wait",
         why="Passes the request's wish to wait on.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="capture_stream=False",
+        why="A response over HTTP carries rows only in its last chunk.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",

@@ -10,7 +10,7 @@ import pytest
 from fork.builder import Order, open_release
 from fork.weave.decoder_layers import WeaveResult, weave_module
 from fork.weave.layer_class import Module
-from fork.weave.models import ArchitectureReport, reports
+from fork.architectures.reports import ArchitectureReport, reports
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
 from tests.fork.weave._checks import check, subjects
 

@@ -38,7 +38,7 @@ self.steering = AsyncSteeringControl(self)
         scope="AsyncLLM.generate",
         anchor="yield out",
         insert="await self.capture.complete(out, sampling_params)",
-        why="The last output carries the results, which it may have to wait for.",
+        why="Outputs carry rows, and the last one results, which it may wait for.",
     ),
     first(
         scope="AsyncLLM.shutdown",

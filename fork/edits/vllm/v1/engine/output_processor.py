@@ -21,8 +21,8 @@ EDITS = [
     add_argument(
         scope="RequestState._new_request_output",
         call="RequestOutput",
-        argument="capture_id=self.capture_id if finished else None",
-        why="The final output can be given results.",
+        argument="capture_id=self.capture_id",
+        why="The output can be given results and rows.",
     ),
     after(
         scope="OutputProcessor.add_request",

@@ -18,7 +18,7 @@ from fork.weave.decoder_layers import (
     weave_module,
 )
 from fork.weave.rules import LOOPS, MODELS
-from fork.weave.sources import Place, Reached, Sources
+from fork.architectures.sources import Place, Reached, Sources
 
 Weave = Callable[[str, str], WeaveResult]
 REGISTRY = "vllm/model_executor/models/registry.py"
