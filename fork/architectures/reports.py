@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fork.architectures.sources import Place, Reached, Sources
 from fork.weave.decoder_layers import (
     RefusedLayer,
     TappedLayer,
@@ -18,7 +19,6 @@ from fork.weave.decoder_layers import (
     weave_module,
 )
 from fork.weave.rules import LOOPS, MODELS
-from fork.architectures.sources import Place, Reached, Sources
 
 Weave = Callable[[str, str], WeaveResult]
 REGISTRY = "vllm/model_executor/models/registry.py"

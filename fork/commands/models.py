@@ -5,9 +5,9 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
+from fork.architectures.reports import reports, show
 from fork.builder import open_release
 from fork.commands._options import add_build_options, order_from
-from fork.architectures.reports import reports, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import libcst as cst
 import pytest
 
+from fork.architectures.reports import ArchitectureReport, reports
 from fork.builder import Order, open_release
 from fork.weave.decoder_layers import WeaveResult, weave_module
 from fork.weave.layer_class import Module
-from fork.architectures.reports import ArchitectureReport, reports
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
 from tests.fork.weave._checks import check, subjects
 
