@@ -38,7 +38,59 @@ def gpt2_config() -> transformers.PretrainedConfig:
     )
 
 
-CONFIGS = {"llama": llama_config, "gpt2": gpt2_config}
+def _common(**options: Any) -> dict[str, Any]:
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    return shape | tokens | options
+
+
+def qwen3_config() -> transformers.PretrainedConfig:
+    """Norms of queries and keys."""
+    return transformers.Qwen3Config(**_common())
+
+
+def gemma3_config() -> transformers.PretrainedConfig:
+    """Branches are normed before they are added; layers of both kinds."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return transformers.Gemma3TextConfig(
+        **_common(query_pre_attn_scalar=32, sliding_window=16, layer_types=kinds)
+    )
+
+
+def mixtral_config() -> transformers.PretrainedConfig:
+    """Experts behind a router."""
+    return transformers.MixtralConfig(
+        **_common(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    )
+
+
+def cohere_config() -> transformers.PretrainedConfig:
+    """Attention and MLP side by side, on the same input."""
+    return transformers.CohereConfig(
+        **_common(tie_word_embeddings=True, logit_scale=1.0)
+    )
+
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": llama_config,
+    "qwen3": qwen3_config,
+    "gemma3": gemma3_config,
+    "mixtral": mixtral_config,
+    "gpt2": gpt2_config,
+    "cohere": cohere_config,
+}
+
+ATTENTION = {"gpt2": "attn", "gemma3": "post_attention_layernorm"}
+"""The module whose output is added as the attention branch, if not `self_attn`."""
 
 
 def save(kind: str, folder: Path) -> str:
@@ -64,6 +116,8 @@ class Reference:
         ).eval()
         inner = getattr(self.model, "model", None) or self.model.transformer
         self.layers = getattr(inner, "layers", None) or inner.h
+        kind = self.model.config.model_type.removesuffix("_text")
+        self.attention = ATTENTION.get(kind, "self_attn")
 
     @torch.no_grad()
     def logprobs(
@@ -72,27 +126,33 @@ class Reference:
         """Log-probabilities `[tokens, vocab]` with the stream changed at taps."""
         with ExitStack() as stack:
             for (layer, hook), change in changes.items():
-                handle = self._attach(self.layers[layer], hook, change)
-                stack.callback(handle.remove)
+                for handle in self._attach(self.layers[layer], hook, change):
+                    stack.callback(handle.remove)
             logits = self.model(torch.tensor([token_ids])).logits[0]
         return torch.log_softmax(logits.double(), dim=-1)
 
-    def _attach(self, layer: torch.nn.Module, hook: str, change: Change) -> Any:
+    def _attach(self, layer: torch.nn.Module, hook: str, change: Change) -> list[Any]:
         if hook == "pre_attn":
-            return layer.register_forward_pre_hook(
-                lambda _, args: (change(args[0][0])[None], *args[1:])
-            )
+            return [
+                layer.register_forward_pre_hook(
+                    lambda _, args: (change(args[0][0])[None], *args[1:])
+                )
+            ]
         if hook == "post_block":
-            return layer.register_forward_hook(lambda _, __, out: _first(out, change))
+            return [layer.register_forward_hook(lambda _, __, out: _first(out, change))]
         streams: list[torch.Tensor] = []
-        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0][0]))
-        attention = getattr(layer, "self_attn", None) or layer.attn
+
+        def before_layer(_: Any, args: Any) -> None:
+            streams.append(args[0][0])
 
         def after_attention(_: Any, __: Any, out: Any) -> Any:
             before = streams[-1]
             return _first(out, lambda branch: change(before + branch) - before)
 
-        return attention.register_forward_hook(after_attention)
+        return [
+            layer.register_forward_pre_hook(before_layer),
+            layer.get_submodule(self.attention).register_forward_hook(after_attention),
+        ]
 
 
 def _first(out: Any, change: Change) -> Any:

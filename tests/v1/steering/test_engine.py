@@ -42,22 +42,22 @@ def assert_equals_reference(output: Any, reference: Any, changes: Any) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("layer", range(_models.LAYERS))
-def test_a_vector_does_what_hooks_do(
-    steered: Any, hook: str, tier: str, layer: int
-) -> None:
+def test_a_vector_does_what_hooks_do(steered: Any, hook: str, tier: str) -> None:
     llm, reference = steered
-    added = vector(layer)
-    (output,) = generate(llm, [PROMPT], [params(**{tier: {hook: {layer: added}}})])
-    phases = {
-        "steering_vectors": (added, added),
-        "prefill_steering_vectors": (added, None),
-        "decode_steering_vectors": (None, added),
-    }[tier]
-    change = _models.add_by_phase(len(PROMPT), *phases)
-    assert_equals_reference(output, reference, {(layer, hook): change})
-    (plain,) = generate(llm, [PROMPT], [params()])
-    assert (logprobs(plain) - logprobs(output)).abs().max() > 1e-3
+    phases: dict[str, Any] = {
+        "steering_vectors": lambda added: (added, added),
+        "prefill_steering_vectors": lambda added: (added, None),
+        "decode_steering_vectors": lambda added: (None, added),
+    }
+    layers = range(_models.LAYERS)
+    specs = [{tier: {hook: {layer: vector(layer)}}} for layer in layers]
+    plain, *outputs = generate(
+        llm, [PROMPT] * (1 + len(specs)), [params(), *(params(**s) for s in specs)]
+    )
+    for layer, output in zip(layers, outputs, strict=True):
+        change = _models.add_by_phase(len(PROMPT), *phases[tier](vector(layer)))
+        assert_equals_reference(output, reference, {(layer, hook): change})
+        assert (logprobs(plain) - logprobs(output)).abs().max() > 1e-3
 
 
 def test_tiers_and_the_engines_vectors_add_up(steered: Any) -> None:
