@@ -2,28 +2,61 @@
 """Files of named vectors: safetensors with metadata, or JSON.
 
 Safetensors: a tensor `[hidden_size]` per vector, named `HOOK.LAYER`,
-`prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata says `format` and
-`layer_convention`. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a
-request, packed or not.
+`prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata says `format` and the
+provenance. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a request,
+packed or not, and the provenance under `"metadata"`.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm.v1.steering.describing import FIELDS
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.identity import ModelIdentity
+from vllm.v1.steering.provenance import Provenance
 
 FORMAT = "clearbox-steering-v1"
-LAYER_CONVENTION = "0-based block index"
-
-_KEYS = {"base": "vectors", "prefill": "prefill_vectors", "decode": "decode_vectors"}
 
 
-def load_module(path: str | Path) -> dict[str, Any]:
-    """What a file holds, in the form of a request: not yet checked against a model.
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """What a file of vectors holds."""
+
+    vectors: dict[str, Any]
+    """In the form of a request: `{"vectors": {hook: {layer: entry}}, ...}`."""
+    provenance: Provenance
+
+
+def load_module(
+    path: str | Path, identity: ModelIdentity | None = None
+) -> dict[str, Any]:
+    """What a file holds, in the form of a request.
+
+    Hook points, layers and numbers are not checked yet.
+
+    Args:
+        path: ends in `.safetensors` or `.json`.
+        identity: the model that the vectors must have been made for; not checked
+            if it is left out.
+
+    Raises:
+        SteeringValidationError: the file is missing, not of a known form, or made
+            for another model.
+
+    """
+    module = read_module(path)
+    if identity is not None:
+        module.provenance.check_model(identity, str(path))
+    return module.vectors
+
+
+def read_module(path: str | Path) -> ModuleFile:
+    """What a file holds, with its provenance.
 
     Raises:
         SteeringValidationError: the file is missing or not of a known form.
@@ -41,7 +74,7 @@ def load_module(path: str | Path) -> dict[str, Any]:
     )
 
 
-def _load_json(file: Path) -> dict[str, Any]:
+def _load_json(file: Path) -> ModuleFile:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -50,12 +83,11 @@ def _load_json(file: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(raw, dict):
         raise fail(f"path: {file.name!r} must hold an object", "path", str(file))
-    metadata = raw.pop("metadata", {})
-    _check_convention(metadata, file)
-    return raw
+    provenance = Provenance.parse(raw.pop("metadata", {}), str(file))
+    return ModuleFile(raw, provenance)
 
 
-def _load_safetensors(file: Path) -> dict[str, Any]:
+def _load_safetensors(file: Path) -> ModuleFile:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -75,19 +107,14 @@ def _load_safetensors(file: Path) -> dict[str, Any]:
             "path",
             str(file),
         )
-    _check_convention(metadata, file)
-    return _by_tier(tensors, file)
+    provenance = Provenance.parse(metadata, str(file))
+    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
+    provenance.check_norms(norms, str(file))
+    return ModuleFile(_by_tier(tensors, file), provenance)
 
 
-def _check_convention(metadata: Any, file: Path) -> None:
-    convention = metadata.get("layer_convention") if isinstance(metadata, dict) else ""
-    if convention not in (None, LAYER_CONVENTION):
-        raise fail(
-            f"path: {file.name!r} counts layers as {convention!r}; the layers must "
-            f"be given as {LAYER_CONVENTION!r}",
-            "path",
-            str(file),
-        )
+def _norm(vector: torch.Tensor) -> float:
+    return vector.double().norm().item()
 
 
 def _by_tier(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
@@ -95,7 +122,7 @@ def _by_tier(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
     for name, tensor in tensors.items():
         parts = name.split(".")
         tier = parts.pop(0) if len(parts) == 3 else "base"
-        if len(parts) != 2 or tier not in _KEYS:
+        if len(parts) != 2 or tier not in FIELDS:
             raise fail(
                 f"path: the tensor {name!r} of {file.name!r} is not named "
                 "[prefill.|decode.]HOOK.LAYER",
@@ -103,7 +130,7 @@ def _by_tier(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
                 str(file),
             )
         hook, layer = parts
-        found.setdefault(_KEYS[tier], {}).setdefault(hook, {})[layer] = tensor
+        found.setdefault(FIELDS[tier], {}).setdefault(hook, {})[layer] = tensor
     return found
 
 
@@ -113,6 +140,7 @@ def save_module(
     prefill_vectors: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
     decode_vectors: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
     metadata: Mapping[str, str] | None = None,
+    provenance: Provenance | None = None,
 ) -> None:
     """Write a safetensors file that `load_module` reads.
 
@@ -121,7 +149,9 @@ def save_module(
         vectors: for all tokens, `{hook: {layer: tensor [hidden_size]}}`.
         prefill_vectors: for prompt tokens, on top.
         decode_vectors: for generated tokens, on top.
-        metadata: where the vectors come from, for people.
+        metadata: for people; the names that `Provenance` has are checked on load.
+        provenance: which model the vectors belong to, and how they were made. The
+            norms of the vectors are written in any case.
 
     """
     from safetensors.torch import save_file
@@ -133,5 +163,6 @@ def save_module(
         for hook, layers in (tier or {}).items()
         for layer, vector in layers.items()
     }
-    marks = {"format": FORMAT, "layer_convention": LAYER_CONVENTION}
-    save_file(tensors, path, metadata={**(metadata or {}), **marks})
+    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
+    said = replace(provenance or Provenance(), norms=norms).metadata()
+    save_file(tensors, path, metadata={**(metadata or {}), **said, "format": FORMAT})

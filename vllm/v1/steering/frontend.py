@@ -13,6 +13,7 @@ from vllm.v1.steering.admission import (
 from vllm.v1.steering.describing import describe
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.files import load_module
+from vllm.v1.steering.identity import identity_of
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.vectors import SteeredModel
@@ -78,7 +79,8 @@ class SteeringFrontend(NoSteering):
         """Read the named modules of the configuration.
 
         Raises:
-            SteeringValidationError: a file is not what it says.
+            SteeringValidationError: a file is not what it says, or belongs to another
+                model.
 
         """
         points = vllm_config.capture_config.hook_points or {}
@@ -92,7 +94,8 @@ class SteeringFrontend(NoSteering):
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)
         for name, path in vllm_config.steering_config.modules.items():
-            self.modules.register(name, self.admission.named_tiers(load_module(path)))
+            vectors = load_module(path, identity_of(vllm_config))
+            self.modules.register(name, self.admission.named_tiers(vectors))
 
     def admit(self, params: "SamplingParams", resumable: bool = False) -> None:
         """Check a request's steering and resolve it to vectors."""
