@@ -103,7 +103,8 @@ def test_two_instances_of_a_name_need_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["staging_bytes", "dispatch_queue_size", "dispatch_queue_bytes"]
+    "option",
+    ["staging_bytes", "dispatch_queue_size", "dispatch_queue_bytes", "spill_max_bytes"],
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_must_be_positive(option: str, value: int) -> None:

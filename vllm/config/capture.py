@@ -2,6 +2,8 @@
 """Configuration of activation capture."""
 
 import json
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -124,8 +126,12 @@ class CaptureConfig:
     dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)
     """How many bytes of rows may wait for a consumer."""
     overload_policy: OverloadPolicy = "block"
-    """What happens when a consumer's queue is full: `block` slows the engine
-    down. `drop` and `spill` are not available yet."""
+    """What happens when a consumer's queue is full: `block` slows the engine down,
+    `drop` leaves rows out and says so in the result, `spill` lets them wait on disk."""
+    spill_dir: str = ""
+    """Where rows wait under `spill`; if empty, in the system's temporary folder."""
+    spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
+    """How many bytes a worker may spill; past that, `spill` is `block`."""
     graphsafe_keys: list[str] = Field(default_factory=list)
     """`LAYER:HOOK`, accepted for compatibility: every key is graph-safe."""
 
@@ -136,15 +142,6 @@ class CaptureConfig:
             entry if isinstance(entry, ConsumerConfig) else parse_consumer(entry)
             for entry in value
         ]
-
-    @field_validator("overload_policy")
-    @classmethod
-    def _only_block(cls, value: OverloadPolicy) -> OverloadPolicy:
-        if value != "block":
-            raise ValueError(
-                f"--capture-overload-policy {value} is not available yet; use block"
-            )
-        return value
 
     @model_validator(mode="after")
     def _distinct_instances(self) -> "CaptureConfig":
@@ -162,6 +159,11 @@ class CaptureConfig:
     def enabled(self) -> bool:
         """Whether any consumer exists."""
         return bool(self.consumers or self.driver_instances)
+
+    @property
+    def spill_folder(self) -> Path:
+        """Where rows wait under `spill`."""
+        return Path(self.spill_dir or Path(gettempdir()) / "vllm-capture-spill")
 
     def rows_per_step(self, row_bytes: int) -> int:
         """How many rows of `row_bytes` bytes a step may capture."""

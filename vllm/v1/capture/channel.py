@@ -8,6 +8,7 @@ when it first has something to say there.
 """
 
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -16,13 +17,19 @@ import torch
 import zmq
 
 from vllm.logger import init_logger
-from vllm.utils.network_utils import get_open_zmq_ipc_path, make_zmq_socket
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
+
+BOUND_MESSAGES = 4
+"""On a bounded connection so many messages wait at each end."""
+
+SEND_SECONDS = 60.0
+"""A sender that waits for longer gives up."""
 
 MERGED_LAYER = -1
 MERGED_HOOK = "*"
@@ -163,57 +170,112 @@ class EndMessage(msgspec.Struct, array_like=True, tag="end"):
 Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage
 
 
-class Outbox:
-    """The workers' end: sends to any front end's address; any thread may call."""
+class _Link:
+    """A connection to one address; several threads may send, one at a time."""
 
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._sockets: dict[str, Any] = {}
+    def __init__(self, context: "zmq.Context[Any]", address: str, bounded: bool):
         self._encoder = MsgpackEncoder()
         self._lock = threading.Lock()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, BOUND_MESSAGES if bounded else 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(address)
 
-    def send(self, address: str, message: Message) -> None:
-        """Queue `message` for `address`.
-
-        A payload that cannot be encoded is replaced by a result that says so.
-        """
+    def send(self, message: Message) -> None:
         with self._lock:
             try:
                 frames = self._encoder.encode(message)
             except Exception as error:
                 if not isinstance(message, ResultMessage):
                     raise
-                message.payload, message.by_key, message.tensors = None, None, []
-                if message.status == "ok":
-                    message.status = "partial_error"
-                problem = f"the payload cannot be sent: {error}"
-                message.error = f"{message.error}; {problem}".removeprefix("None; ")
+                _give_up_payload(message, error)
                 frames = self._encoder.encode(message)
-            if address not in self._sockets:
-                self._sockets[address] = make_zmq_socket(
-                    self._context, address, zmq.PUSH, bind=False, linger=2000
-                )
-            self._sockets[address].send_multipart(frames, copy=False)
+            try:
+                self._socket.send_multipart(frames, copy=False)
+            except zmq.Again:
+                raise TimeoutError(
+                    f"the front end has taken no rows for {SEND_SECONDS:.0f} s"
+                ) from None
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+
+def _give_up_payload(message: ResultMessage, error: Exception) -> None:
+    message.payload, message.by_key, message.tensors = None, None, []
+    if message.status == "ok":
+        message.status = "partial_error"
+    problem = f"the payload cannot be sent: {error}"
+    message.error = f"{message.error}; {problem}".removeprefix("None; ")
+
+
+class Outbox:
+    """The workers' end: sends to any front end's address; any thread may call."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._links: dict[str, _Link] = {}
+        self._lock = threading.Lock()
+
+    def send(self, address: str, message: Message, bounded: bool = False) -> None:
+        """Queue `message` for `address`; with `bounded`, wait while too many wait.
+
+        A payload that cannot be encoded is replaced by a result that says so.
+
+        Raises:
+            TimeoutError: the receiver has long taken nothing.
+
+        """
+        with self._lock:
+            link = self._links.get(address)
+            if link is None:
+                link = self._links[address] = _Link(self._context, address, bounded)
+        link.send(message)
 
     def close(self) -> None:
         """Send what is queued, for at most two seconds, and close."""
         with self._lock:
-            for socket in self._sockets.values():
-                socket.close()
-            self._sockets.clear()
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
         self._context.term()
+
+
+def rows_address(address: str, instance: str) -> str:
+    """Where rows for a driver-side instance go, given its front end's address."""
+    return f"{address}-{zlib.crc32(instance.encode()):08x}"
 
 
 class Inbox:
     """The front end's end: one thread that hands each message to `handle`."""
 
-    def __init__(self, handle: Callable[[Message], None]) -> None:
-        self.address = get_open_zmq_ipc_path()
+    def __init__(
+        self,
+        handle: Callable[[Message], None],
+        address: str | None = None,
+        bounded: bool = False,
+        idle: Callable[[], Any] | None = None,
+    ) -> None:
+        """Listen.
+
+        Args:
+            handle: gets each message; while it works, no other is read.
+            address: where to listen, a new address if None.
+            bounded: whether only a few unread messages are kept, so that senders
+                wait.
+            idle: called several times a second while nothing comes.
+
+        """
+        self.address = address or get_open_zmq_ipc_path()
         self._handle = handle
+        self._idle = idle or (lambda: None)
         self._context = zmq.Context()
-        self._socket = make_zmq_socket(
-            self._context, self.address, zmq.PULL, bind=True, linger=0
-        )
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, BOUND_MESSAGES if bounded else 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.address)
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="capture-inbox", daemon=True
@@ -224,6 +286,7 @@ class Inbox:
         decoder = MsgpackDecoder(Message, share_mem=False)
         while not self._closing.is_set():
             if not self._socket.poll(200):
+                self._idle()
                 continue
             try:
                 frames: Any = self._socket.recv_multipart(copy=True)
@@ -237,4 +300,5 @@ class Inbox:
         """Stop listening."""
         self._closing.set()
         self._thread.join(timeout=5)
-        self._context.term()
+        if not self._thread.is_alive():  # else it is stuck in a consumer's queue
+            self._context.term()

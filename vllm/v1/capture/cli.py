@@ -10,6 +10,7 @@ from vllm.config.capture import CaptureConfig
 from vllm.logger import init_logger
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.registry import check_consumer, consumer_class
+from vllm.v1.capture.spill import prepare_folder
 from vllm.v1.capture.types import HOOK_NAMES
 
 if TYPE_CHECKING:
@@ -56,10 +57,28 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         help="How many packets of rows may wait for a consumer.",
     )
     group.add_argument(
+        "--capture-dispatch-queue-bytes",
+        type=int,
+        default=None,
+        help="How many bytes of rows may wait for a consumer in memory.",
+    )
+    group.add_argument(
         "--capture-overload-policy",
         choices=["block", "drop", "spill"],
         default=None,
-        help="What happens when a consumer's queue is full.",
+        help="What happens when a consumer's queue is full: the engine waits, rows "
+        "are dropped (and counted), or they wait on disk.",
+    )
+    group.add_argument(
+        "--capture-spill-dir",
+        default=None,
+        help="Where rows wait under the policy spill.",
+    )
+    group.add_argument(
+        "--capture-spill-max-bytes",
+        type=int,
+        default=None,
+        help="How many bytes a worker may spill; past that, the engine waits.",
     )
     group.add_argument(
         "--capture-graphsafe-key",
@@ -109,7 +128,10 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
     chosen: dict[str, Any] = {
         "staging_bytes": args.capture_staging_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
+        "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,
+        "spill_dir": args.capture_spill_dir,
+        "spill_max_bytes": args.capture_spill_max_bytes,
     }
     config = CaptureConfig(
         consumers=entries,
@@ -129,6 +151,7 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
     for consumer in config.consumers:
         check_consumer(consumer_class(consumer.name), consumer.name)
     _check_graphsafe_keys(config.graphsafe_keys)
+    _check_spill(config, chosen)
     return config
 
 
@@ -138,7 +161,28 @@ def ready_instances(config: CaptureConfig) -> dict[str, Any]:
 
 
 def _name_of(instance: Any) -> str:
-    return str(getattr(instance, "instance_name", type(instance).__name__))
+    return str(getattr(instance, "instance_name", "") or type(instance).__name__)
+
+
+def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
+    if not config.enabled:
+        return
+    if config.overload_policy == "spill":
+        try:
+            prepare_folder(config.spill_folder)
+        except OSError as error:
+            raise CaptureValidationError(
+                f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "
+                f"to: {error}. Name a folder that can",
+                parameter="capture_spill_dir",
+                value=str(config.spill_folder),
+            ) from error
+    elif chosen["spill_dir"] is not None or chosen["spill_max_bytes"] is not None:
+        logger.warning(
+            "--capture-spill-dir and --capture-spill-max-bytes change nothing under "
+            "--capture-overload-policy %s",
+            config.overload_policy,
+        )
 
 
 def _check_graphsafe_keys(keys: list[str]) -> None:

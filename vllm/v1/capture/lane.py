@@ -2,15 +2,17 @@
 """One consumer instance's thread: isolation from the step and from each other."""
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Literal
 
 from vllm.logger import init_logger
+from vllm.v1.capture.counters import LaneCounters
+from vllm.v1.capture.drops import DroppedRows
+from vllm.v1.capture.packets import Ending, Packet, PacketQueue
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
+from vllm.v1.capture.spill import SpilledPacket, SpillStore
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -18,114 +20,189 @@ from vllm.v1.capture.types import (
     CaptureResult,
 )
 
+__all__ = ["Ending", "SinkLane"]
+
 logger = init_logger(__name__)
 
 RESULT_TIMEOUT = 60.0
 """Seconds that a sink may take from a request's finalizes to their results."""
 
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """All streams of a request at one instance are complete."""
-
-    request_id: str
-    finalizes: tuple[CaptureFinalize, ...]
-    answer: Callable[[CaptureResult], None]
-    """Called on the lane's thread with the merged result."""
+STALL_SECONDS = 90.0
+"""Seconds that one call of a sink may take before its requests are given up."""
 
 
 class SinkLane:
     """Feeds one sink from a bounded queue, on a thread of its own.
 
     Whatever the sink raises becomes the result of the key it concerns; it
-    reaches neither the engine nor another consumer.
+    reaches neither the engine nor another consumer. A sink that does not come
+    back from a call loses what waits for it, so that no request hangs.
     """
 
     def __init__(
-        self, instance: str, sink: CaptureSink, max_bytes: int, max_items: int
+        self,
+        instance: str,
+        sink: CaptureSink,
+        max_bytes: int,
+        max_items: int,
+        overload: Literal["block", "drop"] = "block",
+        spill: SpillStore | None = None,
     ) -> None:
+        """Start the thread.
+
+        Args:
+            instance: the name of the consumer instance.
+            sink: gets the rows.
+            max_bytes: how many bytes of rows may wait in memory.
+            max_items: how many packets of rows may wait in memory.
+            overload: what happens where no more rows can wait.
+            spill: where rows wait that do not fit in memory, if anywhere.
+
+        """
         self.instance = instance
         self.sink = sink
-        self._max_bytes = max_bytes
-        self._max_items = max_items
-        self._items: deque[Sequence[CaptureChunk] | Ending] = deque()
-        self._bytes = 0
-        self._changed = threading.Condition()
-        self._closing = False
+        self._queue = PacketQueue(max_bytes, max_items, spill)
+        self._drops = overload == "drop"
+        self._dropped = DroppedRows()
+        self._counters = LaneCounters()
         self._failures: dict[CaptureKey, str] = {}
+        self._call_began: float | None = None
+        self._stalled = False
+        self._answered: set[Ending] = set()
+        """Requests that were given up while the sink did not come back."""
         self._thread = threading.Thread(
             target=self._run, name=f"capture-{instance}", daemon=True
         )
         self._thread.start()
 
     def submit(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Queue the rows of a step; waits while the queue is full."""
-        size = _size(chunks)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    not self._items
-                    or (
-                        self._bytes + size <= self._max_bytes
-                        and len(self._items) < self._max_items
-                    )
-                )
-            )
-            self._items.append(chunks)
-            self._bytes += size
-            self._changed.notify_all()
+        """Queue the rows of a step; where the queue is full, wait, spill or drop."""
+        self._dropped.renumber(chunks)
+        packet = Packet.of(chunks)
+        while not self.check():
+            taken = self._queue.offer(packet)
+            if isinstance(taken, SpilledPacket):
+                self._counters.spilled_rows += taken.num_rows
+                self._counters.spilled_bytes += taken.num_bytes
+            elif taken is None and self._drops:
+                self._dropped.note(chunks)
+                self._counters.dropped_rows += packet.num_rows
+            elif taken is None:
+                self._queue.wait_for_room(packet, 1.0)
+                continue
+            return
+        self._lose(packet)
 
     def finish(self, ending: Ending) -> None:
         """Queue a request's end; never waits, as it holds no rows."""
-        with self._changed:
-            self._items.append(ending)
-            self._changed.notify_all()
+        settled = tuple(self._dropped.settle(ending.finalizes))
+        ending = Ending(ending.request_id, settled, ending.answer)
+        self._queue.end(ending)
+        if self.check():
+            self._give_up(ending)
+
+    def counters(self) -> LaneCounters:
+        """What was done so far, and what waits now."""
+        self._counters.queue_packets = len(self._queue)
+        self._counters.queue_bytes = self._queue.num_bytes
+        self._counters.spill_bytes = self._queue.spilled_bytes
+        return self._counters
 
     def close(self, timeout: float) -> None:
         """Work off the queue, at most `timeout` seconds, and shut the sink down."""
         deadline = monotonic() + timeout
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._queue.close()
         self._thread.join(timeout)
         if self._thread.is_alive():
+            endings = self._queue.endings()
             logger.error(
-                "Consumer %s did not work off its queue in %.0f s: %d items with "
-                "%d bytes of captured rows are lost",
+                "Consumer %s did not work off its queue in %.0f s: %d rows of "
+                "captures are lost, and the results of %d requests: %s",
                 self.instance,
                 timeout,
-                len(self._items),
-                self._bytes,
+                self._queue.waiting_rows(),
+                len(endings),
+                [ending.request_id for ending in endings[:8]],
             )
+            for ending in endings:
+                self._give_up(ending, "the engine stopped before it was delivered")
         try:
             self.sink.shutdown(max(deadline - monotonic(), 0.0))
         except Exception:
             logger.exception("Consumer %s failed to shut down", self.instance)
 
+    def check(self) -> bool:
+        """Whether the sink has not come back from a call for too long.
+
+        Then its requests are answered with an error, and rows for it are lost,
+        until it does come back. Called now and then by the lane's owner.
+        """
+        began = self._call_began
+        limit = max(STALL_SECONDS, getattr(self.sink, "max_call_seconds", 0.0))
+        if began is None or monotonic() - began < limit:
+            self._stalled = False
+        elif not self._stalled:
+            self._stalled = True
+            logger.error(
+                "Consumer %s has not come back from a call for %.0f s: the requests "
+                "that wait for it are given up",
+                self.instance,
+                limit,
+            )
+            for packet in self._queue.discard_packets():
+                self._lose(packet)
+            for ending in self._queue.endings():
+                self._give_up(ending)
+        return self._stalled
+
+    def _lose(self, packet: Packet | SpilledPacket) -> None:
+        for key in packet.keys:
+            self._failures.setdefault(key, "the consumer does not come back")
+
+    def _give_up(
+        self, ending: Ending, why: str = "the consumer does not come back"
+    ) -> None:
+        """Answer for a sink that does not; it gets the finalizes when it returns."""
+        if ending in self._answered:
+            return
+        self._answered.add(ending)
+        for finalize in ending.finalizes:
+            self._failures.setdefault(finalize.key, why)
+            self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
+        key: Any = (ending.request_id, -1, "*")
+        self._deliver(ending, CaptureResult(key, "error", why))
+
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._items or self._closing)
-                if not self._items:
-                    return
-                item = self._items[0]
+        while (item := self._queue.head()) is not None:
             # The item keeps its place in the queue while it is worked on, so
             # that the bounds count the rows that the sink still holds.
             if isinstance(item, Ending):
                 self._end(item)
             else:
-                self._feed(item)
-            with self._changed:
-                self._items.popleft()
-                if not isinstance(item, Ending):
-                    self._bytes -= _size(item)
-                self._changed.notify_all()
+                self._replay(item)
+            self._call_began = None
+            self._queue.pop(item)
 
-    def _feed(self, chunks: Sequence[CaptureChunk]) -> None:
+    def _replay(self, packet: Packet | SpilledPacket) -> None:
+        try:
+            chunks = self._queue.read(packet)
+        except Exception as error:
+            for key in packet.keys:
+                self._fail(key, error)
+            return
         live = [chunk for chunk in chunks if chunk.key not in self._failures]
+        handed = packet if len(live) == len(chunks) else Packet.of(live)
+        self._counters.rows += handed.num_rows
+        self._counters.bytes += handed.num_bytes
+        self._feed(live)
+
+    def _feed(self, live: Sequence[CaptureChunk]) -> None:
+        if not live:
+            return
         batch = getattr(self.sink, "submit_chunk_batch", None)
         if batch is not None:
             try:
+                self._begin_call()
                 batch(live)
             except Exception as error:
                 for chunk in live:
@@ -135,6 +212,7 @@ class SinkLane:
             if chunk.key in self._failures:
                 continue
             try:
+                self._begin_call()
                 self.sink.submit_chunk(chunk)
             except Exception as error:
                 self._fail(chunk.key, error)
@@ -156,6 +234,7 @@ class SinkLane:
                     "capture_error", self._failures[finalize.key]
                 )
             try:
+                self._begin_call()
                 self.sink.submit_finalize(finalize)
             except Exception as error:
                 self._fail(finalize.key, error)
@@ -172,13 +251,22 @@ class SinkLane:
         """Give the results, on the lane's thread or on one of the sink's."""
         deadline = monotonic() + RESULT_TIMEOUT
         results = [self._result_of(final, deadline) for final in ending.finalizes]
-        for finalize in ending.finalizes:
+        for finalize, result in zip(ending.finalizes, results):
             self._failures.pop(finalize.key, None)
+            if result.status == "error" and ending not in self._answered:
+                self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
         if not results:
             key: Any = (ending.request_id, -1, "*")
             results = [CaptureResult(key, "ok")]
+        if ending in self._answered:
+            self._answered.discard(ending)
+            return
+        self._deliver(ending, merge(ending.request_id, results))
+
+    def _deliver(self, ending: Ending, result: CaptureResult) -> None:
+        self._counters.requests += 1
         try:
-            ending.answer(merge(ending.request_id, results))
+            ending.answer(result)
         except Exception:
             logger.exception(
                 "The result of %s at consumer %s was not delivered",
@@ -191,6 +279,7 @@ class SinkLane:
         if request_end is None:
             return
         try:
+            self._begin_call()
             request_end(ending.request_id, ending.finalizes)
         except Exception as error:
             for finalize in ending.finalizes:
@@ -216,6 +305,7 @@ class SinkLane:
         return result
 
     def _wait_for(self, key: CaptureKey, deadline: float) -> CaptureResult | None:
+        self._begin_call()
         result = self.sink.get_result(key)
         if result is not None and result.status != "pending":
             return result
@@ -226,9 +316,11 @@ class SinkLane:
             monotonic() < deadline
         ):
             sleep(0.005)
+            self._begin_call()
             result = self.sink.get_result(key)
         return result
 
-
-def _size(chunks: Sequence[CaptureChunk]) -> int:
-    return sum(chunk.tensor.nbytes for chunk in chunks)
+    def _begin_call(self) -> None:
+        """The sink is about to be called; on a thread of its own it may wait."""
+        if threading.current_thread() is self._thread:
+            self._call_began = monotonic()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from tests.engines.models import TOKENIZER
+from vllm.config.capture import CaptureConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.capture.cli import capture_config
+from vllm.v1.capture.errors import CaptureValidationError
+
+
+def configured(*arguments: str) -> CaptureConfig:
+    """The configuration of a server started with these arguments."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    start = ["--model", str(TOKENIZER), "--capture-consumers", "logging"]
+    chosen = parser.parse_args([*start, *arguments])
+    return capture_config(EngineArgs.from_cli_args(chosen))
+
+
+def test_without_options_the_engine_waits_for_its_consumers() -> None:
+    config = configured()
+    assert config.overload_policy == "block"
+    assert (config.dispatch_queue_size, config.dispatch_queue_bytes) == (1024, 2**28)
+
+
+def test_overload_options_reach_the_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "spill"
+    config = configured(
+        *("--capture-overload-policy", "spill"),
+        *("--capture-dispatch-queue-size", "7"),
+        *("--capture-dispatch-queue-bytes", "4096"),
+        *("--capture-spill-dir", str(folder)),
+        *("--capture-spill-max-bytes", "12345"),
+    )
+    assert config.overload_policy == "spill"
+    assert (config.dispatch_queue_size, config.dispatch_queue_bytes) == (7, 4096)
+    assert (config.spill_folder, config.spill_max_bytes) == (folder, 12345)
+    assert folder.is_dir() and not list(folder.iterdir())
+
+
+def test_a_spill_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "below")
+    with pytest.raises(CaptureValidationError) as refused:
+        configured("--capture-overload-policy", "spill", "--capture-spill-dir", folder)
+    assert "--capture-spill-dir" in str(refused.value)
+    assert folder in str(refused.value)
+
+
+def test_spilling_without_a_folder_uses_the_temporary_one() -> None:
+    assert configured("--capture-overload-policy", "spill").spill_folder.is_dir()
+
+
+def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured("--capture-overload-policy", "ignore")
+    assert "block" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["3", "post_block:3", "3:nowhere", "-1:post_block"])
+def test_a_graphsafe_key_must_be_layer_and_hook(key: str) -> None:
+    with pytest.raises(CaptureValidationError, match="LAYER:HOOK"):
+        configured(f"--capture-graphsafe-key={key}")
+
+
+def test_graphsafe_keys_are_accepted() -> None:
+    config = configured(
+        "--capture-graphsafe-key",
+        "3:post_block",
+        "--capture-graphsafe-key",
+        "0:pre_attn",
+    )
+    assert config.graphsafe_keys == ["3:post_block", "0:pre_attn"]

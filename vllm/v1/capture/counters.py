@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sinks of a process have done so far, in numbers."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class LaneCounters(msgspec.Struct):
+    """One consumer instance in one process. Rows are rows at one hook point."""
+
+    rows: int = 0
+    """Rows that were handed to the consumer."""
+    bytes: int = 0
+    spilled_rows: int = 0
+    """Rows that went over the disk because the consumer was behind."""
+    spilled_bytes: int = 0
+    dropped_rows: int = 0
+    """Rows that were dropped because the consumer was behind."""
+    failed_rows: int = 0
+    """Rows of streams whose result is an error."""
+    requests: int = 0
+    """Requests whose result was given."""
+    queue_packets: int = 0
+    """Packets and ends of requests that wait now."""
+    queue_bytes: int = 0
+    """Bytes of rows that wait in memory now."""
+    spill_bytes: int = 0
+    """Bytes of rows that wait on disk now."""
+
+
+TOTALS = (
+    "rows",
+    "bytes",
+    "spilled_rows",
+    "spilled_bytes",
+    "dropped_rows",
+    "failed_rows",
+    "requests",
+)
+"""Fields that only grow."""
+
+LEVELS = ("queue_packets", "queue_bytes", "spill_bytes")
+"""Fields that are states of now."""
+
+
+def added(counters: Iterable[LaneCounters]) -> LaneCounters:
+    """The sum over several processes."""
+    found = list(counters)
+    return LaneCounters(
+        **{
+            name: sum(getattr(each, name) for each in found)
+            for name in (*TOTALS, *LEVELS)
+        }
+    )
