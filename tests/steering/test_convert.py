@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tests.steering import _foreign
+from vllm.steering.convert import (
+    Reading,
+    for_model,
+    read_vectors,
+    reworked,
+    write_vectors,
+)
+from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.provenance import Provenance
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model" / "weights"
+SAID = Provenance(model="m", model_type="llama", num_layers=99, origin="by hand")
+floats = st.floats(-(2.0**100), 2.0**100, width=32)
+sets = st.dictionaries(
+    st.tuples(st.integers(1, 98), st.just("post_block")),
+    arrays.arrays(np.float32, 5, elements=floats),
+    min_size=1,
+    max_size=5,
+).map(lambda vectors: vector_set(vectors, SAID))
+
+
+def same(one: VectorSet, other: VectorSet) -> bool:
+    return one.vectors.keys() == other.vectors.keys() and all(
+        np.array_equal(one.vectors[tap], other.vectors[tap]) for tap in one.vectors
+    )
+
+
+@given(
+    vectors=sets,
+    path=st.lists(
+        st.sampled_from([".safetensors", ".json", ".gguf", ".pt", ".npz"]),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_any_chain_of_forms_keeps_the_vectors(
+    tmp_path_factory: Any, vectors: VectorSet, path: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("chain")
+    found = vectors
+    for number, suffix in enumerate(path):
+        file = folder / f"{number}{suffix}"
+        write_vectors(file, found)
+        found = read_vectors(file)
+    assert same(found, vectors)
+    if set(path) <= {".safetensors", ".json"}:
+        said = found.provenance
+        assert (said.model, said.origin, said.hidden_size) == ("m", "by hand", 5)
+
+
+def one(layer: int = 2) -> VectorSet:
+    return vector_set({(layer, "post_block"): [3.0, 4.0]}, SAID)
+
+
+def test_vectors_are_scaled_after_they_were_brought_to_length_1() -> None:
+    assert reworked(one(), scale=2).vectors[2, "post_block"].tolist() == [6.0, 8.0]
+    unit = reworked(one(), scale=10, unit=True)
+    assert unit.norm((2, "post_block")) == pytest.approx(10)
+    with pytest.raises(SteeringValidationError, match="no vector at layer 3"):
+        reworked(one(), layers=[3])
+    zero = vector_set({(0, "pre_attn"): [0.0, 0.0]})
+    with pytest.raises(SteeringValidationError, match="no unit vector"):
+        reworked(zero, unit=True)
+
+
+def test_a_copy_may_say_that_it_belongs_to_another_model() -> None:
+    vectors = vector_set({(2, "post_block"): np.ones(192)}, SAID)
+    said = for_model(vectors, str(DEMO)).provenance
+    assert said.model == str(DEMO) and said.num_layers == 6 and len(said.weights) == 64
+    assert said.origin == "by hand"
+    with pytest.raises(SteeringValidationError, match="vectors of 2 numbers"):
+        for_model(one(), str(DEMO))
+    deep = vector_set({(6, "post_block"): np.ones(192)})
+    with pytest.raises(SteeringValidationError, match="layers 0 to 5"):
+        for_model(deep, str(DEMO))
+    with pytest.raises(SteeringValidationError, match="is no model"):
+        for_model(vectors, "/no/such/folder")
+
+
+def test_an_sae_needs_a_feature_and_a_whole_place(tmp_path: Path) -> None:
+    decoder = np.eye(3, dtype=np.float32)
+    name = "blocks.1.hook_resid_pre"
+    folder = _foreign.saelens(tmp_path / "sae", decoder, hook_name=name)
+    with pytest.raises(SteeringValidationError, match="--feature"):
+        read_vectors(folder)
+    with pytest.raises(SteeringValidationError, match="both --hook and --layer"):
+        read_vectors(folder, Reading(feature=0, layer=1))
+    for path in (folder, folder / "cfg.json"):
+        assert list(read_vectors(path, Reading(feature=0)).vectors) == [(1, "pre_attn")]
+    moved = read_vectors(folder, Reading(feature=0, layer=4, hook="post_attn"))
+    assert list(moved.vectors) == [(4, "post_attn")]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"decode_vectors": {"post_block": {"1": [1.0]}}}, "only `vectors`"),
+        ({"vectors": 7}, "must be an object"),
+        (
+            {"vectors": {"post_block": {"1": {"vector": [1.0], "op": "replace"}}}},
+            "more",
+        ),
+        ({"vectors": {"post_block": {"1": None}}}, "list of numbers"),
+        ({"vectors": {"post_block": {"1": [1.0], "2": [1.0, 2.0]}}}, "1 numbers"),
+    ],
+)
+def test_files_that_say_more_or_less_than_vectors_are_refused(
+    tmp_path: Path, body: Any, said: str
+) -> None:
+    path = tmp_path / "v.json"
+    path.write_text(json.dumps(body))
+    with pytest.raises(SteeringValidationError, match=said):
+        read_vectors(path)
+
+
+def test_unknown_forms_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SteeringValidationError, match="no known form"):
+        read_vectors(tmp_path / "v.txt")
+    with pytest.raises(SteeringValidationError, match="no known form"):
+        write_vectors(tmp_path / "v.txt", one())
+    with pytest.raises(SteeringValidationError, match="no folder"):
+        write_vectors(tmp_path / "a" / "v.pt", one())

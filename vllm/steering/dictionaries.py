@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dictionaries of tensors in `.pt` and `.npz` files.
+
+Keys that are understood:
+
+- `HOOK.LAYER`, such as `post_block.3`: what we write;
+- `{hook: {layer: vector}}` (`.pt` only);
+- a number, such as `3`, `layer_3`, `layers.3` or `direction.3`, and a tensor
+  `[n, hidden_size]` whose rows count as 0 to n - 1. What a number means the caller must
+  say, see `NUMBERS`.
+"""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.vectors import HOOKS
+
+Numbers = Literal["block", "hidden_states"]
+
+NUMBERS: dict[str, str] = {
+    "block": "k is block k, counted from 0, at the chosen hook point",
+    "hidden_states": "k is the index into transformers' hidden_states: 0 is the "
+    "embedding (pre_attn of block 0), k > 0 the output of block k - 1",
+}
+
+_NUMBER = re.compile(r"(?:(?:layer|layers|direction|hidden_states)[._]?)?(\d{1,4})")
+
+
+def read_dictionary(
+    path: str | Path, numbers: Numbers | None = None, hook: str = "post_block"
+) -> VectorSet:
+    """The vectors of a `.pt` or `.npz` file.
+
+    Args:
+        path: the file. No code in it is run.
+        numbers: what a number means where a key is one.
+        hook: the hook point for `numbers="block"`.
+
+    Raises:
+        SteeringValidationError: the file is none, or a key says too little.
+
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
+    raw = _load_npz(file) if file.suffix == ".npz" else _load_pt(file)
+    vectors: dict[Tap, Any] = {}
+    for key, vector in _entries(raw, file):
+        tap = _tap(key, numbers, hook, file)
+        if tap in vectors:
+            raise fail(
+                f"path: {file.name!r} gives {tap[1]} of layer {tap[0]} twice",
+                "path",
+                str(key),
+            )
+        vectors[tap] = vector
+    origin = f"{file.name}, a dictionary"
+    return vector_set(vectors, Provenance(origin=origin), str(path))
+
+
+def write_dictionary(path: str | Path, vectors: VectorSet) -> None:
+    """Write `{"HOOK.LAYER": vector}`; the provenance is lost."""
+    named = {f"{hook}.{layer}": v for (layer, hook), v in vectors.vectors.items()}
+    if Path(path).suffix == ".npz":
+        np.savez(path, **named)  # type: ignore[arg-type]
+    else:
+        tensors = {name: torch.from_numpy(v.copy()) for name, v in named.items()}
+        torch.save(tensors, path)
+
+
+def _load_pt(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise fail(
+            f"path: {file.name!r} cannot be read as tensors only: {reason}",
+            "path",
+            str(file),
+        ) from None
+
+
+def _load_npz(file: Path) -> Any:
+    try:
+        with np.load(file, allow_pickle=False) as opened:
+            return {name: opened[name] for name in opened.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise fail(
+            f"path: {file.name!r} is not an .npz file of numbers: {error}",
+            "path",
+            str(file),
+        ) from None
+
+
+def _entries(raw: Any, file: Path) -> Iterator[tuple[Any, Any]]:
+    """Keys and vectors `[hidden_size]`."""
+    if isinstance(raw, torch.Tensor) and raw.ndim == 2:
+        yield from enumerate(raw)
+        return
+    if not isinstance(raw, Mapping) or not raw:
+        raise fail(
+            f"path: {file.name!r} must hold a dictionary of vectors, or one tensor "
+            "[n, hidden_size]",
+            "path",
+            type(raw).__name__,
+        )
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{layer}", vector) for layer, vector in value.items())
+        elif np.ndim(value) == 2 and len(raw) == 1:
+            yield from enumerate(value)
+        else:
+            yield key, value
+
+
+def _tap(key: Any, numbers: Numbers | None, hook: str, file: Path) -> Tap:
+    text = str(key)
+    name, _, layer = text.rpartition(".")
+    if name in HOOKS and layer.isascii() and layer.isdigit():
+        return int(layer), name
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        raise fail(
+            f"path: the key {text!r} of {file.name!r} is neither HOOK.LAYER, with one "
+            f"of the hook points {list(HOOKS)}, nor a number",
+            "path",
+            text,
+        )
+    if numbers is None:
+        raise fail(
+            f"numbers: the key {text!r} of {file.name!r} is a number, which people "
+            "count in several ways; say which with --numbers: "
+            + "; ".join(f"{name}: {what}" for name, what in NUMBERS.items()),
+            "numbers",
+            None,
+        )
+    number = int(found[1])
+    if numbers == "block":
+        return number, hook
+    return (number - 1, "post_block") if number else (0, "pre_attn")

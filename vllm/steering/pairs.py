@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of contrasting texts, and of prompts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from vllm.v1.steering.errors import SteeringValidationError, fail
+
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""A text, or the messages of a chat."""
+
+SIDES = ("positive", "negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two prompts that differ in what the vector shall stand for."""
+
+    positive: Prompt
+    negative: Prompt
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """The pairs of a JSON Lines file, or of a JSON file with a list.
+
+    Each is `{"positive": ..., "negative": ...}`, where a side is a text or a list of
+    chat messages `{"role", "content"}`; all sides of a file are of one kind.
+
+    Raises:
+        SteeringValidationError: naming the file, the entry and what is wrong with it.
+
+    """
+    pairs = []
+    for number, entry in enumerate(_entries(path), start=1):
+        if not isinstance(entry, Mapping) or set(entry) != set(SIDES):
+            keys = sorted(map(str, entry)) if isinstance(entry, Mapping) else entry
+            raise _bad(path, number, 'must be {"positive": ..., "negative": ...}', keys)
+        pairs.append(Pair(*(_prompt(entry[side], path, number) for side in SIDES)))
+    kinds = {type(side) for pair in pairs for side in (pair.positive, pair.negative)}
+    if len(kinds) > 1:
+        raise fail(
+            f"pairs: {str(path)!r} mixes texts and chats; use one kind", "pairs", None
+        )
+    return pairs
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of a file: JSON Lines, a JSON list, or else one text per line.
+
+    Raises:
+        SteeringValidationError: naming the file, the entry and what is wrong with it.
+
+    """
+    if Path(path).suffix in (".json", ".jsonl"):
+        entries = _entries(path)
+        return [_prompt(entry, path, i) for i, entry in enumerate(entries, start=1)]
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    if not lines:
+        raise fail(f"prompts: {str(path)!r} is empty", "prompts", str(path))
+    return list(lines)
+
+
+def _entries(path: str | Path) -> list[Any]:
+    text = _text(path)
+    try:
+        if text.lstrip().startswith("[") and Path(path).suffix != ".jsonl":
+            entries = json.loads(text)
+        else:
+            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise fail(
+            f"path: {str(path)!r} is not JSON Lines: {error}", "path", str(path)
+        ) from None
+    if not entries:
+        raise fail(f"path: {str(path)!r} has no entries", "path", str(path))
+    return list(entries)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise fail(
+            f"path: {str(path)!r} cannot be read: {error}", "path", str(path)
+        ) from None
+
+
+def _prompt(raw: Any, path: str | Path, number: int) -> Prompt:
+    is_chat = isinstance(raw, list) and all(map(_is_message, raw))
+    if raw and (is_chat or isinstance(raw, str)):
+        prompt: Prompt = raw
+        return prompt
+    raise _bad(path, number, "must be a text or a list of chat messages", raw)
+
+
+def _is_message(raw: Any) -> bool:
+    return isinstance(raw, dict) and {"role", "content"} <= raw.keys()
+
+
+def _bad(
+    path: str | Path, number: int, what: str, value: Any
+) -> SteeringValidationError:
+    return fail(f"path: entry {number} of {str(path)!r} {what}", "path", value)

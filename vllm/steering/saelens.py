@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A feature of a sparse autoencoder in SAELens' form: a row of its decoder.
+
+The folder has `cfg.json`, which names the place in TransformerLens' words, and
+`sae_weights.safetensors` with `W_dec` `[d_sae, d_in]`. Releases before 6 say the place
+at the top level, later ones under `metadata`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.provenance import Provenance
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+
+HOOK_NAMES = {
+    "hook_resid_pre": "pre_attn",
+    "hook_resid_mid": "post_attn",
+    "hook_resid_post": "post_block",
+    "hook_mlp_out": "mlp_out",
+}
+"""TransformerLens' names of our hook points; it counts blocks from 0 too."""
+
+_PLACE = re.compile(r"blocks\.(\d{1,4})\.(\w+)")
+
+
+def read_saelens(folder: str | Path, feature: int, tap: Tap | None = None) -> VectorSet:
+    """The decoder's row of a feature.
+
+    Args:
+        folder: what SAELens' `save_model` wrote, or a release's folder.
+        feature: the row.
+        tap: where to add it, if not where the configuration says that the SAE reads.
+
+    Raises:
+        SteeringValidationError: the folder is no SAE, has no such feature, or the
+            place is none of our hook points.
+
+    """
+    config = _config(Path(folder))
+    meta = _meta(config)
+    # A transcoder's decoder writes elsewhere than its encoder reads.
+    place = str(meta.get("hook_name_out") or meta.get("hook_name") or "")
+    place = place or str(meta.get("hook_point") or "")
+    row = _row(Path(folder) / WEIGHTS, feature)
+    origin = (
+        f"feature {feature} of the SAE {Path(folder).name} for "
+        f"{meta.get('model_name', 'an unnamed model')} at {place or 'no named place'}"
+    )
+    return vector_set({tap or _tap(place): row}, Provenance(origin=origin), str(folder))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise fail(
+            f"path: {str(folder)!r} is no SAE in SAELens' form, which has {CONFIG} "
+            f"and {WEIGHTS}: {error}",
+            "path",
+            str(folder),
+        ) from None
+    if not isinstance(config, dict):
+        raise fail(f"path: {CONFIG} must hold an object", "path", str(folder))
+    return config
+
+
+def _meta(config: dict[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for name in ("meta", "metadata"):
+        if isinstance(inner := config.get(name), dict):
+            found |= {key: value for key, value in inner.items() if value is not None}
+    return found
+
+
+def _tap(place: str) -> Tap:
+    found = _PLACE.fullmatch(place)
+    if found is None or found[2] not in HOOK_NAMES:
+        raise fail(
+            f"path: the SAE is at {place!r}; of its places only {list(HOOK_NAMES)} are "
+            "hook points here. Say where to add the vector with --hook and --layer",
+            "path",
+            place,
+        )
+    return int(found[1]), HOOK_NAMES[found[2]]
+
+
+def _row(file: Path, feature: int) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            decoder = opened.get_slice("W_dec")
+            shape = decoder.get_shape()
+            if len(shape) == 2 and 0 <= feature < shape[0]:
+                return decoder[feature]  # One row is read, however large the file.
+    except (SafetensorError, OSError) as error:
+        raise fail(
+            f"path: {file.name!r} has no decoder W_dec: {error}", "path", str(file)
+        ) from None
+    raise fail(
+        f"feature: W_dec has the shape {shape}, so features are 0 to {shape[0] - 1}",
+        "feature",
+        feature,
+    )
