@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from tests.engines.apart import run_tests
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+HERE = "tests/v1/steering"
+FILES = [f"{HERE}/test_engine.py", f"{HERE}/test_operations.py"]
+
+
+def run_interpreted(which: str, *files: str) -> None:
+    # Under Triton's interpreter, which must be chosen before vllm is imported, and
+    # without the compiler, which finds no target there: upstream's Cohere asks for it.
+    run_tests(
+        "-p",
+        "tests.engines.interpreted",
+        "-k",
+        which,
+        *files,
+        timeout=1800,
+        TORCHDYNAMO_DISABLE="1",
+    )
+
+
+def test_the_v2_runner() -> None:
+    run_interpreted("llama", *FILES)
+
+
+@pytest.mark.soak
+def test_the_v2_runner_with_other_models() -> None:
+    run_interpreted("not llama", *FILES)
+
+
+@pytest.mark.soak
+def test_the_v2_runners_prefix_cache() -> None:
+    run_interpreted("prefix_cache", f"{HERE}/test_prefix_cache.py")
