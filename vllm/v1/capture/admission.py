@@ -4,7 +4,7 @@
 After admission nothing can fail for a reason that lies with the user.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.errors import (
@@ -13,7 +13,7 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.geometry import row_bytes, torch_dtype
 from vllm.v1.capture.held import HeldRows
-from vllm.v1.capture.plan import CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.selectors import fail, plain, resolve_positions
 from vllm.v1.capture.types import (
     CaptureContext,
@@ -96,8 +96,12 @@ class Admission:
         params: "SamplingParams",
         num_prompt_tokens: int,
         reply_to: str,
+        streaming: Collection[str] = (),
     ) -> CapturePlan | None:
         """The plan for a request, None if nothing is captured of it.
+
+        The rows of the instances in `streaming` go to the front end as well, as
+        steps compute them.
 
         `params.capture` is replaced by its plain form, which travels to workers.
 
@@ -116,6 +120,12 @@ class Admission:
         }
         if not wanted:
             return None
+        live: dict[Tap, Ranges] = {}
+        for name in wanted.keys() & set(streaming):
+            for tap, ranges in wanted[name].items():
+                live[tap] = union((ranges, live.get(tap, ())))
+        if live:
+            wanted[LIVE] = live
         plan = CapturePlan(
             client_request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
@@ -125,6 +135,34 @@ class Admission:
         )
         self._check_budget(plan)
         return plan
+
+    def describe(self) -> dict[str, Any]:
+        """Who receives rows, of what, and within which limits; as plain data."""
+        config = self._vllm_config.capture_config
+        return {
+            "consumers": [
+                {
+                    "name": name,
+                    "location": consumer.location,
+                    "takes_requests": getattr(consumer, "reads_client_spec", False),
+                    "captures_every_request": name in self._global_specs,
+                }
+                for name, consumer in sorted(self.consumers.items())
+            ],
+            "limits": {
+                "rows_per_step": self._rows_per_step,
+                "staging_bytes": config.staging_bytes,
+                "dispatch_queue_size": config.dispatch_queue_size,
+                "dispatch_queue_bytes": config.dispatch_queue_bytes,
+                "overload_policy": config.overload_policy,
+                "spill_max_bytes": config.spill_max_bytes,
+                "max_inflight_bytes": dict(self.held.limits),
+            },
+            "hook_points": {
+                str(layer): list(points)
+                for layer, points in sorted(self._hook_points.items())
+            },
+        }
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:
         capture = plain(raw)

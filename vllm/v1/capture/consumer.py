@@ -32,11 +32,18 @@ class CaptureConsumer(ABC):
     location: Literal["worker", "driver"] = "worker"
     """Where `on_capture` runs."""
 
+    instance_name: str = ""
+    """The name that requests use, set once the instance is configured under it. A
+    ready instance may say itself what it is called; otherwise its class's name is."""
+
     reads_client_spec: ClassVar[bool] = False
     """Whether a request may name this consumer in `SamplingParams.capture`."""
 
     waits: ClassVar[bool] = False
     """Whether a request that names this consumer always waits for its results."""
+
+    streams: ClassVar[bool] = False
+    """Whether outputs before the last carry the rows that have come by then."""
 
     required_sidecar_fields: ClassVar[frozenset[str]] = frozenset()
     """Sidecar fields that the consumer cannot do without; see `SIDECAR_FIELDS`."""

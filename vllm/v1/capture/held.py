@@ -8,7 +8,7 @@ client has them, so all requests together are bounded, not just each of them.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.capture.plan import CapturePlan, overlap
+from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
 
 
 class HeldRows:
@@ -32,4 +32,7 @@ class HeldRows:
                     rows = sum(b - a for a, b in overlap(reader.ranges, 0, stop))
                     size = rows * len(group.taps) * self._row_bytes * plan.num_samples
                     sizes[reader.instance] = sizes.get(reader.instance, 0) + size
+        if LIVE in plan.lanes:
+            # The rows that outputs carry before the last lie beside the result.
+            sizes = {name: 2 * size for name, size in sizes.items()}
         return sizes

@@ -16,6 +16,9 @@ import msgspec
 OPEN_END = 1 << 40
 """The end of a range that goes on as long as the request does."""
 
+LIVE = "*live"
+"""The reader whose rows go to the front end as steps compute them."""
+
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Token positions as disjoint, ascending ranges `[start, stop)`."""
 
@@ -49,6 +52,11 @@ def overlap(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int]]:
         for first, last in ranges
         if first < stop and last > start
     ]
+
+
+def contains(ranges: Ranges, position: int) -> bool:
+    """Whether `position` lies within one of `ranges`."""
+    return any(start <= position < stop for start, stop in ranges)
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True):
@@ -103,11 +111,16 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
-    def instances(self) -> tuple[str, ...]:
-        """The consumer instances that read anything of this request, sorted."""
+    def lanes(self) -> tuple[str, ...]:
+        """Everyone who reads anything of this request, sorted."""
         return tuple(
             sorted({reader.instance for g in self.groups for reader in g.readers})
         )
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """The consumer instances among them: these have results."""
+        return tuple(name for name in self.lanes if name != LIVE)
 
 
 def group_taps(wanted: Mapping[str, Mapping[Tap, Ranges]]) -> tuple[TapGroup, ...]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding consumers: names in the configuration, classes behind entry points."""
 
+from contextlib import suppress
 from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ SIDECAR_FIELDS = frozenset(
         "capture_note",
         "client_request_id",
         "client_spec",
+        "dropped_rows",
         "dtype",
         "finish_reason",
         "hidden_size",
@@ -138,7 +140,7 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
     """
     kind = consumer_class(entry.name)
     try:
-        return kind(vllm_config, dict(entry.params))
+        consumer = kind(vllm_config, dict(entry.params))
     except Exception as error:
         raise CaptureValidationError(
             f"capture consumer {entry.instance_name!r} rejects its parameters "
@@ -146,6 +148,9 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
             parameter="capture_consumers",
             value=entry.instance_name,
         ) from error
+    with suppress(AttributeError):  # a class may have no room for it
+        consumer.instance_name = entry.instance_name
+    return consumer
 
 
 def as_sink(consumer: Any) -> CaptureSink:

@@ -113,7 +113,7 @@ class CapturedRequest:
                 tuple(self._finalizes(instance, end, stop)),
                 lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
             )
-            for instance in self._plan.instances
+            for instance in self._plan.lanes
         }
         return chunks, endings
 

@@ -16,7 +16,6 @@ from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-WHERE = "capture.inline"
 ENCODINGS = ("base64", "zstd")
 
 MIB = 1 << 20
@@ -68,6 +67,7 @@ class InlineConsumer(CaptureConsumer):
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec: ClassVar[bool] = True
     waits: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = InlineParams.parse(params)
@@ -79,31 +79,32 @@ class InlineConsumer(CaptureConsumer):
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Check the spec, and that its rows fit the limit per request."""
+        where = f"capture.{self.instance_name or 'inline'}"
         raw = plain(raw)
-        spec = parse_spec(raw, ctx, WHERE, ("encoding",))
+        spec = parse_spec(raw, ctx, where, ("encoding",))
         encoding = raw.get("encoding", ENCODINGS[0])
         if encoding not in ENCODINGS:
             raise fail(
-                f"{WHERE}.encoding must be one of {list(ENCODINGS)}",
-                f"{WHERE}.encoding",
+                f"{where}.encoding must be one of {list(ENCODINGS)}",
+                f"{where}.encoding",
                 encoding,
             )
-        self._check_size(spec, ctx)
+        self._check_size(spec, ctx, where)
         return spec
 
-    def _check_size(self, spec: CaptureSpec, ctx: CaptureContext) -> None:
-        rows = count_rows(resolve_positions(spec.positions, ctx, WHERE), ctx)
+    def _check_size(self, spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
+        rows = count_rows(resolve_positions(spec.positions, ctx, where), ctx, where)
         taps = sum(len(layers) for layers in spec.hooks.values())
         row_bytes = ctx.hidden_size * ctx.element_size_bytes
         size = rows * taps * row_bytes * ctx.num_samples
         if size > self._params.max_request_bytes:
             raise fail(
-                f"{WHERE}: {rows} positions at {taps} hook points with {row_bytes} "
+                f"{where}: {rows} positions at {taps} hook points with {row_bytes} "
                 f"bytes each, for {ctx.num_samples} samples, may take {size} bytes; "
                 f"at most {self._params.max_request_bytes} are allowed "
                 "(max_request_bytes). Capture fewer layers or positions, lower "
                 "max_tokens, or use a consumer that writes to files",
-                WHERE,
+                where,
                 size,
             )
 
@@ -124,13 +125,13 @@ class InlineConsumer(CaptureConsumer):
         return payload
 
 
-def count_rows(ranges: Ranges, ctx: CaptureContext) -> int:
+def count_rows(ranges: Ranges, ctx: CaptureContext, where: str) -> int:
     """How many rows a request has at most in `ranges`, by its `max_tokens`."""
     generated = 0 if ctx.max_tokens is None else ctx.max_tokens
     end = ctx.num_prompt_tokens + max(generated - 1, 0)
     if ctx.max_tokens is None and any(stop == OPEN_END for _, stop in ranges):
         raise fail(
-            f"{WHERE}: without max_tokens the number of rows has no bound; set it",
+            f"{where}: without max_tokens the number of rows has no bound; set it",
             "max_tokens",
             None,
         )

@@ -48,7 +48,7 @@ class LoggingConsumer(CaptureConsumer):
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """`{"hooks": ..., "positions": ...}`."""
-        return parse_spec(raw, ctx, "capture.logging")
+        return parse_spec(raw, ctx, f"capture.{self.instance_name or 'logging'}")
 
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for outputs that come while their request still generates.
+
+A request that is read output by output gets its rows twice: from the consumer,
+complete, with the last output; and before, as steps compute them, from the reader
+`LIVE` that admission adds to its plan. The second way loses nothing that matters:
+whatever becomes of it, the last output is complete.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, contains
+from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+
+class _Shown:
+    """The rows of one tap that outputs have carried, in memory that grows."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self._buffer = torch.empty(0, 0)
+
+    def extend(self, positions: list[int], rows: torch.Tensor) -> None:
+        start, stop = len(self.positions), len(self.positions) + len(positions)
+        if stop > len(self._buffer):
+            # Twice as much each time, so that long answers are not copied per token.
+            grown = rows.new_empty(max(2 * start, stop), rows.shape[1])
+            grown[:start] = self._buffer[:start] if start else grown[:0]
+            self._buffer = grown
+        self._buffer[start:stop] = rows
+        self.positions = self.positions + positions
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[rows, hidden_size]`; what was once shown does not change any more."""
+        return self._buffer[: len(self.positions)]
+
+
+@dataclass
+class _Sample:
+    """What is known of one sample, and what outputs have not carried yet."""
+
+    token_ids: list[int] = field(default_factory=list)
+    waiting: dict[Tap, list[CaptureChunk]] = field(default_factory=dict)
+    shown: dict[tuple[str, Tap], _Shown] = field(default_factory=dict)
+
+    def take(self, last: int) -> dict[Tap, list[tuple[list[int], torch.Tensor]]]:
+        """The rows up to the position `last` that have not been taken before."""
+        taken: dict[Tap, list[tuple[list[int], torch.Tensor]]] = {}
+        for tap, chunks in self.waiting.items():
+            rest = []
+            for chunk in chunks:
+                positions = chunk.metadata["positions"]
+                cut = bisect_right(positions, last)
+                if cut:
+                    taken.setdefault(tap, []).append(
+                        (positions[:cut], chunk.tensor[:cut])
+                    )
+                if cut < len(positions):
+                    chunk.tensor = chunk.tensor[cut:]
+                    chunk.metadata = {"positions": positions[cut:]}
+                    rest.append(chunk)
+            self.waiting[tap] = rest
+        return taken
+
+
+class LiveRequest:
+    """The rows of one request, until its last output."""
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        prompt_token_ids: list[int] | None,
+        output_kind: RequestOutputKind,
+        streaming: Iterable[str],
+    ) -> None:
+        self._num_prompt_tokens = plan.num_prompt_tokens
+        self._prompt_token_ids = prompt_token_ids
+        self._num_samples = plan.num_samples
+        self._cumulative = output_kind == RequestOutputKind.CUMULATIVE
+        self._samples: dict[int, _Sample] = {}
+        self._wanted: dict[str, dict[Tap, Ranges]] = {name: {} for name in streaming}
+        for group in plan.groups:
+            for reader in group.readers:
+                if reader.instance in self._wanted:
+                    taps = dict.fromkeys(group.taps, reader.ranges)
+                    self._wanted[reader.instance].update(taps)
+
+    def put(self, sample: int, chunks: Iterable[CaptureChunk]) -> None:
+        """Rows have come in."""
+        waiting = self._samples.setdefault(sample, _Sample()).waiting
+        for chunk in chunks:
+            waiting.setdefault(chunk.key[1:], []).append(chunk)
+
+    def show(self, output: "RequestOutput") -> dict[str, CaptureResult]:
+        """What `output` carries: by instance, a result that is still pending."""
+        parts = {}
+        for completion in output.outputs:
+            sample = self._samples.setdefault(completion.index, _Sample())
+            if self._cumulative:
+                sample.token_ids = list(completion.token_ids)
+            else:
+                sample.token_ids += completion.token_ids
+            parts[completion.index] = self._payloads(sample)
+        key = (VllmInternalRequestId(output.request_id), -1, "*")
+        results = {}
+        for name in self._wanted:
+            by_sample = {index: payloads[name] for index, payloads in parts.items()}
+            payload = by_sample if self._num_samples > 1 else by_sample.get(0)
+            results[name] = CaptureResult(key, "pending", payload=payload)
+        return results
+
+    def _payloads(self, sample: _Sample) -> dict[str, RowsByTap]:
+        # Were the request to end with the tokens that its client has, its last row
+        # would be at P+N-2. Rows past that may turn out void.
+        last = self._num_prompt_tokens + len(sample.token_ids) - 2
+        if not self._cumulative:
+            sample.shown.clear()
+        for tap, parts in sample.take(last).items():
+            for name, wanted in self._wanted.items():
+                for positions, rows in parts:
+                    ranges = wanted.get(tap, ())
+                    kept = [i for i, p in enumerate(positions) if contains(ranges, p)]
+                    if kept:
+                        shown = sample.shown.setdefault((name, tap), _Shown())
+                        shown.extend([positions[i] for i in kept], rows[kept])
+        payloads = {name: RowsByTap() for name in self._wanted}
+        for (name, tap), shown in sample.shown.items():
+            facts = {
+                "positions": shown.positions,
+                "token_ids": self._tokens_at(shown.positions, sample.token_ids),
+                "encoding": None,
+            }
+            payloads[name].put(tap, shown.rows, facts)
+        return payloads
+
+    def _tokens_at(
+        self, positions: list[int], generated: list[int]
+    ) -> list[int | None]:
+        prompt, given = self._num_prompt_tokens, self._prompt_token_ids
+        return [
+            generated[p - prompt] if p >= prompt else (given[p] if given else None)
+            for p in positions
+        ]
+
+
+class LiveRows:
+    """The requests of one front end that are read output by output.
+
+    Rows come in on the thread that listens, outputs go out on the event loop's.
+    """
+
+    def __init__(self, consumers: Mapping[str, object]) -> None:
+        """Note which of the `consumers` return rows with the output."""
+        self._streaming = frozenset(
+            name
+            for name, consumer in consumers.items()
+            if getattr(consumer, "streams", False)
+        )
+        self._requests: dict[str, LiveRequest] = {}
+        self._lock = threading.Lock()
+
+    def instances(self, params: "SamplingParams") -> frozenset[str]:
+        """The consumers whose rows a request's outputs carry before the last."""
+        final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
+        return (
+            frozenset() if final_only or not params.capture_stream else self._streaming
+        )
+
+    def open(
+        self,
+        request_id: str,
+        plan: CapturePlan,
+        prompt_token_ids: list[int] | None,
+        params: "SamplingParams",
+    ) -> None:
+        """Keep the rows of a request from now on, if its plan has the reader."""
+        if LIVE not in plan.lanes:
+            return
+        with self._lock:
+            if request_id not in self._requests:
+                self._requests[request_id] = LiveRequest(
+                    plan, prompt_token_ids, params.output_kind, self.instances(params)
+                )
+
+    def put(self, request_id: str, sample: int, chunks: Iterable[CaptureChunk]) -> None:
+        """Rows of a request have come in; after its last output nobody wants them."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.put(sample, chunks)
+
+    def show(self, request_id: str, output: "RequestOutput") -> None:
+        """Put the rows that have come in by now into an output."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                output.capture_results = request.show(output)
+
+    def close(self, request_id: str) -> None:
+        """The request's last output is there."""
+        with self._lock:
+            self._requests.pop(request_id, None)
