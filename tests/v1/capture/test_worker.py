@@ -26,7 +26,14 @@ from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import HOOKS, plan_for, positions, wanted
 from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
-from vllm.v1.capture.channel import ChunksMessage, EndMessage, Inbox, ResultMessage
+from vllm.v1.capture.channel import (
+    ChunksMessage,
+    CountersMessage,
+    EndMessage,
+    Inbox,
+    ResultMessage,
+    rows_address,
+)
 from vllm.v1.capture.rows import StepView
 from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker import Stage, WorkerCapture
@@ -41,7 +48,12 @@ class Bench:
 
     def __init__(self, tensor_rank: int = 0) -> None:
         self.messages: queue.Queue[Any] = queue.Queue()
-        self.inbox = Inbox(self.messages.put)
+        self.counters: queue.Queue[CountersMessage] = queue.Queue()
+        self.inbox = Inbox(self._take)
+        self.inboxes = [
+            Inbox(self.messages.put, rows_address(self.inbox.address, name))
+            for name in "abc"
+        ]
         config: Any = SimpleNamespace(
             capture_config=CaptureConfig(
                 driver_instances=list("abc"),
@@ -49,6 +61,7 @@ class Bench:
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
             use_v2_model_runner=False,
         )
         self.worker = WorkerCapture(
@@ -61,6 +74,10 @@ class Bench:
         )
         self._names = count()
         self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
+
+    def _take(self, message: Any) -> None:
+        counts = isinstance(message, CountersMessage)
+        (self.counters if counts else self.messages).put(message)
 
     def new_name(self) -> str:
         """An id that no request has had: the engine never gives one twice."""
@@ -114,7 +131,8 @@ class Bench:
 
     def close(self) -> None:
         self.worker.close()
-        self.inbox.close()
+        for inbox in (self.inbox, *self.inboxes):
+            inbox.close()
 
 
 @pytest.fixture(scope="module")

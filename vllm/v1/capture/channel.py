@@ -18,6 +18,7 @@ import zmq
 
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.capture.counters import LaneCounters
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
@@ -167,7 +168,19 @@ class EndMessage(msgspec.Struct, array_like=True, tag="end"):
     sidecars: list[KeyedValue]
 
 
-Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage
+class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
+    """What the lanes of a worker have done so far."""
+
+    engine: int
+    stage: int
+    counters: dict[str, LaneCounters]
+    reforwarded: int
+    """Tokens that the engine has computed again for the sake of their rows."""
+    adds: bool = False
+    """Whether this front end is the one that adds them to metrics."""
+
+
+Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage | CountersMessage
 
 
 class _Link:

@@ -21,7 +21,7 @@ class LaneCounters(msgspec.Struct):
     """Rows of streams whose result is an error."""
     requests: int = 0
     """Requests whose result was given."""
-    queue_packets: int = 0
+    queue_depth: int = 0
     """Packets and ends of requests that wait now."""
     queue_bytes: int = 0
     """Bytes of rows that wait in memory now."""
@@ -40,7 +40,7 @@ TOTALS = (
 )
 """Fields that only grow."""
 
-LEVELS = ("queue_packets", "queue_bytes", "spill_bytes")
+LEVELS = ("queue_depth", "queue_bytes", "spill_bytes")
 """Fields that are states of now."""
 
 

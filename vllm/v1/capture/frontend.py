@@ -13,18 +13,22 @@ from vllm.logger import init_logger
 from vllm.v1.capture.admission import Admission
 from vllm.v1.capture.channel import (
     ChunksMessage,
-    EndMessage,
+    CountersMessage,
     Inbox,
     Message,
+    ResultMessage,
 )
 from vllm.v1.capture.cli import ready_instances
+from vllm.v1.capture.driver import DriverLanes
 from vllm.v1.capture.engine import end_captures_now
-from vllm.v1.capture.lane import Ending, SinkLane
-from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.registry import as_sink, build_consumer
+from vllm.v1.capture.live import LiveRows
+from vllm.v1.capture.metrics import CaptureMetrics
+from vllm.v1.capture.plan import LIVE, CapturePlan
+from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.results import merge, merge_samples
 from vllm.v1.capture.selectors import fail
-from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.capture.status import CaptureStatus
+from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.capture.wire import CaptureEnd
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.metrics.loggers import StatLoggerManager
 
 logger = init_logger(__name__)
 
@@ -51,6 +56,8 @@ class _Sample:
     instances: tuple[str, ...]
     stages: int
     results: dict[str, dict[int, CaptureResult]] = field(default_factory=dict)
+    ended_at: float = 0.0
+    """When its client's output was complete, by the monotonic clock."""
 
     def complete(self) -> bool:
         return all(
@@ -138,6 +145,13 @@ class NoCapture:
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """There are no results."""
 
+    def publish(self, manager: "StatLoggerManager | None") -> None:
+        """There are no metrics."""
+
+    def describe(self) -> dict[str, Any]:
+        """Consumers, limits and counters, as plain data."""
+        return {"consumers": [], "limits": {}, "hook_points": {}, "counters": {}}
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -153,6 +167,7 @@ class CaptureFrontend(NoCapture):
         vllm_config: "VllmConfig",
         admission: Admission,
         send_ends: Callable[[list[CaptureEnd]], None],
+        live: LiveRows,
     ) -> None:
         """Start listening.
 
@@ -160,28 +175,27 @@ class CaptureFrontend(NoCapture):
             vllm_config: the engine's configuration.
             admission: checks what requests ask for.
             send_ends: gives the engine the ends of requests.
+            live: the rows of requests that are read output by output.
 
         """
-        config = vllm_config.capture_config
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._admission = admission
         self._send_ends = send_ends
+        self._live = live
         self._tracked: dict[str, _Tracked] = {}
         self._owner: dict[str, tuple[str, int]] = {}
         self._ends: list[CaptureEnd] = []
         self._changed = threading.Condition()
         self._waiters: dict[str, list[Callable[[], None]]] = {}
-        self._lanes = {
-            name: SinkLane(
-                name,
-                as_sink(consumer),
-                config.dispatch_queue_bytes,
-                config.dispatch_queue_size,
-            )
-            for name, consumer in admission.consumers.items()
-            if consumer.location == "driver"
-        }
         self._inbox = Inbox(self._receive)
+        self._drivers = DriverLanes(
+            vllm_config.capture_config,
+            admission.consumers,
+            self._inbox.address,
+            self._note,
+        )
+        self._status = CaptureStatus(self._drivers.counters)
+        self._vllm_config = vllm_config
 
     def admit(
         self,
@@ -205,7 +219,11 @@ class CaptureFrontend(NoCapture):
                 params.capture,
             )
         params._capture_plan = self._admission.plan(
-            request_id, params, num_prompt_tokens, self._inbox.address
+            request_id,
+            params,
+            num_prompt_tokens,
+            self._inbox.address,
+            self._live.instances(params),
         )
         if params._capture_plan is not None:
             self._make_room(params._capture_plan, params)
@@ -220,10 +238,21 @@ class CaptureFrontend(NoCapture):
                 held = sum(t.held.get(name, 0) for t in tracked if not t.aborted)
                 left = sum(t.held.get(name, 0) for t in tracked if t.aborted)
                 self._forget_aborted(name, left + held + size - limit)
+            if size > limit:
+                twice = ", twice what it returns, as its outputs carry rows before the "
+                twice += "last (capture_stream=False ends that)"
+                raise fail(
+                    f"capture.{name}: this request alone may hold {size} bytes of rows"
+                    f"{twice if LIVE in plan.lanes else ''}; at most {limit} are "
+                    "allowed (max_inflight_bytes). Capture fewer layers or positions, "
+                    "or lower max_tokens",
+                    f"capture.{name}",
+                    size,
+                )
             if held + size > limit:
                 raise fail(
-                    f"capture.{name}: this request may return {size} bytes of rows, "
-                    f"and those under way may return {held}; together at most "
+                    f"capture.{name}: this request may hold {size} bytes of rows, "
+                    f"and those under way may hold {held}; together at most "
                     f"{limit} are allowed (max_inflight_bytes). Send it again when "
                     "others have ended, or capture less",
                     f"capture.{name}",
@@ -254,6 +283,7 @@ class CaptureFrontend(NoCapture):
             tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)
+        self._live.open(parent, plan, state.prompt_token_ids, params)
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """A sample has ended for the client: by a stop, its length, or an abort."""
@@ -263,6 +293,7 @@ class CaptureFrontend(NoCapture):
                 return
             tracked = self._tracked[owner[0]]
             sample = tracked.samples[owner[1]]
+            sample.ended_at = monotonic()
             tracked.aborted = tracked.aborted or finish_reason == "abort"
         assert state.detokenizer is not None
         token_ids = list(state.detokenizer.output_token_ids)
@@ -316,8 +347,16 @@ class CaptureFrontend(NoCapture):
             self.results(output)
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
-        """Put results into a final output; wait for them if the request says so."""
-        if output.finished and output.capture_id is not None:
+        """Put results into a final output; wait for them if the request says so.
+
+        An output before the last gets the rows that have come in by now.
+        """
+        if output.capture_id is None:
+            return
+        if not output.finished:
+            self._live.show(output.capture_id, output)
+        else:
+            self._live.close(output.capture_id)
             with self._changed:
                 tracked = self._tracked.get(output.capture_id)
             if params.capture_wait or (tracked is not None and tracked.waits):
@@ -345,10 +384,26 @@ class CaptureFrontend(NoCapture):
                 WAIT_SECONDS,
             )
 
+    def publish(self, manager: "StatLoggerManager | None") -> None:
+        """Show metrics beside the engine's, if it shows any."""
+        if manager is not None:
+            model = str(self._vllm_config.model_config.served_model_name)
+            self._status.publish(
+                CaptureMetrics(
+                    model, manager.engine_indexes, sorted(self._admission.consumers)
+                )
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Consumers, limits and counters, as plain data."""
+        counters = self._status.counters()
+        with self._changed:
+            counters["requests_under_way"] = len(self._owner)
+        return {**self._admission.describe(), "counters": counters}
+
     def close(self) -> None:
         """Shut driver-side consumers down and stop listening."""
-        for lane in self._lanes.values():
-            lane.close(30.0)
+        self._drivers.close(30.0)
         self._inbox.close()
 
     def _is_complete(self, parent: str) -> bool:
@@ -356,29 +411,24 @@ class CaptureFrontend(NoCapture):
         return tracked is None or tracked.complete()
 
     def _receive(self, message: Message) -> None:
-        if isinstance(message, ChunksMessage):
-            self._lanes[message.instance].submit([c.chunk() for c in message.chunks])
-        elif isinstance(message, EndMessage):
-            self._finish_driver_side(message)
-        else:
+        if isinstance(message, ChunksMessage) and message.instance == LIVE:
+            self._show_live(message)
+        elif isinstance(message, CountersMessage):
+            self._status.take(message)
+        elif isinstance(message, ResultMessage):
             self._note(
                 message.request_id, message.instance, message.stage, message.result()
             )
 
-    def _finish_driver_side(self, message: EndMessage) -> None:
-        finalizes = tuple(
-            CaptureFinalize((message.request_id, e.layer, e.hook), e.value)  # type: ignore[arg-type]
-            for e in message.sidecars
-        )
-        self._lanes[message.instance].finish(
-            Ending(
-                message.request_id,
-                finalizes,
-                lambda result: self._note(
-                    message.request_id, message.instance, message.stage, result
-                ),
-            )
-        )
+    def _show_live(self, message: ChunksMessage) -> None:
+        chunks: dict[str, list[CaptureChunk]] = {}
+        for part in message.chunks:
+            chunks.setdefault(part.request_id, []).append(part.chunk())
+        for request_id, rows in chunks.items():
+            with self._changed:
+                owner = self._owner.get(request_id)
+            if owner is not None:
+                self._live.put(*owner, rows)
 
     def _note(
         self, request_id: str, instance: str, stage: int, result: CaptureResult
@@ -389,7 +439,10 @@ class CaptureFrontend(NoCapture):
                 return
             parent, index = owner
             tracked = self._tracked[parent]
-            tracked.samples[index].results.setdefault(instance, {})[stage] = result
+            sample = tracked.samples[index]
+            sample.results.setdefault(instance, {})[stage] = result
+            if len(sample.results[instance]) == self._stages:
+                self._status.finalized(instance, monotonic() - sample.ended_at)
             if tracked.complete():
                 for wake in self._waiters.pop(parent, []):
                     wake()
@@ -408,12 +461,15 @@ class CaptureFrontend(NoCapture):
 
     def _forget(self, parent: str) -> None:
         self._tracked.pop(parent, None)
+        self._live.close(parent)
         for request_id in [r for r, (p, _) in self._owner.items() if p == parent]:
             del self._owner[request_id]
 
 
 def _open(
-    engine: "LLMEngine | AsyncLLM", send: Callable[[list[CaptureEnd]], None]
+    engine: "LLMEngine | AsyncLLM",
+    send: Callable[[list[CaptureEnd]], None],
+    streams: bool,
 ) -> NoCapture:
     config = engine.vllm_config.capture_config
     if not config.enabled:
@@ -427,7 +483,9 @@ def _open(
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
     admission = Admission(engine.vllm_config, consumers, points)
-    frontend = CaptureFrontend(engine.vllm_config, admission, send)
+    frontend = CaptureFrontend(
+        engine.vllm_config, admission, send, LiveRows(consumers if streams else {})
+    )
     engine.input_processor.capture = frontend
     engine.output_processor.capture = frontend
     weakref.finalize(engine, frontend.close)
@@ -444,7 +502,7 @@ def open_for_engine(engine: "LLMEngine") -> NoCapture:
         else:
             end_captures_now(core.engine_core, ends)  # type: ignore[attr-defined]
 
-    return _open(engine, send)
+    return _open(engine, send, streams=False)
 
 
 def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
@@ -463,4 +521,4 @@ def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
         if not task.cancelled() and task.exception() is not None:
             logger.error("The end of captures was not sent: %s", task.exception())
 
-    return _open(engine, send)
+    return _open(engine, send, streams=True)

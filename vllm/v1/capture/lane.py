@@ -68,6 +68,7 @@ class SinkLane:
         self._failures: dict[CaptureKey, str] = {}
         self._call_began: float | None = None
         self._stalled = False
+        self._giving_up = threading.Lock()
         self._answered: set[Ending] = set()
         """Requests that were given up while the sink did not come back."""
         self._thread = threading.Thread(
@@ -103,7 +104,7 @@ class SinkLane:
 
     def counters(self) -> LaneCounters:
         """What was done so far, and what waits now."""
-        self._counters.queue_packets = len(self._queue)
+        self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes
         self._counters.spill_bytes = self._queue.spilled_bytes
         return self._counters
@@ -141,19 +142,24 @@ class SinkLane:
         limit = max(STALL_SECONDS, getattr(self.sink, "max_call_seconds", 0.0))
         if began is None or monotonic() - began < limit:
             self._stalled = False
-        elif not self._stalled:
-            self._stalled = True
-            logger.error(
-                "Consumer %s has not come back from a call for %.0f s: the requests "
-                "that wait for it are given up",
-                self.instance,
-                limit,
-            )
-            for packet in self._queue.discard_packets():
-                self._lose(packet)
-            for ending in self._queue.endings():
-                self._give_up(ending)
-        return self._stalled
+            return False
+        with self._giving_up:
+            if not self._stalled:
+                self._stalled = True
+                self._give_up_all(limit)
+        return True
+
+    def _give_up_all(self, limit: float) -> None:
+        logger.error(
+            "Consumer %s has not come back from a call for %.0f s: the requests that "
+            "wait for it are given up",
+            self.instance,
+            limit,
+        )
+        for packet in self._queue.discard_packets():
+            self._lose(packet)
+        for ending in self._queue.endings():
+            self._give_up(ending)
 
     def _lose(self, packet: Packet | SpilledPacket) -> None:
         for key in packet.keys:

@@ -10,6 +10,7 @@ from vllm.v1.capture.wire import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 
@@ -30,6 +31,17 @@ def cacheable_tokens(request: "Request", num_tokens: int) -> int:
     return num_tokens if first is None else min(num_tokens, first)
 
 
+def note_forgone(
+    manager: "KVCacheManager", request: "Request", num_cached: int
+) -> None:
+    """How many more tokens the prefix cache would have served without the capture."""
+    if cacheable_tokens(request, request.num_tokens - 1) < request.num_tokens - 1:
+        _, reachable, _ = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        request.capture_forgone = reachable - num_cached  # type: ignore[attr-defined]
+
+
 class CaptureScheduling:
     """Bounds the captured rows of a step, and carries ends to the workers."""
 
@@ -38,6 +50,7 @@ class CaptureScheduling:
         self._rows_left = rows_per_step
         self._ends: list[CaptureEnd] = []
         self._known: set[str] = set()
+        self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
         """A request has come to this engine."""
@@ -83,10 +96,17 @@ class CaptureScheduling:
         plan = plan_of(request)
         if plan is not None:
             self._rows_left -= plan.rows_in(computed, computed + num_tokens)
+            # Known since the cache was asked, which may be some steps ago.
+            self._reforwarded += vars(request).pop("capture_forgone", 0)
 
     def add_ends(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended; the next step's output carries them."""
         self._ends.extend(ends)
+
+    def take_reforwarded(self) -> int:
+        """Cached tokens that this step begins to compute again for their rows."""
+        tokens, self._reforwarded = self._reforwarded, 0
+        return tokens
 
     def take_ends(self) -> list[CaptureEnd] | None:
         """The ends to send with this step, None where there are none."""

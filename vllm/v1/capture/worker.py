@@ -14,10 +14,11 @@ from vllm.model_executor.layers.residual_ops import Launch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
-from vllm.v1.capture.forwarding import ForwardingSink
+from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
-from vllm.v1.capture.plan import CapturePlan, Tap
+from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer
+from vllm.v1.capture.reporting import Reporter
 from vllm.v1.capture.request import (
     LAYER_CONVENTION,
     CapturedRequest,
@@ -32,6 +33,7 @@ from vllm.v1.capture.rows import (
     pick_rows,
     rows_of,
 )
+from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.types import CaptureResult
 
@@ -69,7 +71,7 @@ class WorkerCapture:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        config = vllm_config.capture_config
+        config = self._config = vllm_config.capture_config
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._columns = {tap: column for column, tap in enumerate(taps)}
@@ -106,6 +108,12 @@ class WorkerCapture:
             "pipeline_parallel_size": stage.pipeline_size,
         }
         self._dispatcher = Dispatcher(self._staging, self._lanes)
+        self._reporter = Reporter(
+            vllm_config.parallel_config.data_parallel_index,
+            stage.pipeline_rank,
+            self._lanes,
+            self._outbox,
+        )
         self._addresses = [
             self._slots[:, column].data_ptr() for column in range(len(taps))
         ]
@@ -146,9 +154,17 @@ class WorkerCapture:
         return self._slots[:, self._columns[tap]], self._staging.rows
 
     def summary(self) -> str:
-        """For the log: what is captured at most, and by whom it is received."""
-        rows = self._staging.rows.shape[0]
-        return f"capture of up to {rows // 2} rows a step by {sorted(self._lanes)}"
+        """For the log: the budget, and what happens where it does not suffice."""
+        config = self._config
+        rows, mib = self._staging.rows.shape[0], 1 << 20
+        spill = f" of {config.spill_max_bytes // mib} MiB in {config.spill_folder}"
+        return (
+            f"capture by {sorted(self._lanes.keys() - {LIVE})}, up to {rows // 2} rows "
+            f"a step in {self._staging.rows.nbytes // mib} MiB of staging memory; per "
+            f"consumer {config.dispatch_queue_size} packets of rows with "
+            f"{config.dispatch_queue_bytes // mib} MiB may wait, then "
+            f"{config.overload_policy}{spill * (config.overload_policy == 'spill')}"
+        )
 
     def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
         config = vllm_config.capture_config
@@ -159,12 +175,20 @@ class WorkerCapture:
                 as_sink(consumer) if consumer.location == "worker" else None
             )
         sinks.update(dict.fromkeys(config.driver_instances))
+        sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
+        spill = None
+        if config.overload_policy == "spill":
+            prepare_folder(config.spill_folder)
+            spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
             name: SinkLane(
                 name,
                 sink or ForwardingSink(name, self._stage.pipeline_rank, self._outbox),
                 config.dispatch_queue_bytes,
                 config.dispatch_queue_size,
+                # The consumer gets live rows as well: these may always be dropped.
+                "drop" if name == LIVE or config.overload_policy == "drop" else "block",
+                None if name == LIVE else spill,
             )
             for name, sink in sinks.items()
         }
@@ -182,8 +206,9 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._groups[req_id] = groups
         if self._takes_rows:
+            self._reporter.know(plan.reply_to)
             for name, lane in self._lanes.items():
-                if isinstance(lane.sink, ForwardingSink) and name in plan.instances:
+                if isinstance(lane.sink, ForwardingSink) and name in plan.lanes:
                     lane.sink.route(req_id, plan.reply_to)
             self._dispatcher.open(
                 CapturedRequest(
@@ -211,6 +236,11 @@ class WorkerCapture:
                     instances=tuple(end.instances),
                 )
             )
+
+    def note_reforwarded(self, tokens: int) -> None:
+        """The step computes so many cached tokens again, because they are captured."""
+        if self._stage.pipeline_rank == 0:
+            self._reporter.add_reforwarded(tokens)
 
     def _answer(
         self, reply_to: str, request_id: str, instance: str, result: CaptureResult
@@ -269,4 +299,5 @@ class WorkerCapture:
         self._dispatcher.close(SHUTDOWN_SECONDS)
         for lane in self._lanes.values():
             lane.close(SHUTDOWN_SECONDS)
+        self._reporter.close()
         self._outbox.close()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A captured prompt position is computed, not taken from the prefix cache."""
 
-from fork.language import add_import, after
+from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.scheduling import cacheable_tokens",
+        "from vllm.v1.capture.scheduling import cacheable_tokens, note_forgone",
         why="Knows where reuse must end.",
     ),
     after(
@@ -15,5 +15,11 @@ EDITS = [
             "max_cache_hit_length = cacheable_tokens(request, max_cache_hit_length)"
         ),
         why="A cached block has no rows to capture.",
+    ),
+    before(
+        scope="KVCacheManager.get_computed_blocks",
+        anchor="blocks = self.create_kv_cache_blocks(computed_blocks)",
+        insert="note_forgone(self, request, num_new_computed_tokens)",
+        why="What a capture costs is counted.",
     ),
 ]

@@ -35,6 +35,12 @@ self.steering = AsyncSteeringControl(self)
         why="The core is up, so the model's hook points are known.",
     ),
     before(
+        scope="AsyncLLM.__init__",
+        anchor="self._client_count = client_count",
+        insert="self.capture.publish(self.logger_manager)",
+        why="Metrics of capture stand beside the engine's.",
+    ),
+    before(
         scope="AsyncLLM.generate",
         anchor="yield out",
         insert="await self.capture.complete(out, sampling_params)",

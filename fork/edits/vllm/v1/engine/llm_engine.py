@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline engine has front ends of capture and steering."""
 
-from fork.language import add_import, before
+from fork.language import add_import, before, last
 
 EDITS = [
     add_import(
@@ -20,5 +20,10 @@ self.capture = capture_frontend.open_for_engine(self)
 self.steering = SteeringControl(self)
 """,
         why="The core is up, so the model's hook points are known.",
+    ),
+    last(
+        scope="LLMEngine.__init__",
+        insert="self.capture.publish(self.logger_manager)",
+        why="Metrics of capture stand beside the engine's.",
     ),
 ]

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server has routes for steering."""
+"""The server has routes for capture and steering."""
 
 from fork.language import add_import, before
 
 EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.capture.api_router import "
+        "attach_router as attach_capture_router",
+        why="The route, attached below.",
+    ),
     add_import(
         "from vllm.entrypoints.serve.steering.api_router import "
         "attach_router as attach_steering_router",
@@ -14,8 +19,9 @@ EDITS = [
         anchor="if envs.VLLM_SERVER_DEV_MODE:",
         insert="""
 if "generate" in supported_tasks:
+    attach_capture_router(app)
     attach_steering_router(app, args)
 """,
-        why="Only generation is steered.",
+        why="Only generation is captured and steered.",
     ),
 ]

@@ -11,6 +11,8 @@ EDITS = [
         insert="""
 # Captured requests that ended for their clients: list[CaptureEnd]
 capture_ends: list | None = None
+# Cached tokens that are computed again because their rows are captured
+capture_reforwarded: int = 0
 # Steered requests that begin, and slots to load: SteeringStep
 steering: Any = None
 """,

@@ -76,6 +76,12 @@ if request_token_budget == 0:
         argument="capture_ends=self.capture.take_ends()",
         why="The step carries ends that have come in.",
     ),
+    add_argument(
+        scope="Scheduler.schedule",
+        call="SchedulerOutput",
+        argument="capture_reforwarded=self.capture.take_reforwarded()",
+        why="The worker counts it with what else capture costs.",
+    ),
     after(
         scope="Scheduler.schedule",
         anchor="""
