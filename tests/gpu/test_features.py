@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture inside CUDA graphs beside what else upstream does there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.engines.models import save
+from tests.engines.reference import Reference
+from tests.gpu.conftest import BF16, OpenEngine
+
+pytestmark = pytest.mark.gpu
+
+QUIET: dict[str, Any] = {"detokenize": False}
+
+
+def check_all(engine: CapturedEngine, prompts: list[list[int]], **options: Any) -> None:
+    """Every row of these requests is the reference's."""
+    params = asking("all", max_tokens=20, **QUIET)
+    for output in engine.run(prompts, params):
+        engine.check(output, tolerance=options.get("tolerance", BF16))
+        rows = engine.rows(output)
+        for layer, hook in rows:
+            if hook == "post_block" and (layer + 1, "pre_attn") in rows:
+                following = rows[layer + 1, "pre_attn"]
+                assert rows[layer, hook].equal(following), (layer, hook)
+
+
+def test_a_repeated_prompt_has_the_same_rows(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(llama, reference=reference)
+    asked = asking("all", max_tokens=4, **QUIET)
+    last = asking("last_prompt", max_tokens=4, **QUIET)
+    first, second, third = (
+        engine.run([prompt(100, seed=9)], params)[0] for params in (asked, asked, last)
+    )
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (0, 96)
+    for tap, rows in engine.rows(first).items():
+        assert engine.rows(second)[tap].equal(rows), tap
+    engine.check(third, [99], tolerance=BF16)
+
+
+def test_preempted_requests_have_each_row_once(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(
+        llama, reference=reference, num_gpu_blocks_override=8, max_model_len=128
+    )
+    core: Any = engine.llm.llm_engine.engine_core
+    scheduler, preemptions = core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **kwargs: (
+        preemptions.append(1),
+        preempt(*args, **kwargs),
+    )[1]
+    prompts = [prompt(60, seed=20 + i) for i in range(3)]
+    outputs = engine.run(prompts, asking("all", max_tokens=40, **QUIET))
+    assert preemptions, "the test is pointless without a preemption"
+    for output in outputs:
+        engine.check(output, range(99), tolerance=BF16)
+
+
+def test_staging_that_is_too_small_for_a_prompt_slows_it_down(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    row_bytes, taps, tokens_a_step = 512 * 2, 12, 32
+    engine = open_engine(
+        llama,
+        reference=reference,
+        capture_staging_bytes=2 * tokens_a_step * taps * row_bytes,
+    )
+    check_all(engine, [prompt(200, seed=31), prompt(150, seed=32)])
+
+
+def test_rejected_drafts_leave_no_row(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(
+        llama,
+        reference=reference,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        },
+    )
+    # Prompts that repeat themselves, so that drafts are proposed.
+    check_all(engine, [prompt(6, seed=40 + i) * 5 for i in range(4)])
+
+
+def test_rows_of_a_model_with_fp8_weights(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(llama, reference=reference, quantization="fp8")
+    # Eight bits of a weight, three of them mantissa: some percent in each product.
+    check_all(engine, [prompt(30 + i, seed=50 + i) for i in range(4)], tolerance=0.15)
+
+
+def test_rows_of_a_mixture_of_experts(tmp_path: Path, open_engine: OpenEngine) -> None:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=1280,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=4,  # All: bfloat16 cannot turn the router's choice.
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    model = save(config, tmp_path, torch.bfloat16, scale=0.1)
+    engine = open_engine(model)
+    check_all(engine, [prompt(20 + i, seed=60 + i) for i in range(4)])
+
+
+def test_rows_of_a_model_with_latent_attention(
+    tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    from transformers import DeepseekV2Config
+
+    config = DeepseekV2Config(
+        vocab_size=1280,
+        hidden_size=512,
+        intermediate_size=768,
+        moe_intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        first_k_dense_replace=3,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=None,
+        # The sizes that Hopper's kernels are made for.
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    model = save(config, tmp_path, torch.bfloat16, scale=0.1)
+    engine = open_engine(model)
+    check_all(engine, [prompt(20 + i, seed=70 + i) for i in range(4)])
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_rows_from_two_gpus(
+    llama: Path, reference: Reference, open_engine: OpenEngine, split: str
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    engine = open_engine(
+        llama,
+        reference=reference,
+        distributed_executor_backend="mp",
+        **{f"{split}_parallel_size": 2},
+    )
+    check_all(engine, [prompt(20 + 9 * i, seed=80 + i) for i in range(4)])

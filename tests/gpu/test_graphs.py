@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and steering inside CUDA graphs, against the same without graphs."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.engines.reference import Reference, Stream, relative_error
+from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 16, 31, 64, 7, 130, 3, 40)
+GENERATED = 24
+
+
+class Run(NamedTuple):
+    """What one way of running a batch gave."""
+
+    tokens: list[list[int]]
+    plain_tokens: list[list[int]]
+    """Of the same requests, when nobody captured."""
+    rows: dict[int, Stream]
+    """By the request's place in the batch; every other request is plain."""
+
+
+def steered(seed: int, scale: float) -> dict[str, Any]:
+    """A vector at one layer and at each point."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        hook: {2: {"vector": torch.randn(512, generator=generator), "scale": scale}}
+        for hook in ("pre_attn", "post_attn", "post_block")
+    }
+
+
+def requests(capturing: bool) -> list[SamplingParams]:
+    """Captured, plain and steered requests, which share their batches."""
+    params = []
+    for index in range(len(LENGTHS)):
+        more = {} if index % 4 < 2 else {"steering_vectors": steered(index, 0.5)}
+        common: dict[str, Any] = {"detokenize": False, **more}
+        if capturing and index % 2 == 0:
+            params.append(asking("all", max_tokens=GENERATED, **common))
+        else:
+            plain = {"temperature": 0.0, "ignore_eos": True, **common}
+            params.append(SamplingParams(max_tokens=GENERATED, **plain))
+    return params
+
+
+def run(engine: CapturedEngine) -> Run:
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    outputs = engine.run(prompts, requests(capturing=True))
+    plain = engine.run(prompts, requests(capturing=False))
+    for index in range(0, len(LENGTHS), 2):
+        found = engine.sidecars(outputs[index])
+        assert len(found) == 12
+        for sidecar in found.values():
+            length = LENGTHS[index] + GENERATED - 1
+            assert sidecar["positions"] == list(range(length))
+    return Run(
+        [list(output.outputs[0].token_ids) for output in outputs],
+        [list(output.outputs[0].token_ids) for output in plain],
+        {index: engine.rows(outputs[index]) for index in range(0, len(LENGTHS), 2)},
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str, Run]:
+    return {
+        name: run(open_engine(llama, reference=reference, **options))
+        for name, options in GRAPHS.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["full", "piecewise"])
+def test_rows_from_graphs_are_those_without_graphs(
+    runs: dict[str, Run], way: str
+) -> None:
+    assert runs[way].tokens == runs["compiled"].tokens
+    for index, rows in runs["compiled"].rows.items():
+        for tap, expected in rows.items():
+            assert runs[way].rows[index][tap].equal(expected), (index, tap)
+
+
+@pytest.mark.parametrize("way", GRAPHS)
+def test_capture_changes_no_token(runs: dict[str, Run], way: str) -> None:
+    assert runs[way].tokens == runs[way].plain_tokens
+
+
+@pytest.mark.parametrize("way", GRAPHS)
+def test_unsteered_rows_are_the_references(
+    runs: dict[str, Run], reference: Reference, way: str
+) -> None:
+    for index in (0, 4):  # Captured and not steered.
+        fed = prompt(LENGTHS[index], seed=LENGTHS[index]) + runs[way].tokens[index]
+        expected = reference.stream(fed[:-1])
+        for tap, rows in runs[way].rows[index].items():
+            assert relative_error(rows, expected[tap]) <= BF16, tap
+
+
+@pytest.mark.parametrize("way", GRAPHS)
+def test_steered_rows_are_those_of_eager_code(
+    runs: dict[str, Run], reference: Reference, way: str
+) -> None:
+    for index in (2, 6):  # Captured and steered.
+        # Greedy tokens may part ways between compiled and eager code.
+        count = LENGTHS[index]
+        unsteered = reference.stream(prompt(count, seed=count))
+        for tap, rows in runs[way].rows[index].items():
+            expected = runs["eager"].rows[index][tap][:count].float()
+            assert relative_error(rows[:count], expected) <= BF16, tap
+            moved = relative_error(rows[:count], unsteered[tap]) > BF16
+            # A capture sees the stream before its own point's vector.
+            layer, hook = tap
+            assert moved == (layer > 2 or (layer == 2 and hook != "pre_attn")), tap
