@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the fork: wheel, weave, overlay, tree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fork.contents import Contents, added_files, assemble, shadowing_faults
@@ -9,6 +9,7 @@ from fork.failure import BuildFailure
 from fork.faults import Fault
 from fork.fetch import fetch, sha256_of, verify, wheel_version
 from fork.metadata import Metadata, dist_info_files, fork_metadata, version_module
+from fork.native import native_files
 from fork.paths import HERE, Checkout
 from fork.progress import step
 from fork.release import Release, unpack
@@ -111,6 +112,8 @@ def build(order: Order) -> Built:
 def build_tree(order: Order, out: Path) -> Built:
     """Build and write the tree; on failure the tree stays as it was."""
     built = build(order)
+    native = native_files(order.checkout, order.jobs)
+    built = replace(built, contents=built.contents | native)
     with step(f"tree {out}"):
         update = update_tree(out, built.contents)
     added = len(added_files(order.checkout))

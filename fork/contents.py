@@ -52,7 +52,21 @@ class Added:
         return f"link {self.path}"
 
 
-Content = Original | Text | Added
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A library of the fork, compiled from its sources."""
+
+    path: Path
+    digest: str
+    """Hash of all that it is made from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the content does."""
+        return f"compiled {self.digest}"
+
+
+Content = Original | Text | Added | Compiled
 Contents = dict[str, Content]
 
 

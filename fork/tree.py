@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork.contents import Added, Content, Contents, Original, Text
+from fork.contents import Added, Compiled, Content, Contents, Original, Text
 from fork.failure import BuildFailure
 from fork.release import HARD_LINKED_BYTES
 
@@ -102,11 +102,13 @@ def _place(content: Content, path: Path, linked_from: Path) -> None:
         path.write_bytes(content.data)
     elif isinstance(content, Added):
         path.symlink_to(link_target(content, linked_from))
-    elif content.path.stat().st_size < HARD_LINKED_BYTES or not _link(content, path):
+    elif isinstance(content, Compiled) or not _link(content, path):
         shutil.copy2(content.path, path)
 
 
 def _link(content: Original, path: Path) -> bool:
+    if content.path.stat().st_size < HARD_LINKED_BYTES:
+        return False
     try:
         os.link(content.path, path)
     except OSError:  # another file system, or one without hard links

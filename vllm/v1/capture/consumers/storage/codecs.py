@@ -14,6 +14,13 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumers.storage.files import Bytes, raw_bytes
+from vllm.v1.capture.consumers.storage.quantize import (
+    decode_full8,
+    dequantize,
+    encode_full8,
+    encode_topk8,
+    topk8_record,
+)
 from vllm.v1.capture.errors import CaptureValidationError
 
 CODECS = ("raw", "zstd", "full8", "rp8", "topk8")
@@ -112,21 +119,13 @@ class Full8(Codec):
 
     def encode(self, rows: torch.Tensor) -> Bytes:
         """Records of `width + 4` bytes."""
-        values = _float32(rows)
-        record = np.empty(
-            len(values), dtype=[("scale", "<f4"), ("q", "i1", (values.shape[1],))]
-        )
-        record["scale"], record["q"] = _quantize(values)
-        return record.tobytes()
+        return encode_full8(rows)
 
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Scale times integer."""
-        record = np.frombuffer(
-            data, dtype=[("scale", "<f4"), ("q", "i1", (width,))], count=num_rows
-        )
-        return torch.from_numpy(_dequantize(record["scale"], record["q"])).to(dtype)
+        return decode_full8(data, num_rows, width, dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
         """A byte per value, and the scale."""
@@ -153,7 +152,7 @@ class RandomProjection8(Codec):
 
     def encode(self, rows: torch.Tensor) -> Bytes:
         """Records of `k + 4` bytes, `k` capped at the width."""
-        values = _float32(rows)
+        values = rows.to(torch.float32).numpy()
         basis = orthonormal_basis(values.shape[1], self._k(values.shape[1]), self.seed)
         return Full8().encode(torch.from_numpy(values @ basis))
 
@@ -192,32 +191,19 @@ class TopK8(Codec):
 
     def encode(self, rows: torch.Tensor) -> Bytes:
         """Records of `5 * k + 4` bytes, `k` capped at the width."""
-        values = _float32(rows)
-        k = min(self.k, values.shape[1])
-        magnitude = np.nan_to_num(np.abs(values), nan=np.inf)
-        kept = np.argpartition(-magnitude, k - 1, axis=1)[:, :k]
-        kept.sort(axis=1)
-        record = np.empty(len(values), dtype=self._record(k))
-        record["index"] = kept
-        record["scale"], record["q"] = _quantize(
-            np.take_along_axis(values, kept, axis=1)
-        )
-        return record.tobytes()
+        return encode_topk8(rows, min(self.k, rows.shape[1]))
 
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Zeros, with the kept values in their places."""
         record = np.frombuffer(
-            data, dtype=self._record(min(self.k, width)), count=num_rows
+            data, dtype=topk8_record(min(self.k, width)), count=num_rows
         )
         rows = np.zeros((num_rows, width), dtype=np.float32)
-        values = _dequantize(record["scale"], record["q"])
+        values = dequantize(record["scale"], record["q"])
         np.put_along_axis(rows, record["index"].astype(np.int64), values, axis=1)
         return torch.from_numpy(rows).to(dtype)
-
-    def _record(self, k: int) -> list[tuple[Any, ...]]:
-        return [("scale", "<f4"), ("index", "<u4", (k,)), ("q", "i1", (k,))]
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
         """Index and byte per value kept, and the scale."""
@@ -286,28 +272,3 @@ def orthonormal_basis(width: int, k: int, seed: int) -> np.ndarray[Any, Any]:
     basis, upper = np.linalg.qr(gaussian)
     # The factorization leaves the columns' signs open.
     return (basis * np.sign(np.diag(upper))).astype(np.float32)
-
-
-def _float32(rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = rows.to(torch.float32).numpy()
-    return values
-
-
-def _quantize(
-    values: np.ndarray[Any, Any],
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scale per row `[rows]` and integers `[rows, width]` within -127 to 127."""
-    largest = np.abs(values).max(axis=1, initial=0.0)
-    scale = (largest / np.float32(127)).astype(np.float32)
-    # Divided in float64: a scale may be subnormal.
-    safe = np.where((scale > 0) & np.isfinite(scale), scale, 1).astype(np.float64)
-    whole = np.nan_to_num(np.rint(values / safe[:, None]), nan=0.0)
-    integers = np.clip(whole, -127, 127).astype(np.int8)
-    return np.where(np.isfinite(largest), scale, np.float32(np.nan)), integers
-
-
-def _dequantize(
-    scale: np.ndarray[Any, Any], integers: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = scale[:, None] * integers.astype(np.float32)
-    return values

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <span>
+#include <utility>
+
+#include "writer/file.h"
+
+namespace clearbox {
+
+/// Contiguous memory of a Python object, which it keeps alive. Made, moved and
+/// destroyed under the GIL; the memory may be used without it.
+class Buffer {
+ public:
+  explicit Buffer(nanobind::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+      throw nanobind::python_error();
+    }
+  }
+  Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, {})) {}
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  Buffer& operator=(Buffer&&) = delete;
+  ~Buffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+
+  std::span<const std::byte> bytes() const {
+    return {static_cast<const std::byte*>(view_.buf), size()};
+  }
+  Bytes part() const { return {view_.buf, size()}; }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+/// A new `bytes` object of `size` bytes, which `fill` is given to fill without the GIL.
+template <typename Fill>
+nanobind::bytes filled_bytes(std::size_t size, Fill fill) {
+  PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (object == nullptr) throw nanobind::python_error();
+  auto result = nanobind::steal<nanobind::bytes>(object);
+  auto* out = reinterpret_cast<std::byte*>(PyBytes_AsString(object));
+  {
+    const nanobind::gil_scoped_release unlocked;
+    fill(out);
+  }
+  return result;
+}
+
+}  // namespace clearbox

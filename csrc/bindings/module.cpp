@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/module.h"
+
+NB_MODULE(_native, module) {
+  module.doc() = "The byte path of storage: codecs, checksums, writer threads.";
+  clearbox::bind_codecs(module);
+  clearbox::bind_writer(module);
+}

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace clearbox {
+
+void bind_codecs(nanobind::module_& module);
+void bind_writer(nanobind::module_& module);
+
+}  // namespace clearbox

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codecs/full8.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace clearbox {
+
+float quantize_row(const float* values, std::size_t width, const Kernels& kernels,
+                   std::int8_t* out) {
+  const float largest = kernels.largest(values, width);
+  const float scale = largest / 127.0F;
+  // A row of zeros, or one whose scale underflows, has the scale 0.
+  const float unit = std::isfinite(scale) && scale > 0 ? scale : 1.0F;
+  kernels.quantize(values, width, unit, out);
+  return std::isfinite(largest) ? scale : std::numeric_limits<float>::quiet_NaN();
+}
+
+void encode_full8(const Rows& rows, const Kernels& kernels, std::byte* out) {
+  RowReader reader(rows, kernels);
+  for (std::size_t row = 0; row < rows.num_rows; ++row) {
+    const float scale = quantize_row(reader.read(row), rows.width, kernels,
+                                     reinterpret_cast<std::int8_t*>(out + 4));
+    std::memcpy(out, &scale, 4);
+    out += full8_record_bytes(rows.width);
+  }
+}
+
+void decode_full8(const std::byte* records, std::size_t num_rows, std::size_t width,
+                  Dtype dtype, const Kernels& kernels, std::byte* out) {
+  RowWriter writer(out, width, dtype, kernels);
+  for (std::size_t row = 0; row < num_rows; ++row) {
+    float scale = 0;
+    std::memcpy(&scale, records, 4);
+    kernels.dequantize(reinterpret_cast<const std::int8_t*>(records + 4), width, scale,
+                       writer.values());
+    writer.next();
+    records += full8_record_bytes(width);
+  }
+}
+
+}  // namespace clearbox

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The inner loops of the codecs over one row of `n` values, one set per instruction
+// set. All sets give the same bits; `tests/csrc` and the Python tests compare them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/instructions.h"
+
+namespace clearbox {
+
+struct Kernels {
+  /// bfloat16 and float16, as their 16 bits, to float32: exact.
+  void (*widen_bfloat16)(const std::uint16_t* in, std::size_t n, float* out);
+  void (*widen_float16)(const std::uint16_t* in, std::size_t n, float* out);
+
+  /// float32 to 16 bits, rounded to nearest, ties to even. NaN stays NaN.
+  void (*narrow_bfloat16)(const float* in, std::size_t n, std::uint16_t* out);
+  void (*narrow_float16)(const float* in, std::size_t n, std::uint16_t* out);
+
+  /// The largest magnitude; NaN if there is one, 0 for an empty row.
+  float (*largest)(const float* in, std::size_t n);
+
+  /// `in / unit` in float64, rounded to nearest even, kept within -127 to 127; NaN
+  /// becomes 0.
+  void (*quantize)(const float* in, std::size_t n, float unit, std::int8_t* out);
+
+  /// `scale * in` in float32.
+  void (*dequantize)(const std::int8_t* in, std::size_t n, float scale, float* out);
+
+  /// Magnitudes as integers of the same order; NaN counts as infinity.
+  void (*magnitudes)(const float* in, std::size_t n, std::uint32_t* out);
+
+  /// Where `in` is at least `limit`, in ascending order; `out` has room for `n`.
+  std::size_t (*at_least)(const std::uint32_t* in, std::size_t n, std::uint32_t limit,
+                          std::uint32_t* out);
+};
+
+extern const Kernels kScalarKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+/// The set for these instructions, which this CPU must have.
+const Kernels& kernels_for(Instructions instructions);
+
+}  // namespace clearbox

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codecs/rows.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace clearbox {
+
+RowReader::RowReader(const Rows& rows, const Kernels& kernels)
+    : rows_(rows), kernels_(kernels), wide_(rows.width) {}
+
+const float* RowReader::read(std::size_t row) {
+  const std::size_t row_bytes = rows_.width * size_of(rows_.dtype);
+  const std::byte* at = rows_.data + row * row_bytes;
+  switch (rows_.dtype) {
+    case Dtype::kFloat32:
+      // Copied: a buffer from Python need not be aligned for float.
+      std::memcpy(wide_.data(), at, row_bytes);
+      break;
+    case Dtype::kBfloat16:
+      kernels_.widen_bfloat16(reinterpret_cast<const std::uint16_t*>(at), rows_.width,
+                              wide_.data());
+      break;
+    case Dtype::kFloat16:
+      kernels_.widen_float16(reinterpret_cast<const std::uint16_t*>(at), rows_.width,
+                             wide_.data());
+      break;
+  }
+  return wide_.data();
+}
+
+RowWriter::RowWriter(std::byte* out, std::size_t width, Dtype dtype,
+                     const Kernels& kernels)
+    : out_(out), dtype_(dtype), kernels_(kernels), wide_(width) {}
+
+void RowWriter::next() {
+  switch (dtype_) {
+    case Dtype::kFloat32:
+      std::memcpy(out_, wide_.data(), wide_.size() * sizeof(float));
+      break;
+    case Dtype::kBfloat16:
+      kernels_.narrow_bfloat16(wide_.data(), wide_.size(),
+                               reinterpret_cast<std::uint16_t*>(out_));
+      break;
+    case Dtype::kFloat16:
+      kernels_.narrow_float16(wide_.data(), wide_.size(),
+                              reinterpret_cast<std::uint16_t*>(out_));
+      break;
+  }
+  out_ += wide_.size() * size_of(dtype_);
+}
+
+}  // namespace clearbox

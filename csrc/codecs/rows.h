@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captured rows in memory, and one row of them at a time as float32.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "codecs/kernels.h"
+
+namespace clearbox {
+
+enum class Dtype { kBfloat16, kFloat16, kFloat32 };
+
+constexpr std::size_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+/// `[num_rows, width]`, one row after the other.
+struct Rows {
+  const std::byte* data;
+  std::size_t num_rows;
+  std::size_t width;
+  Dtype dtype;
+};
+
+/// Gives rows as float32, in memory of its own where they have to be widened.
+class RowReader {
+ public:
+  RowReader(const Rows& rows, const Kernels& kernels);
+
+  /// `width` values, valid until the next call.
+  const float* read(std::size_t row);
+
+ private:
+  const Rows rows_;
+  const Kernels& kernels_;
+  std::vector<float> wide_;
+};
+
+/// Writes float32 rows in another dtype, one after the other.
+class RowWriter {
+ public:
+  RowWriter(std::byte* out, std::size_t width, Dtype dtype, const Kernels& kernels);
+
+  /// Where the next row's float32 values are to be put; then call `next`.
+  float* values() { return wide_.data(); }
+  void next();
+
+ private:
+  std::byte* out_;
+  const Dtype dtype_;
+  const Kernels& kernels_;
+  std::vector<float> wide_;
+};
+
+}  // namespace clearbox

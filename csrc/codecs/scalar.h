@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// One value at a time: the scalar kernels, and the ends of rows in the vector ones.
+// Everything is `static`: files compiled for other instructions must each have a copy
+// of their own, or the linker might keep one that an older CPU cannot run.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace clearbox::scalar {
+
+static inline float from_bfloat16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+static inline std::uint16_t to_bfloat16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) {  // NaN: rounding could make it infinite
+    return static_cast<std::uint16_t>((bits >> 16) | 0x40);
+  }
+  return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float from_float16(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 0x1F;
+  const std::uint32_t fraction = bits & 0x3FF;
+  if (exponent == 0) {  // subnormal or zero: a multiple of 2^-24
+    const float value = static_cast<float>(fraction) * 0x1p-24F;
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
+  }
+  if (exponent == 0x1F) {  // infinity, or NaN made quiet
+    const std::uint32_t quiet = fraction != 0 ? 0x400000 : 0;
+    return std::bit_cast<float>(sign | 0x7F800000 | quiet | (fraction << 13));
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
+}
+
+static inline std::uint16_t to_float16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
+  const std::uint32_t size = bits & 0x7FFFFFFF;
+  if (size > 0x7F800000) {  // NaN
+    const std::uint32_t fraction = (size >> 13) & 0x3FF;
+    return static_cast<std::uint16_t>(sign | 0x7E00 | fraction);
+  }
+  if (size >= 0x477FF000) {  // 65520 and above round to infinity
+    return static_cast<std::uint16_t>(sign | 0x7C00);
+  }
+  if (size < 0x38800000) {  // below 2^-14: adding 1/2 aligns to multiples of 2^-24
+    const float shifted = std::bit_cast<float>(size) + 0.5F;
+    return static_cast<std::uint16_t>(
+        sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000));
+  }
+  const std::uint32_t rounded = size + 0xFFF + ((size >> 13) & 1) - (112U << 23);
+  return static_cast<std::uint16_t>(sign | (rounded >> 13));
+}
+
+static inline float larger(float largest, float value) {
+  const float size = __builtin_fabsf(value);
+  // Written so that NaN, once met, stays.
+  return size <= largest || __builtin_isnan(largest) ? largest : size;
+}
+
+static inline std::int8_t quantize(float value, float unit) {
+  const double exact = static_cast<double>(value) / static_cast<double>(unit);
+  if (__builtin_isnan(exact)) {
+    return 0;
+  }
+  const double within = exact > 127 ? 127 : exact < -127 ? -127 : exact;
+  return static_cast<std::int8_t>(__builtin_lrint(within));
+}
+
+static inline std::uint32_t magnitude(float value) {
+  const std::uint32_t size = std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFF;
+  return size < 0x7F800000 ? size : 0x7F800000;
+}
+
+}  // namespace clearbox::scalar
