@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.caching import EngineSteering
 from vllm.v1.steering.engine import get_steering, set_steering
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
@@ -28,7 +29,7 @@ class Core:
         )
         self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
         self.vllm_config = SimpleNamespace(
-            steering_config=SimpleNamespace(max_configs=2)
+            steering_config=SteeringConfig(enabled=True, max_configs=2)
         )
 
     def _reset(self) -> bool:

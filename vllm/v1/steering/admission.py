@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering import describing
+from vllm.v1.steering.checks import check_positions, check_sums
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
-from vllm.v1.steering.vectors import SteeredModel, parse_vectors
+from vllm.v1.steering.vectors import Parsed, SteeredModel, parse_vectors
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -37,8 +38,13 @@ class SteeringAdmission:
         self.model = model
         self.modules = modules
 
-    def admit(self, params: "SamplingParams", resumable: bool) -> None:
+    def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
         """Put a request's resolved vectors in place of what the user wrote.
+
+        Args:
+            params: of the request; `max_tokens` is final.
+            num_prompt: tokens of the prompt.
+            resumable: more of the prompt may come.
 
         Raises:
             SteeringValidationError: naming the parameter, the value, the remedy.
@@ -53,36 +59,63 @@ class SteeringAdmission:
                 "as its prompt has no end; send the prompt in one piece",
                 parameter="steering_vectors",
             )
-        tiers = self.tiers(raw, REQUEST_FIELDS)
+        tiers = packed(self.parse(raw, REQUEST_FIELDS))
+        check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
+        if tiers:  # What a name stands for alone is checked already.
+            check_sums(tiers, self.model.dtype)
         if params.steering_name is not None:
-            tiers = _add(self.modules.get(params.steering_name), tiers)
+            tiers = self._with_named(params.steering_name, tiers)
         for name in FIELDS:
             setattr(params, name, None)
         params._steering = tiers or None
 
-    def tiers(
-        self,
-        raw: Mapping[str, Any],
-        names: Mapping[str, str],
-        keep_zeros: bool = False,
-    ) -> SteeringTiers:
-        """The vectors of the tiers that are given.
+    def _with_named(self, name: str, tiers: SteeringTiers) -> SteeringTiers:
+        named = self.modules.get(name)
+        if not tiers:
+            return named
+        tiers = _add(named, tiers)
+        check_sums(tiers, self.model.dtype)
+        return tiers
+
+    def parse(
+        self, raw: Mapping[str, Any], names: Mapping[str, str]
+    ) -> dict[str, Parsed]:
+        """The tiers that are given, checked.
 
         Args:
             raw: by tier, what the user wrote or None.
             names: by tier, the parameter's name in messages.
-            keep_zeros: vectors of zeros mean something.
 
         """
-        packed = {}
-        for tier, spec in raw.items():
-            if spec is not None:
-                parsed = parse_vectors(spec, self.model, names[tier])
-                packed[tier] = pack(parsed.vectors, parsed.operations, keep_zeros)
-        return SteeringTiers(**packed)
+        return {
+            tier: parse_vectors(spec, self.model, names[tier])
+            for tier, spec in raw.items()
+            if spec is not None
+        }
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
         """The vectors of `{"vectors", "prefill_vectors", "decode_vectors"}`."""
+        return self.checked(self.parse_named(raw))
+
+    def checked(
+        self, parsed: Mapping[str, Parsed], keep_zeros: bool = False
+    ) -> SteeringTiers:
+        """The form that travels, of tiers that stand alone.
+
+        Args:
+            parsed: by tier.
+            keep_zeros: vectors of zeros mean something.
+
+        Raises:
+            SteeringValidationError: their sum at a token is not finite.
+
+        """
+        tiers = packed(parsed, keep_zeros)
+        check_sums(tiers, self.model.dtype)
+        return tiers
+
+    def parse_named(self, raw: Any) -> dict[str, Parsed]:
+        """`{"vectors", "prefill_vectors", "decode_vectors"}`, checked."""
         names = {name: tier for tier, name in GLOBAL_FIELDS.items()}
         if not isinstance(raw, Mapping) or not raw or not raw.keys() <= names.keys():
             raise fail(
@@ -91,7 +124,17 @@ class SteeringAdmission:
                 "vectors",
                 sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
             )
-        return self.tiers({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+        return self.parse({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+
+
+def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTiers:
+    """The form that travels."""
+    return SteeringTiers(
+        **{
+            tier: pack(one.vectors, one.operations, keep_zeros)
+            for tier, one in parsed.items()
+        }
+    )
 
 
 def _add(one: SteeringTiers, other: SteeringTiers) -> SteeringTiers:

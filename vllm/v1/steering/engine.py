@@ -79,12 +79,21 @@ def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
 
 
 def get_steering(core: "EngineCore") -> dict[str, Any]:
-    """The global vectors' norms and the slots in use, as plain data."""
+    """The global vectors' norms and the rows of tables in use, as plain data.
+
+    Prompt and generated tokens have a row each, for all requests and for every
+    configuration in use; the row of zeros does not count.
+    """
     scheduler: Any = core.scheduler
     tiers = scheduler.steering.tiers
-    config = core.vllm_config.steering_config
+    slots, config = scheduler.steering.slots, core.vllm_config.steering_config
+    of_all = bool(tiers.prefill_digest or tiers.prefill_operations) + bool(
+        tiers.decode_digest or tiers.decode_operations
+    )
     return {
         **describe(tiers),
-        "configs_in_use": scheduler.steering.slots.in_use,
+        "configs_in_use": slots.in_use,
         "max_configs": config.max_configs,
+        "rows_in_use": of_all + 2 * slots.in_use,
+        "max_rows": config.num_rows - 1,
     }

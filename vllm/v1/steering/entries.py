@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One entry of a request's steering: a vector, and what to do with it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from vllm.v1.steering.plan import Tap, Vector
 
 KEYS = ("vector", "scale", "op", "min", "max", "norm_match", "positions")
 MAX_POSITIONS = 65536
+FARTHEST = 2**31
+"""No position is farther from the start, or from the end, of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,19 @@ _MATCHES = ("add", "replace")
 def _bound(raw: Any, at: str) -> float | None:
     if raw is None:
         return None
-    is_number = isinstance(raw, (int, float, np.number)) and not isinstance(raw, bool)
-    if not is_number or not np.isfinite(raw):
+    if not is_finite(raw):
         raise fail(f"{at} must be a finite number", at, raw)
     return float(raw)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, and one that a float can hold."""
+    if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except (OverflowError, TypeError):
+        return False
 
 
 def _check_bounds(
@@ -129,8 +141,9 @@ def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
     if raw is None:
         return None
     if isinstance(raw, Mapping):
-        last = raw.get("last")
-        if raw.keys() != {"last"} or not isinstance(last, int) or last < 1:
+        given = raw.get("last")
+        last = int(given) if given is not None and _is_index(given) else 0
+        if raw.keys() != {"last"} or last < 1:
             raise fail(f'{at} must be a list or {{"last": k}}', at, dict(raw))
         if last > MAX_POSITIONS:
             raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, last)
@@ -144,8 +157,9 @@ def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
         )
     if len(raw) > MAX_POSITIONS:
         raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
-    return tuple(sorted(set(raw)))
+    return tuple(sorted({int(position) for position in raw}))
 
 
 def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_integer and -FARTHEST <= value < FARTHEST

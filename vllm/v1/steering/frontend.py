@@ -2,7 +2,7 @@
 """Steering in the front end: admission of requests, changes of global vectors."""
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.steering.admission import (
@@ -10,7 +10,7 @@ from vllm.v1.steering.admission import (
     GLOBAL_FIELDS,
     SteeringAdmission,
 )
-from vllm.v1.steering.describing import describe
+from vllm.v1.steering.describing import describe, describe_applied
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.files import load_module
 from vllm.v1.steering.identity import identity_of
@@ -30,10 +30,20 @@ DISABLED = (
 )
 
 
+class Change(NamedTuple):
+    """A change of the global vectors."""
+
+    tiers: SteeringTiers
+    applied: list[dict[str, Any]]
+    """What was understood, for the answer."""
+
+
 class NoSteering:
     """The front end of an engine that does not steer: refuses every request to."""
 
-    def admit(self, params: "SamplingParams", resumable: bool = False) -> None:
+    def admit(
+        self, params: "SamplingParams", num_prompt: int, resumable: bool = False
+    ) -> None:
         """Refuse a request that wants to be steered.
 
         Raises:
@@ -47,7 +57,7 @@ class NoSteering:
 
     def change(
         self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
-    ) -> SteeringTiers:
+    ) -> Change:
         """Refuse."""
         raise fail(f"vectors: {DISABLED}", "vectors", vectors)
 
@@ -97,13 +107,22 @@ class SteeringFrontend(NoSteering):
             vectors = load_module(path, identity_of(vllm_config))
             self.modules.register(name, self.admission.named_tiers(vectors))
 
-    def admit(self, params: "SamplingParams", resumable: bool = False) -> None:
-        """Check a request's steering and resolve it to vectors."""
-        self.admission.admit(params, resumable)
+    def admit(
+        self, params: "SamplingParams", num_prompt: int, resumable: bool = False
+    ) -> None:
+        """Check a request's steering and resolve it to vectors.
+
+        Args:
+            params: of the request; `max_tokens` is final.
+            num_prompt: tokens of the prompt.
+            resumable: more of the prompt may come.
+
+        """
+        self.admission.admit(params, num_prompt, resumable)
 
     def change(
         self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
-    ) -> SteeringTiers:
+    ) -> Change:
         """The checked form of a change of the global vectors."""
         raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
         if all(value is None for value in raw.values()):
@@ -113,7 +132,9 @@ class SteeringFrontend(NoSteering):
                 "vectors",
                 None,
             )
-        return self.admission.tiers(raw, GLOBAL_FIELDS, keep_zeros=not replace)
+        parsed = self.admission.parse(raw, GLOBAL_FIELDS)
+        tiers = self.admission.checked(parsed, keep_zeros=not replace)
+        return Change(tiers, describe_applied(parsed))
 
     def check_enabled(self) -> None:
         """Nothing to refuse."""
@@ -137,9 +158,11 @@ class SteeringFrontend(NoSteering):
     def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
         """Add a named set; what was added."""
         self._check_only_frontend(name)
-        tiers = self.admission.named_tiers(raw)
+        parsed = self.admission.parse_named(raw)
+        tiers = self.admission.checked(parsed)
         self.modules.register(name, tiers, replace)
-        return {"name": name, **describe(tiers)}
+        applied = describe_applied(parsed)
+        return {"name": name, **describe(tiers), "applied": applied}
 
     def unregister(self, name: Any) -> dict[str, Any]:
         """Remove a named set."""
@@ -188,7 +211,8 @@ class SteeringControl:
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
         change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
-        return self._call("set_steering", change, replace)
+        state = self._call("set_steering", change.tiers, replace)
+        return {**state, "applied": change.applied}
 
     def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""
@@ -215,7 +239,8 @@ class AsyncSteeringControl:
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
         change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
-        return await self._call("set_steering", change, replace)
+        state = await self._call("set_steering", change.tiers, replace)
+        return {**state, "applied": change.applied}
 
     async def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""

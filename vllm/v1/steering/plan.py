@@ -85,7 +85,8 @@ def total(parts: Sequence[PackedVectors | None]) -> dict[Tap, Vector]:
     sums: dict[Tap, Vector] = {}
     for part in parts:
         for tap, vector in part.unpack().items() if part is not None else ():
-            sums[tap] = sums[tap] + vector if tap in sums else vector
+            with np.errstate(over="ignore"):  # Admission refuses what overflows.
+                sums[tap] = sums[tap] + vector if tap in sums else vector
     return sums
 
 

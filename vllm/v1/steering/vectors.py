@@ -4,18 +4,21 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.steering.entries import parse_manner
+from vllm.v1.steering.entries import Manner, is_finite, parse_manner
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+MAX_ENTRIES = 16
+"""Entries of one tier at one hook point of one layer."""
 
 PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
 _PACKED_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
@@ -33,13 +36,26 @@ class SteeredModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry as it was given, checked."""
+
+    tap: Tap
+    vector: Vector
+    """Not scaled."""
+    scale: float
+    manner: Manner
+
+
+@dataclass(frozen=True, slots=True)
 class Parsed:
     """One tier, checked."""
 
-    vectors: dict[Tap, Vector]
+    vectors: dict[Tap, Vector] = field(default_factory=dict)
     """Scaled vectors that are added at every token."""
-    operations: list[Operation]
+    operations: list[Operation] = field(default_factory=list)
     """Everything else."""
+    entries: list[Entry] = field(default_factory=list)
+    """What both were made of."""
 
 
 def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
@@ -65,7 +81,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             raw,
         )
     seen: set[Tap] = set()
-    parsed = Parsed({}, [])
+    parsed = Parsed()
     for hook, layers in raw.items():
         at = f"{where}.{hook}"
         if hook not in HOOKS:
@@ -84,6 +100,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             if (layer, hook) in seen:
                 raise fail(f"{at}: layer {layer} is given twice", at, layer)
             seen.add((layer, hook))
+            _check_count(len(these), f"{at}.{layer}")
             for entry in these:
                 _take(parsed, (layer, hook), entry, model, f"{at}.{layer}")
     return parsed
@@ -95,15 +112,28 @@ def _take(
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
     scale = entry.get("scale", 1.0)
-    scaled = _scaled(entry["vector"], scale, model, at)
+    vector = _vector(entry["vector"], model, at)
+    scaled = _scaled(vector, scale, model, at)
+    parsed.entries.append(Entry(tap, vector, float(scale), manner))
     if manner.is_plain:
         before = parsed.vectors.get(tap)
-        parsed.vectors[tap] = scaled if before is None else before + scaled
+        if before is not None:
+            scaled = _finite(before + scaled, model, at)
+        parsed.vectors[tap] = scaled
         return
-    vector = _scaled(entry["vector"], 1.0, model, at)
     operation = manner.operation(tap, vector, float(scale), at)
     if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
         parsed.operations.append(operation)
+
+
+def _check_count(count: int, at: str) -> None:
+    if count > MAX_ENTRIES:
+        raise fail(
+            f"{at}: at most {MAX_ENTRIES} entries act at one hook point of one layer; "
+            "add up those that only add",
+            at,
+            count,
+        )
 
 
 Entries = list[tuple[int, list[Mapping[str, Any]]]]
@@ -140,6 +170,7 @@ def _is_list_of_entries(entry: Any) -> bool:
 def _layer_index(key: Any, at: str) -> int:
     # JSON has only text as keys.
     is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+    is_text = is_text and len(key) < 10  # Python converts no text of thousands.
     is_index = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
     if not is_text and not is_index:
         raise fail(f"{at}: a layer is a 0-based index, not {key!r}", at, key)
@@ -241,13 +272,7 @@ def _packed_rows(packed: Mapping[str, Any], at: str) -> Vector:
     return rows.reshape(shape)
 
 
-def _scaled(raw: Any, scale: Any, model: SteeredModel, at: str) -> Vector:
-    if (
-        not isinstance(scale, (int, float, np.number))
-        or isinstance(scale, bool)
-        or not np.isfinite(scale)
-    ):
-        raise fail(f"{at}.scale must be a finite number", f"{at}.scale", scale)
+def _vector(raw: Any, model: SteeredModel, at: str) -> Vector:
     vector = _as_array(raw, at)
     if vector.shape != (model.hidden_size,):
         raise fail(
@@ -256,9 +281,21 @@ def _scaled(raw: Any, scale: Any, model: SteeredModel, at: str) -> Vector:
             at,
             list(vector.shape),
         )
-    with np.errstate(over="ignore", invalid="ignore"):
-        vector = vector if scale == 1.0 else vector * np.float32(scale)
-        largest = float(np.abs(vector).max())
+    return _finite(vector, model, at)
+
+
+def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:
+    if not is_finite(scale):
+        raise fail(f"{at}.scale must be a finite number", f"{at}.scale", scale)
+    if scale == 1.0:
+        return vector
+    with np.errstate(over="ignore"):
+        return _finite(vector * np.float32(scale), model, at)
+
+
+def _finite(vector: Vector, model: SteeredModel, at: str) -> Vector:
+    """The vector, if the model's dtype can hold it."""
+    largest = float(np.abs(vector).max())
     # NaN compares false too.
     if not largest <= torch.finfo(model.dtype).max:
         raise fail(

@@ -22,7 +22,7 @@ EDITS = [
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="""
 self.capture.admit(request_id, sampling_params, prompt_len, resumable)
-self.steering.admit(sampling_params, resumable)
+self.steering.admit(sampling_params, prompt_len, resumable)
 """,
         why="The prompt's length and max_tokens are final, and nothing is sent yet.",
     ),
