@@ -21,6 +21,7 @@ from .rules import NOT_TAPPED, REFUSED, RULES, Rule
 from .stream import Unprovable
 
 _NO_RULE = Rule(reason="")
+_ADVICE = "add a rule or a refusal in rules.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,9 @@ def weave_module(source: str, module: str) -> WeaveResult:
     if not names:
         return WeaveResult(refused=refused)
     rules = {name: RULES.get(f"{where}:{name}", _NO_RULE) for name in names}
-    return replace(weave_classes(source, rules), refused=refused)
+    result = weave_classes(source, rules)
+    problems = tuple(f"{text}; {_ADVICE}" for text in result.problems)
+    return replace(result, refused=refused, problems=problems)
 
 
 def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
@@ -100,15 +103,13 @@ def weave_classes(source: str, rules: Mapping[str, Rule]) -> WeaveResult:
         try:
             plans.append(_plan(parsed, name, rule))
         except Unprovable as error:
-            problems.append(f"{name}: {error}; add a rule or a refusal in rules.py")
+            problems.append(f"{name}: {error}")
     woven = _woven(parsed, plans)
     for plan in plans:
         try:
             _prove(woven, plan)
         except Unprovable as error:
-            problems.append(
-                f"{plan.name}: woven, but {error}; add a rule or a refusal in rules.py"
-            )
+            problems.append(f"{plan.name}: woven, but {error}")
     changed = woven is not parsed and not problems
     return WeaveResult(
         source=woven.tree.code if changed else None,

@@ -17,6 +17,8 @@ class NoTensor:
 NONE = NoTensor()
 Value = Tensor | NoTensor | None
 """A followed tensor, Python's None, or (None) something not followed."""
+Holding = tuple[tuple[str, Tensor], ...]
+"""Every name and a copy of what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Event:
     tensors: tuple[Tensor | None, ...]
     label: str = ""
     """The callee of a fused add-norm; the method and point of a tap."""
-    holding: tuple[tuple[str, Tensor], ...] = ()
-    """For `made`: every name and a copy of what it holds."""
+    holding: Holding = ()
+    """For `add` before its statement, for `made` behind it."""
     node: cst.CSTNode | None = None
     """For `mlp`: the call."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from .events import NONE, Event, Trace, Value
+from .events import NONE, Event, Holding, Trace, Value
 from .layer_class import LayerClass, code
 from .rules import Rule
 from .stream import Role, Tensor, Term, Unprovable, role_of
@@ -198,7 +198,7 @@ class Expressions(ABC):
         if attribute in self.rule.beside:
             return Role.BESIDE
         role = role_of(attribute)
-        made_by = self.layer.builds.get(attribute)
+        made_by = self.rule.made.get(attribute) or self.layer.builds.get(attribute)
         if made_by is not None and (role is Role.OTHER or attribute == "mixer"):
             return role_of(made_by)
         return role
@@ -215,17 +215,20 @@ class Expressions(ABC):
         names: tuple[str, ...],
         tensors: tuple[Tensor | None, ...],
         label: str = "",
-        holding: bool = False,
+        holding: Holding = (),
         node: cst.CSTNode | None = None,
     ) -> None:
         """Note what happens here."""
-        held = tuple(
+        self.trace.events.append(
+            Event(kind, self.statement, names, tensors, label, holding, node)
+        )
+
+    def holding(self) -> Holding:
+        """What every name holds now."""
+        return tuple(
             (name, value.copy())
             for name, value in self.env.items()
-            if holding and isinstance(value, Tensor)
-        )
-        self.trace.events.append(
-            Event(kind, self.statement, names, tensors, label, held, node)
+            if isinstance(value, Tensor)
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .events import NONE, NoTensor, Trace, Value
+from .events import NONE, Holding, NoTensor, Trace, Value
 from .expressions import NAME, Expressions, Raised, read
 from .layer_class import LayerClass, code
 from .rules import Rule
@@ -194,16 +194,17 @@ class _Path(Expressions):
             if isinstance(held, Tensor) and held.terms:
                 raise Unprovable(f"{code(target)} is written in part")
 
-    def bind(self, name: str, result: Value) -> None:
+    def bind(self, name: str, result: Value, before: Holding | None = None) -> None:
         if name == "_":
             return
+        before = self.holding() if before is None else before
         self.env[name] = result
         if not isinstance(result, Tensor) or not result.terms:
             return
         if len(result.terms) > 1:
-            self.event("add", (name,), (result.copy(),))
+            self.event("add", (name,), (result.copy(),), holding=before)
         elif next(iter(result.terms)).role not in (Role.ENTRY, Role.TAP):
-            self.event("made", (name,), (result.copy(),), holding=True)
+            self.event("made", (name,), (result.copy(),), holding=self.holding())
 
     def change(self, node: cst.AugAssign) -> None:
         held, operand = self.value(node.target), self.value(node.value)
@@ -211,9 +212,10 @@ class _Path(Expressions):
             if isinstance(operand, Tensor) and isinstance(node.target, cst.Subscript):
                 raise Unprovable(f"{code(node.target)} is written in part")
             return
+        before = self.holding()
         result = self.combine(node.operator, held, operand, code(node))
         held.terms = result.terms if isinstance(result, Tensor) else {}
-        self.bind(code(node.target), held)
+        self.bind(code(node.target), held, before)
 
     def call_for_effect(self, node: cst.BaseExpression) -> None:
         if not isinstance(node, cst.Call):

@@ -13,6 +13,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from .events import Event, Trace
+from .layer_class import code
 from .placement import BLOCK, Site, final_terms, merged
 from .stream import Role, Term, Unprovable
 
@@ -41,12 +42,7 @@ def _sites(trace: Trace, early: bool) -> tuple[Site, Site]:
     calls = [event for event in trace.events if event.kind == "mlp"]
     if not calls:
         raise Unprovable("a path has no MLP")
-    name = calls[0].names[0]
-    if not name.isidentifier():
-        raise Unprovable(f"the MLP's input has no name: {name}")
-    entering = Site(MLP_IN, "value", (name,), calls[0].statement)
-    if early:
-        entering = _where_made(trace, calls[0])
+    entering = _where_made(trace, calls[0]) if early else _where_read(calls)
     whole = _outputs(final_terms(trace).keys())
     for event in trace.events:
         if event.kind in ("made", "add") and event.held() == whole:
@@ -59,6 +55,18 @@ def _sites(trace: Trace, early: bool) -> tuple[Site, Site]:
         raise Unprovable("the MLP's output is one of several results")
     assert isinstance(calls[0].node, cst.Call)
     return entering, Site(MLP_OUT, "value", (), calls[0].node)
+
+
+def _where_read(calls: Sequence[Event]) -> Site:
+    """Before the first call's statement, or around the argument if it is a call."""
+    name, node = calls[0].names[0], calls[0].node
+    if name.isidentifier():
+        return Site(MLP_IN, "value", (name,), calls[0].statement)
+    assert isinstance(node, cst.Call)
+    for argument in node.args:
+        if code(argument.value) == name and isinstance(argument.value, cst.Call):
+            return Site(MLP_IN, "value", (), argument.value)
+    raise Unprovable(f"the MLP's input has no name: {name}")
 
 
 def _where_made(trace: Trace, call: Event) -> Site:

@@ -140,7 +140,8 @@ def _after_mixer(
             )
     if not mlps:
         return Site(POST, leaving.method, leaving.arguments, leaving.statement)
-    return _parallel(trace, mixers, any(_reduced(t, mixers) for t in traces))
+    partial = any(_reduced(t, mixers) for t in traces)
+    return _parallel(trace, mixers, mlps, partial)
 
 
 def _holds_entry(terms: Iterable[Term]) -> bool:
@@ -156,26 +157,44 @@ def _reduced(trace: Trace, mixers: set[Term]) -> bool:
     )
 
 
-def _parallel(trace: Trace, mixers: set[Term], partial: bool) -> Site:
-    """Mixer and MLP read one norm: tap the mixer's output with the entry stream."""
+def _parallel(trace: Trace, mixers: set[Term], mlps: set[Term], partial: bool) -> Site:
+    """Mixer and MLP read the same: tap the mixer's output with the entry stream.
+
+    Best just before both are summed, when the MLP has read the stream; else, where
+    that statement names not both, behind the mixer.
+    """
     if len(mixers) > 1:
         raise Unprovable("several token mixers in a parallel block")
+    method = "partial" if partial else "pair"
+    for event in trace.events:
+        if event.kind == "add" and event.held() & mixers and event.held() & mlps:
+            branch = _holder(event, mixers)
+            stream = _holder(event, _entry(trace))
+            if branch and stream:
+                return Site(POST, method, (branch, stream), event.statement)
+            break
     for event in trace.events:
         if event.kind == "made" and event.held() == mixers:
-            stream = _holder(event, trace)
+            stream = _holder(event, _entry(trace))
+            if stream is None:
+                raise Unprovable("no name holds the entry stream beside the mixer's")
             names = (event.names[0], stream)
-            method = "partial" if partial else "pair"
             return Site(POST, method, names, event.statement, after=True)
     raise Unprovable("the token mixer's output has no name of its own")
 
 
-def _holder(event: Event, trace: Trace) -> str:
+def _entry(trace: Trace) -> set[Term]:
+    """The part of what enters the layer that the stream is made of."""
     entry = {t for tensor in trace.entry for t in tensor.terms}
-    used = final_terms(trace).keys() & entry
+    return final_terms(trace).keys() & entry
+
+
+def _holder(event: Event, terms: Set[Term]) -> str | None:
+    """The name that holds just `terms`, the one bound last."""
     for name, tensor in reversed(event.holding):
-        if tensor.terms.keys() == used:
+        if tensor.terms.keys() == terms:
             return name
-    raise Unprovable("no name holds the entry stream beside the token mixer's output")
+    return None
 
 
 def merged(sites: list[Site]) -> list[Site]:

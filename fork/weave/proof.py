@@ -96,10 +96,15 @@ def _check_reductions(trace: Trace, taps: list[Event]) -> None:
 
 def _check_source(added: Set[Term], stream: Set[Term], point: str) -> None:
     for term in added:
-        stray = origins(frozenset({term})) - stream
+        read = origins(frozenset({term}))
+        stray = read - stream
         if stray:
             names = ", ".join(sorted(t.label for t in stray))
             raise Unprovable(f"{term.label} before {point} is computed from {names}")
+        for tap in read:
+            whole = {other for other in stream if other.point == tap.point}
+            if not whole <= read:
+                raise Unprovable(f"{term.label} reads half of {tap.point}")
 
 
 def _check_return(trace: Trace) -> None:

@@ -37,6 +37,8 @@ class Rule:
     hook points; asked at start-up through `hook_points_unless`."""
     adding: tuple[str, ...] = ()
     """Norms that return `(norm(x + residual), x + residual)`, built elsewhere."""
+    made: Mapping[str, str] = field(default_factory=dict)
+    """Submodule to its class, where that is known better than from the source."""
     passing: tuple[str, ...] = ()
     """Submodules that return their first argument plus their own output."""
     beside: tuple[str, ...] = ()

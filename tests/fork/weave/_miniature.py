@@ -133,6 +133,15 @@ PARALLEL = layer(
         return hidden_states
     """
 )
+TWO_NORMS = layer(
+    """
+    def forward(self, positions, hidden_states):
+        attn_out = self.attn(positions, self.ln_1(hidden_states))
+        mlp_out = self.mlp(self.ln_2(hidden_states))
+        hidden_states = mlp_out + attn_out + hidden_states
+        return hidden_states
+    """
+)
 REDUCED_LATE = layer(
     """
     def forward(self, positions, hidden_states):

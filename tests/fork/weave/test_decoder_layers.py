@@ -98,6 +98,19 @@ def test_a_parallel_block_is_tapped_at_the_attention_and_the_entering_stream() -
     )
 
 
+def test_a_parallel_block_is_tapped_once_its_mlp_has_read_the_stream() -> None:
+    text = woven(mini.TWO_NORMS).source or ""
+    point = 'attn_out, hidden_states = pair("post_attn", attn_out, hidden_states)'
+    assert taps(mini.TWO_NORMS)[1] == point
+    assert text.index("mlp_out = ") < text.index('"post_attn", attn_out')
+
+
+def test_an_input_of_the_mlp_without_a_name_is_tapped_in_its_place() -> None:
+    text = woven(mini.TWO_NORMS).source or ""
+    read = 'self.mlp(residual_tap.value(self, "mlp_in", self.ln_2(hidden_states)))'
+    assert read in text
+
+
 def test_a_branch_that_is_reduced_later_is_partial() -> None:
     assert pair("post_attn", "attn_out", "partial") in taps(mini.REDUCED_LATE)
     assert pair("post_attn", method="partial") in taps(mini.FUSED_REDUCE)
@@ -167,6 +180,15 @@ LOOK_ALIKES = {
     "tokens that are split over ranks": (
         mini.PLAIN.replace("attn_output + residual", "reduce_scatter(attn_output)"),
         "splits the tokens over ranks",
+    ),
+    "an mlp that reads half of a point": (
+        mini.TWO_NORMS.replace(
+            "mlp_out = self.mlp(self.ln_2(hidden_states))\n"
+            "        hidden_states = mlp_out + attn_out + hidden_states\n"
+            "        return hidden_states",
+            "return self.mlp(self.ln_2(hidden_states)) + attn_out + hidden_states",
+        ),
+        "reads half of post_attn",
     ),
     "a loop over the stream": (
         mini.PLAIN.replace(

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from vllm.model_executor.layers import residual_tap
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.layers.late_weave import NotWoven, weave_layer
+from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
+from vllm.model_executor.residual_weave.rules import NOT_TAPPED, REFUSED
 
 MLP_POINTS = ("mlp_in", "mlp_out")
 
@@ -33,17 +36,23 @@ class TappedLayers:
         return points
 
 
-def find_tapped_layers(model: nn.Module, mlp_points: bool) -> TappedLayers:
+def find_tapped_layers(
+    model: nn.Module, mlp_points: bool, num_layers: int, weaves: bool
+) -> TappedLayers:
     """Look through the decoder of `model`; encoders beside it have no hook points.
 
     Where a tapped module contains another one, the outer module has the point:
     the inner one is a part of its block.
+
+    Args:
+        model: as it was loaded.
+        mlp_points: whether the points around the MLPs are wanted.
+        num_layers: of the whole decoder, which tells its stack from other lists.
+        weaves: whether layers that no release holds are to get hook points now.
     """
-    decoder = model
-    if hasattr(model, "get_language_model"):
-        decoder = model.get_language_model()  # type: ignore[operator]
+    decoder = _decoder_of(model)
+    refusals = dict.fromkeys(_weave_the_rest(decoder, num_layers) if weaves else ())
     modules: dict[Place, nn.Module] = {}
-    refusals: list[str] = []
     for name, module in decoder.named_modules():  # a parent comes before its parts
         points = residual_tap.hook_points(module)
         if not mlp_points:
@@ -52,7 +61,7 @@ def find_tapped_layers(model: nn.Module, mlp_points: bool) -> TappedLayers:
             continue
         reasons = tuple(_reasons_against(module))
         if reasons:
-            refusals += [reason for reason in reasons if reason not in refusals]
+            refusals |= dict.fromkeys(reasons)
             continue
         layer = extract_layer_index(name)
         for point in points:
@@ -60,7 +69,49 @@ def find_tapped_layers(model: nn.Module, mlp_points: bool) -> TappedLayers:
     return TappedLayers(modules, tuple(refusals))
 
 
+def _decoder_of(model: nn.Module) -> nn.Module:
+    """What generates the text, without the encoders beside it."""
+    if hasattr(model, "get_language_model"):
+        model = model.get_language_model()  # type: ignore[operator]
+    inner = getattr(model, "model", None)
+    if isinstance(inner, PreTrainedModel):  # upstream runs the library's own model
+        return inner.get_decoder()
+    return model
+
+
+def _weave_the_rest(decoder: nn.Module, num_layers: int) -> Iterator[str]:
+    """Weave the layers that have no hook points; why it failed, where it did."""
+    for stack in decoder.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == num_layers:
+            for layer in stack:
+                if not isinstance(layer, PPMissingLayer) and not _is_tapped(layer):
+                    yield from _woven_now(layer)
+
+
+def _is_tapped(layer: nn.Module) -> bool:
+    return any(residual_tap.hook_points(part) for part in layer.modules())
+
+
+def _woven_now(layer: nn.Module) -> Iterator[str]:
+    cls = type(layer)
+    if cls.__module__.startswith("vllm."):
+        yield f"{cls.__name__}: {_reason_of_the_release(cls)}"
+        return
+    try:
+        weave_layer(layer)
+    except NotWoven as error:
+        yield f"{cls.__module__}.{cls.__qualname__}: {error}"
+
+
+def _reason_of_the_release(cls: type[nn.Module]) -> str:
+    """Why the build put no hook points into a layer."""
+    where = cls.__module__.removeprefix("vllm.").replace(".", "/")
+    key = f"{where}:{cls.__name__}"
+    return REFUSED.get(key) or NOT_TAPPED.get(key) or "the build knows no such layer"
+
+
 def _reasons_against(module: nn.Module) -> Iterator[str]:
     """Configurations in which a layer's points would not be what they say."""
     for reason in getattr(module, "hook_points_unless", ()):
-        yield f"{type(module).__name__}: {reason}"
+        points = ", ".join(residual_tap.hook_points(module))
+        yield f"{type(module).__name__}: {reason} (otherwise it has {points})"
