@@ -234,3 +234,23 @@ def test_a_front_end_hears_of_an_end_once(bench: Bench) -> None:
     assert bench.collect(1) == {(name, "a", (0, "pre_attn")): [(0.0, 0.0)]}
     with pytest.raises(queue.Empty):
         bench.messages.get(timeout=0.2)
+
+
+def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
+    bench = Bench()
+    name = bench.new_name()
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 10),)}}, 4)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [0, 1, 2, 3], None)
+    bench.step([(name, 0, (0.0, 1.0, 2.0, 3.0))])
+    bench.worker.close()
+    sidecars = []
+    while not sidecars:
+        message = bench.messages.get(timeout=WAIT)
+        if isinstance(message, EndMessage):
+            sidecars = [entry.value for entry in message.sidecars]
+    assert [sidecar["capture_error"] for sidecar in sidecars] == [
+        "the engine stopped before the request had ended"
+    ]
+    for inbox in (bench.inbox, *bench.inboxes):
+        inbox.close()

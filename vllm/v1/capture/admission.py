@@ -7,18 +7,18 @@ After admission nothing can fail for a reason that lies with the user.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.geometry import row_bytes, torch_dtype
+from vllm.v1.capture.geometry import row_bytes
 from vllm.v1.capture.held import HeldRows
 from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.selectors import fail, plain, resolve_positions
 from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
-    VllmInternalRequestId,
 )
 
 if TYPE_CHECKING:
@@ -63,31 +63,25 @@ class Admission:
             if spec is not None:
                 # Layers and hooks are the same for every request: a mistake in
                 # them is found now, at start-up.
-                self._taps(spec, self._context("start-up", 1, None), name)
+                self._taps(spec, self.context("start-up", 1, None), name)
                 specs[name] = spec
         return specs
 
-    def _context(
+    def context(
         self,
         request_id: str,
         num_prompt_tokens: int,
         max_tokens: int | None,
         num_samples: int = 1,
     ) -> CaptureContext:
-        model_config = self._vllm_config.model_config
-        parallel_config = self._vllm_config.parallel_config
-        return CaptureContext(
-            vllm_internal_request_id=VllmInternalRequestId(request_id),
-            num_prompt_tokens=num_prompt_tokens,
-            num_computed_tokens=0,
-            num_hidden_layers=max(self._hook_points, default=-1) + 1,
-            hidden_size=model_config.get_hidden_size(),
-            element_size_bytes=torch_dtype(self._vllm_config).itemsize,
-            tensor_parallel_size=parallel_config.tensor_parallel_size,
-            pipeline_parallel_size=parallel_config.pipeline_parallel_size,
-            max_tokens=max_tokens,
-            hook_points=self._hook_points,
-            num_samples=num_samples,
+        """What consumers may know of a request."""
+        return capture_context(
+            self._vllm_config,
+            self._hook_points,
+            request_id,
+            num_prompt_tokens,
+            max_tokens,
+            num_samples,
         )
 
     def plan(
@@ -111,7 +105,7 @@ class Admission:
         """
         if params.capture is None and not self._global_specs:
             return None
-        ctx = self._context(request_id, num_prompt_tokens, params.max_tokens, params.n)
+        ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
         wanted = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureContext,
@@ -17,6 +18,8 @@ from vllm.v1.capture.types import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 
 class CaptureConsumer(ABC):
@@ -38,6 +41,11 @@ class CaptureConsumer(ABC):
 
     reads_client_spec: ClassVar[bool] = False
     """Whether a request may name this consumer in `SamplingParams.capture`."""
+
+    remembers_specs: ClassVar[bool] = True
+    """Whether `validate_client_spec` keeps something for `on_capture`. Then it is
+    called a second time for each sample of an admitted request, on the instance that
+    gets the rows, with the internal id that their keys have."""
 
     waits: ClassVar[bool] = False
     """Whether a request that names this consumer always waits for its results."""
@@ -123,9 +131,16 @@ class BatchingSink:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             self._results[key] = CaptureResult(key, "error", message)
-            self._consumer.on_error(key, message)
+            self._tell(key, message)
         else:
             self._results[key] = CaptureResult(key, "ok", payload=payload)
+
+    def _tell(self, key: CaptureKey, message: str) -> None:
+        try:
+            self._consumer.on_error(key, message)
+        except Exception:
+            # What went wrong first is what the result says.
+            logger.exception("A consumer's on_error failed on %s", key)
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
         """The key's result; it is given once."""

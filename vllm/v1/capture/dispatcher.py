@@ -61,16 +61,17 @@ class Dispatcher:
         self._put(lambda: self._finish(end))
 
     def close(self, timeout: float) -> None:
-        """Work off the queue; requests that have not ended are reported lost."""
+        """Work off the queue, which ends with the ends of all requests."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._requests:
             logger.error(
-                "The engine stopped while %d requests were being captured; their "
-                "rows are lost: %s",
+                "The captured rows of %d requests were not handed on within %.0f s; "
+                "they are lost: %s",
                 len(self._requests),
+                timeout,
                 sorted(self._requests)[:8],
             )
 

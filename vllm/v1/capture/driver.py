@@ -2,6 +2,7 @@
 """Consumers that live in the front end's process, and how rows come to them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.channel import (
@@ -11,11 +12,12 @@ from vllm.v1.capture.channel import (
     Message,
     rows_address,
 )
+from vllm.v1.capture.context import remembers_specs
 from vllm.v1.capture.counters import LaneCounters
 from vllm.v1.capture.lane import SinkLane
-from vllm.v1.capture.packets import Ending
+from vllm.v1.capture.packets import Ending, Opening
 from vllm.v1.capture.registry import as_sink
-from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureResult
 
 if TYPE_CHECKING:
     from vllm.config.capture import CaptureConfig
@@ -59,6 +61,11 @@ class DriverLanes:
             for name, consumer in consumers.items()
             if consumer.location == "driver"
         }
+        self._remembering = {
+            name: consumer
+            for name, consumer in consumers.items()
+            if name in self._lanes and remembers_specs(consumer)
+        }
         self._inboxes = [
             Inbox(
                 self._receive,
@@ -68,6 +75,15 @@ class DriverLanes:
             )
             for name, lane in self._lanes.items()
         ]
+
+    def open(
+        self, request_id: str, specs: Mapping[str, Any], context: CaptureContext
+    ) -> None:
+        """A sample of a request will be computed; `specs` is what it says to each."""
+        for name in specs.keys() & self._remembering.keys():
+            consumer = self._remembering[name]
+            tell = partial(consumer.validate_client_spec, specs[name], context)
+            self._lanes[name].open(Opening(request_id, tell))
 
     def counters(self) -> dict[str, LaneCounters]:
         """What the instances here have done, by name."""

@@ -46,6 +46,10 @@ def note_hook_points(core: "EngineCore") -> None:
     from vllm.v1.worker import residual_stream
 
     stages = core.model_executor.collective_rpc(residual_stream.hook_points_of)
-    core.vllm_config.capture_config.hook_points = {
-        layer: points for stage in stages for layer, points in stage.items()
-    }
+    points = {layer: points for stage in stages for layer, points in stage.items()}
+    config = core.vllm_config.capture_config
+    config.hook_points = points
+    if config.enabled:
+        core.model_executor.collective_rpc(
+            residual_stream.set_hook_points, args=(points,)
+        )

@@ -5,6 +5,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 WAIT_SECONDS = 120.0
-"""How long a request that waits for its results waits at most."""
+"""A request stops waiting for its results once none has come for so long."""
+
+LOOK_SECONDS = 1.0
+"""So often one who waits looks whether the engine lives."""
 
 KEPT_RESULTS = 4096
 """Results of requests that nobody waited for are kept for this many requests."""
@@ -63,6 +67,14 @@ class _Sample:
         return all(
             len(self.results.get(name, ())) == self.stages for name in self.instances
         )
+
+    def lose(self, why: str, stages: int) -> None:
+        """Results that have not come will not."""
+        key: Any = ("", -1, "*")
+        for name in self.instances:
+            got = self.results.setdefault(name, {})
+            for stage in range(stages):
+                got.setdefault(stage, CaptureResult(key, "error", why))
 
     def merged(self, request_id: str) -> dict[str, CaptureResult]:
         merged = {}
@@ -168,6 +180,7 @@ class CaptureFrontend(NoCapture):
         admission: Admission,
         send_ends: Callable[[list[CaptureEnd]], None],
         live: LiveRows,
+        alive: Callable[[], bool],
     ) -> None:
         """Start listening.
 
@@ -176,15 +189,18 @@ class CaptureFrontend(NoCapture):
             admission: checks what requests ask for.
             send_ends: gives the engine the ends of requests.
             live: the rows of requests that are read output by output.
+            alive: whether the engine lives.
 
         """
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._admission = admission
         self._send_ends = send_ends
         self._live = live
+        self._alive = alive
         self._tracked: dict[str, _Tracked] = {}
         self._owner: dict[str, tuple[str, int]] = {}
         self._ends: list[CaptureEnd] = []
+        self._last_result = 0.0
         self._changed = threading.Condition()
         self._waiters: dict[str, list[Callable[[], None]]] = {}
         self._inbox = Inbox(self._receive)
@@ -284,6 +300,14 @@ class CaptureFrontend(NoCapture):
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)
         self._live.open(parent, plan, state.prompt_token_ids, params)
+        if params.capture:
+            context = self._admission.context(
+                state.request_id,
+                plan.num_prompt_tokens,
+                params.max_tokens,
+                plan.num_samples,
+            )
+            self._drivers.open(state.request_id, params.capture, context)
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """A sample has ended for the client: by a stop, its length, or an abort."""
@@ -334,16 +358,17 @@ class CaptureFrontend(NoCapture):
 
     def wait(self, outputs: Sequence["RequestOutput"]) -> None:
         """Wait for the results of final outputs, and put them in."""
-        deadline = monotonic() + WAIT_SECONDS
         for output in outputs:
             parent = getattr(output, "capture_id", None)
             if parent is None:
                 continue
-            with self._changed:
-                self._changed.wait_for(
-                    lambda parent=parent: self._is_complete(parent),  # type: ignore[misc]
-                    max(deadline - monotonic(), 0.0),
-                )
+            began = monotonic()
+            while self._may_complete(parent, began):
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda parent=parent: self._is_complete(parent),  # type: ignore[misc]
+                        LOOK_SECONDS,
+                    )
             self.results(output)
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
@@ -373,16 +398,30 @@ class CaptureFrontend(NoCapture):
         with self._changed:
             if not self._is_complete(parent):
                 self._waiters.setdefault(parent, []).append(wake)
-            else:
-                done.set()
-        try:
-            await asyncio.wait_for(done.wait(), WAIT_SECONDS)
-        except TimeoutError:
-            logger.warning(
-                "The capture results of %s did not arrive within %.0f s",
-                output.request_id,
-                WAIT_SECONDS,
-            )
+        began = monotonic()
+        while self._may_complete(parent, began):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), LOOK_SECONDS)
+
+    def _may_complete(self, parent: str, began: float) -> bool:
+        """Whether results are missing that are worth waiting for."""
+        if self._is_complete(parent):
+            return False
+        if not self._alive():
+            self._lose(parent, "the engine died before the consumer had answered")
+            return False
+        # Others' results count: with many requests and a slow disk each takes long.
+        if monotonic() - max(began, self._last_result) < WAIT_SECONDS:
+            return True
+        logger.warning(
+            "Capture results of %s have not come within %.0f s", parent, WAIT_SECONDS
+        )
+        return False
+
+    def _lose(self, parent: str, why: str) -> None:
+        with self._changed:
+            for sample in self._tracked[parent].samples.values():
+                sample.lose(why, self._stages)
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """Show metrics beside the engine's, if it shows any."""
@@ -439,6 +478,7 @@ class CaptureFrontend(NoCapture):
                 return
             parent, index = owner
             tracked = self._tracked[parent]
+            self._last_result = monotonic()
             sample = tracked.samples[index]
             sample.results.setdefault(instance, {})[stage] = result
             if len(sample.results[instance]) == self._stages:
@@ -483,8 +523,13 @@ def _open(
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
     admission = Admission(engine.vllm_config, consumers, points)
+    resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
-        engine.vllm_config, admission, send, LiveRows(consumers if streams else {})
+        engine.vllm_config,
+        admission,
+        send,
+        LiveRows(consumers if streams else {}),
+        lambda: not getattr(resources, "engine_dead", False),
     )
     engine.input_processor.capture = frontend
     engine.output_processor.capture = frontend

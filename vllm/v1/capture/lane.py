@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vllm.logger import init_logger
 from vllm.v1.capture.counters import LaneCounters
 from vllm.v1.capture.drops import DroppedRows
-from vllm.v1.capture.packets import Ending, Packet, PacketQueue
+from vllm.v1.capture.packets import Ending, Opening, Packet, PacketQueue
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.spill import SpilledPacket, SpillStore
@@ -66,6 +66,7 @@ class SinkLane:
         self._dropped = DroppedRows()
         self._counters = LaneCounters()
         self._failures: dict[CaptureKey, str] = {}
+        self._refusals: dict[str, str] = {}
         self._call_began: float | None = None
         self._stalled = False
         self._giving_up = threading.Lock()
@@ -75,6 +76,10 @@ class SinkLane:
             target=self._run, name=f"capture-{instance}", daemon=True
         )
         self._thread.start()
+
+    def open(self, opening: Opening) -> None:
+        """Queue a request's beginning, for a consumer that wants to know of it."""
+        self._queue.mark(opening)
 
     def submit(self, chunks: Sequence[CaptureChunk]) -> None:
         """Queue the rows of a step; where the queue is full, wait, spill or drop."""
@@ -98,7 +103,7 @@ class SinkLane:
         """Queue a request's end; never waits, as it holds no rows."""
         settled = tuple(self._dropped.settle(ending.finalizes))
         ending = Ending(ending.request_id, settled, ending.answer)
-        self._queue.end(ending)
+        self._queue.mark(ending)
         if self.check():
             self._give_up(ending)
 
@@ -184,10 +189,26 @@ class SinkLane:
             # that the bounds count the rows that the sink still holds.
             if isinstance(item, Ending):
                 self._end(item)
+            elif isinstance(item, Opening):
+                self._open(item)
             else:
                 self._replay(item)
             self._call_began = None
             self._queue.pop(item)
+
+    def _open(self, opening: Opening) -> None:
+        try:
+            self._begin_call()
+            opening.tell()
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            logger.error(
+                "Consumer %s failed on the spec of %s: %s",
+                self.instance,
+                opening.request_id,
+                message,
+            )
+            self._refusals[opening.request_id] = message
 
     def _replay(self, packet: Packet | SpilledPacket) -> None:
         try:
@@ -234,6 +255,10 @@ class SinkLane:
         self._failures[key] = f"{type(error).__name__}: {error}"
 
     def _end(self, ending: Ending) -> None:
+        refusal = self._refusals.pop(ending.request_id, None)
+        if refusal is not None:
+            for finalize in ending.finalizes:
+                self._failures.setdefault(finalize.key, refusal)
         for finalize in ending.finalizes:
             if finalize.key in self._failures:
                 finalize.sidecar.setdefault(

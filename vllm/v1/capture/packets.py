@@ -26,6 +26,15 @@ class Ending:
     """Called on the lane's thread with the merged result."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Opening:
+    """Rows of a request will follow, if it captures anything at this instance."""
+
+    request_id: str
+    tell: Callable[[], object]
+    """Tells the consumer what the request says."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packet:
     """Chunks that a step produced for one sink, in memory."""
@@ -47,7 +56,7 @@ class Packet:
         return tuple(chunk.key for chunk in self.chunks)
 
 
-Item: TypeAlias = Packet | SpilledPacket | Ending
+Item: TypeAlias = Packet | SpilledPacket | Opening | Ending
 
 
 class PacketQueue:
@@ -55,8 +64,8 @@ class PacketQueue:
 
     One thread puts, one takes. The bounds count what is in memory, including the
     item that is being worked on: it keeps its place until `pop`. What does not
-    fit may lie on disk instead, at the same place in the order. An ending holds
-    no rows and is always taken.
+    fit may lie on disk instead, at the same place in the order. A request's
+    beginning and end hold no rows and are always taken.
     """
 
     def __init__(
@@ -106,10 +115,10 @@ class PacketQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._fits(packet), timeout)
 
-    def end(self, ending: Ending) -> None:
-        """Take a request's end."""
+    def mark(self, mark: Opening | Ending) -> None:
+        """Take a request's beginning or end."""
         with self._changed:
-            self._append(ending)
+            self._append(mark)
 
     def head(self) -> Item | None:
         """The oldest item, which stays; None once closed and empty."""
@@ -129,7 +138,7 @@ class PacketQueue:
         with self._changed:
             kept, lost = deque(list(self._items)[:1]), []
             for item in list(self._items)[1:]:
-                if isinstance(item, Ending):
+                if isinstance(item, Opening | Ending):
                     kept.append(item)
                 else:
                     lost.append(item)
@@ -145,7 +154,11 @@ class PacketQueue:
     def waiting_rows(self) -> int:
         """How many rows wait, in memory and on disk."""
         with self._changed:
-            return sum(i.num_rows for i in self._items if not isinstance(i, Ending))
+            return sum(
+                item.num_rows
+                for item in self._items
+                if not isinstance(item, Opening | Ending)
+            )
 
     def close(self) -> None:
         """Nothing more will come."""

@@ -32,6 +32,8 @@ class RequestEnd:
     answer: Callable[[str, CaptureResult], None]
     """`answer(instance, result)`: sends a result to the front end."""
     instances: tuple[str, ...]
+    error: str | None = None
+    """Why the capture has failed as a whole."""
 
     def never_started(self) -> None:
         """Answer for a request of which this worker has computed nothing."""
@@ -184,6 +186,8 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> dict[str, Any]:
         positions, remarks = self._positions(number, reader, end, stop)
+        if end.error is not None:
+            remarks["capture_error"] = end.error
         return {
             **self._common,
             **remarks,

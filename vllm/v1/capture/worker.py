@@ -13,9 +13,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
+from vllm.v1.capture.context import capture_context, remembers_specs
 from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.packets import Opening
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer
 from vllm.v1.capture.reporting import Reporter
@@ -87,7 +89,11 @@ class WorkerCapture:
         )
         self._slots_np = np.full((max_rows, len(taps)), -1, dtype=np.int32)
         self._written = 0
+        self._vllm_config = vllm_config
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
+        self._plans: dict[str, CapturePlan] = {}
+        self._remembering: dict[str, Any] = {}
+        """The consumers here that must see what requests say to them."""
         self._blocks: tuple[Block, ...] = ()
         self._segment: Segment | None = None
         self._step = 0
@@ -171,6 +177,8 @@ class WorkerCapture:
         sinks: dict[str, Any] = {}
         for entry in config.consumers:
             consumer = build_consumer(entry, vllm_config)
+            if consumer.location == "worker" and remembers_specs(consumer):
+                self._remembering[entry.instance_name] = consumer
             sinks[entry.instance_name] = (
                 as_sink(consumer) if consumer.location == "worker" else None
             )
@@ -199,13 +207,16 @@ class WorkerCapture:
         plan: CapturePlan,
         prompt_token_ids: Sequence[int] | None,
         client_specs: Mapping[str, Any] | None,
+        max_tokens: int | None = None,
     ) -> None:
         """A request with a plan is scheduled; again, after a preemption."""
         if req_id in self._groups:
             return
         groups = local_groups(plan, self._columns)
         self._groups[req_id] = groups
+        self._plans[req_id] = plan
         if self._takes_rows:
+            self._tell_specs(req_id, plan, client_specs or {}, max_tokens)
             self._reporter.know(plan.reply_to)
             for name, lane in self._lanes.items():
                 if isinstance(lane.sink, ForwardingSink) and name in plan.lanes:
@@ -222,9 +233,35 @@ class WorkerCapture:
                 )
             )
 
+    def _tell_specs(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        specs: Mapping[str, Any],
+        max_tokens: int | None,
+    ) -> None:
+        """Let consumers here see what the request says, if they remember it."""
+        names = specs.keys() & self._remembering.keys() & set(plan.instances)
+        if not names:
+            return
+        config, points = self._vllm_config, self._config.hook_points or {}
+        context = capture_context(
+            config,
+            {layer: tuple(names) for layer, names in points.items()},
+            req_id,
+            plan.num_prompt_tokens,
+            max_tokens,
+            plan.num_samples,
+        )
+        for name in names:
+            validate = self._remembering[name].validate_client_spec
+            opening = Opening(req_id, partial(validate, specs[name], context))
+            self._lanes[name].open(opening)
+
     def end_request(self, end: "CaptureEnd") -> None:
         """The front end says that a request has ended, and with which tokens."""
         self._groups.pop(end.request_id, None)
+        self._plans.pop(end.request_id, None)
         if self._takes_rows:
             self._dispatcher.end(
                 RequestEnd(
@@ -241,6 +278,21 @@ class WorkerCapture:
         """The step computes so many cached tokens again, because they are captured."""
         if self._stage.pipeline_rank == 0:
             self._reporter.add_reforwarded(tokens)
+
+    def _give_up(self, req_id: str, plan: CapturePlan) -> None:
+        """The engine stops while the request is captured: its capture has failed."""
+        if self._takes_rows:
+            self._dispatcher.end(
+                RequestEnd(
+                    request_id=req_id,
+                    token_ids=(),
+                    sample_index=0,
+                    finish_reason="abort",
+                    answer=partial(self._answer, plan.reply_to, req_id),
+                    instances=plan.instances,
+                    error="the engine stopped before the request had ended",
+                )
+            )
 
     def _answer(
         self, reply_to: str, request_id: str, instance: str, result: CaptureResult
@@ -296,6 +348,15 @@ class WorkerCapture:
 
     def close(self) -> None:
         """Flush what is under way and shut the consumers down."""
+        if self._plans:
+            logger.error(
+                "The engine stops while %d requests are being captured; their captures "
+                "fail: %s",
+                len(self._plans),
+                sorted(self._plans)[:8],
+            )
+        for req_id, plan in self._plans.items():
+            self._give_up(req_id, plan)
         self._dispatcher.close(SHUTDOWN_SECONDS)
         for lane in self._lanes.values():
             lane.close(SHUTDOWN_SECONDS)

@@ -66,6 +66,7 @@ class InlineConsumer(CaptureConsumer):
 
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    remembers_specs: ClassVar[bool] = False
     waits: ClassVar[bool] = True
     streams: ClassVar[bool] = True
 

@@ -26,6 +26,7 @@ class LoggingConsumer(CaptureConsumer):
 
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec: ClassVar[bool] = True
+    remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         unknown = params.keys() - {"hooks", "positions"}

@@ -34,6 +34,7 @@ class ArrowConsumer(StorageSink):
     """
 
     reads_client_spec: ClassVar[bool] = True
+    remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         parsed = ArrowParams.parse(params)

@@ -34,6 +34,7 @@ class FilesystemConsumer(StorageSink):
     """
 
     reads_client_spec: ClassVar[bool] = True
+    remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer may know of a request: the same at admission and in a worker."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.geometry import torch_dtype
+from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def capture_context(
+    vllm_config: "VllmConfig",
+    hook_points: Mapping[int, tuple[str, ...]],
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    num_samples: int = 1,
+) -> CaptureContext:
+    """The context of one request."""
+    model_config = vllm_config.model_config
+    parallel_config = vllm_config.parallel_config
+    return CaptureContext(
+        vllm_internal_request_id=VllmInternalRequestId(request_id),
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=0,
+        num_hidden_layers=max(hook_points, default=-1) + 1,
+        hidden_size=model_config.get_hidden_size(),
+        element_size_bytes=torch_dtype(vllm_config).itemsize,
+        tensor_parallel_size=parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=parallel_config.pipeline_parallel_size,
+        max_tokens=max_tokens,
+        hook_points=dict(hook_points),
+        num_samples=num_samples,
+    )
+
+
+def remembers_specs(consumer: Any) -> bool:
+    """Whether an instance must see the specs of the requests whose rows it gets.
+
+    A consumer may keep in `validate_client_spec` what it needs in `on_capture`, by
+    the request's internal id. One that keeps nothing says `remembers_specs = False`.
+    """
+    return (
+        getattr(consumer, "reads_client_spec", False)
+        and getattr(consumer, "remembers_specs", True)
+        and callable(getattr(consumer, "validate_client_spec", None))
+    )
