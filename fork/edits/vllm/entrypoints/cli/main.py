@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line has `vllm steer`."""
+
+from fork.language import before
+
+EDITS = [
+    before(
+        scope="main",
+        anchor='if sys.argv[1:2] != ["snapshot"]:',
+        insert="""
+import vllm.entrypoints.cli.steer.main
+CMD_MODULES.append(vllm.entrypoints.cli.steer.main)
+""",
+        why="Vectors are extracted, converted and tried out.",
+    ),
+]

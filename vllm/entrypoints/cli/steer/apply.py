@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steer apply`."""
+
+import argparse
+import shutil
+from typing import Any
+
+from vllm.entrypoints.cli.steer.options import (
+    add_engine_arguments,
+    add_layers_argument,
+    add_prompt_arguments,
+    add_reading_arguments,
+    add_scales_argument,
+    prompts_of,
+    reading_of,
+    sampling_of,
+    start_engine,
+)
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    add_scales_argument(parser, "1")
+    add_layers_argument(parser)
+    add_prompt_arguments(parser)
+    add_reading_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print each prompt's completions, unsteered first."""
+    from vllm.steering.convert import read_vectors, reworked
+    from vllm.steering.sweep import check_fits, generate, unsteered_and
+    from vllm.steering.tables import side_by_side
+
+    prompts = prompts_of(args)
+    vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
+    llm = start_engine(args, enable_steering=True)
+    check_fits(llm, vectors, args.vectors)
+    settings = unsteered_and(vectors, args.scales)
+    texts = generate(llm, prompts, settings, sampling_of(args))
+    titles = [setting.title for setting in settings]
+    width = shutil.get_terminal_size((100, 24)).columns
+    for number, prompt in enumerate(prompts):
+        shown = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        print(f"\n{shown}")
+        print(side_by_side(titles, [one[number].text for one in texts], width))

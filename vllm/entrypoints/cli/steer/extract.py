@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steer extract`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.cli.steer.options import (
+    add_engine_arguments,
+    add_layers_argument,
+    start_engine,
+)
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.vectors import HOOKS
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--pairs",
+        required=True,
+        metavar="FILE",
+        help='JSON Lines of {"positive": ..., "negative": ...}, texts or chats.',
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="Ends in .safetensors."
+    )
+    parser.add_argument("--hook", choices=HOOKS, default="post_block")
+    add_layers_argument(parser)
+    parser.add_argument(
+        "--method",
+        choices=("mean", "pca"),
+        default="mean",
+        help="mean: of the differences. pca: their first principal component, as "
+        "long as the mean difference along it.",
+    )
+    parser.add_argument(
+        "--position",
+        choices=("last", "mean"),
+        default="last",
+        help="Whether a text's last token counts, or the mean of all.",
+    )
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Extract, write, and tell how well each layer's vector separates the pairs."""
+    from vllm.steering.extract import CONSUMER, extract
+    from vllm.steering.pairs import read_pairs
+    from vllm.steering.tables import separation_table
+
+    pairs = read_pairs(args.pairs)
+    if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
+        raise fail(
+            f"out: {str(args.out)!r} must end in .safetensors and lie in a folder that "
+            "exists; vllm steer convert writes other forms",
+            "out",
+            str(args.out),
+        )
+    needs_mlp = args.hook.startswith("mlp")
+    fields = {"mlp_hook_points": True} if needs_mlp else {}
+    llm = start_engine(args, capture_consumers=[CONSUMER], **fields)
+    found = extract(llm, pairs, args.hook, args.layers, args.method, args.position)
+    found.vectors.save(args.out)
+    print(separation_table(found.directions))
+    print(f"\nwritten: {args.out} ({found.vectors.provenance.origin})")

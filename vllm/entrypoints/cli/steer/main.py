@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steer` and its commands."""
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from vllm.entrypoints.cli.types import CLISubcommand
+
+COMMANDS = {
+    "extract": "Extract vectors from pairs of contrasting texts.",
+    "apply": "Generate without and with vectors, side by side.",
+    "sweep": "Try layers and coefficients; a table and a plot.",
+    "convert": "Convert between forms of vectors, or rework them.",
+    "show": "Tell what a file of vectors holds.",
+}
+"""Each has a module of its name here, with `add_arguments` and `run`."""
+
+
+class SteerSubcommand(CLISubcommand):
+    """The `steer` subcommand for the vLLM CLI."""
+
+    name = "steer"
+    help = "Get steering vectors and try them out."
+
+    def subparser_init(self, subparsers: Any) -> Any:
+        """Declare the commands; their options only if `steer` is what was called."""
+        sys.argv[:] = join_numbers(sys.argv)
+        parser = subparsers.add_parser(
+            self.name,
+            help=self.help,
+            description=self.help,
+            usage=f"vllm {self.name} {{{','.join(COMMANDS)}}} [options]",
+        )
+        commands = parser.add_subparsers(required=True, dest="steer_command")
+        called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+        for name, summary in COMMANDS.items() if called == self.name else ():
+            usage = f"vllm {self.name} {name} [options]"
+            command = commands.add_parser(
+                name, help=summary, description=summary, usage=usage
+            )
+            # Engine options take long to declare; only one command is run.
+            if name in sys.argv:
+                importlib.import_module(f"{__package__}.{name}").add_arguments(command)
+        return parser
+
+    @staticmethod
+    def cmd(args: argparse.Namespace) -> None:
+        """Run the command; a user's mistake is told without a traceback."""
+        from vllm.exceptions import VLLMValidationError
+
+        command = importlib.import_module(f"{__package__}.{args.steer_command}")
+        try:
+            command.run(args)
+        except VLLMValidationError as error:
+            sys.exit(f"vllm steer {args.steer_command}: {error}")
+
+
+def join_numbers(words: list[str]) -> list[str]:
+    """`--scales -0.5` as `--scales=-0.5`.
+
+    Upstream's parser takes a word like `-0.5` for an option with a dotted name.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--scale", "--scales") and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def cmd_init() -> list[CLISubcommand]:
+    """The subcommands of this module."""
+    return [SteerSubcommand()]

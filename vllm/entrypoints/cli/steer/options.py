@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands of `vllm steer` share."""
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.vectors import HOOKS
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.steering.convert import Reading
+    from vllm.steering.pairs import Prompt
+
+
+def add_engine_arguments(parser: Any) -> None:
+    """The options of an engine. It starts without compiling, which suits few tokens."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=None, enforce_eager=True, max_steering_configs=16)
+
+
+def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
+    """The engine that the options describe, with some fields set."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    if args.model is None:
+        raise fail("model: say which model to load with --model", "model", None)
+    engine_args = EngineArgs.from_cli_args(args)
+    for name, value in fields.items():
+        setattr(engine_args, name, value)
+    return LLM.from_engine_args(engine_args)
+
+
+def add_layers_argument(parser: Any) -> None:
+    """The option that chooses layers."""
+    parser.add_argument(
+        "--layers",
+        type=parse_layers,
+        default=None,
+        metavar="L,L-L,...",
+        help="Layers, counted from 0, such as 3 or 2,4-6; all by default.",
+    )
+
+
+def parse_layers(text: str) -> list[int] | None:
+    """`2,4-6` as `[2, 4, 5, 6]`, `all` as None.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+
+    """
+    if text == "all":
+        return None
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ends = (first, last) if dash else (first, first)
+        if not all(end.isascii() and end.isdigit() for end in ends):
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a layer nor L-L")
+        start, stop = map(int, ends)
+        if start > stop:
+            raise argparse.ArgumentTypeError(f"{part!r} goes backwards")
+        layers.update(range(start, stop + 1))
+    return sorted(layers)
+
+
+def add_scales_argument(parser: Any, default: str) -> None:
+    """The option that chooses coefficients."""
+    parser.add_argument(
+        "--scales",
+        type=parse_scales,
+        default=parse_scales(default),
+        metavar="S,S,...",
+        help=f"What to multiply the vectors by; {default} by default.",
+    )
+
+
+def parse_scales(text: str) -> list[float]:
+    """`-1,0.5` as `[-1.0, 0.5]`.
+
+    Raises:
+        argparse.ArgumentTypeError: they are not finite numbers.
+
+    """
+    try:
+        scales = [float(part) for part in text.split(",")]
+    except ValueError:
+        scales = [math.nan]
+    if not all(map(math.isfinite, scales)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers")
+    return scales
+
+
+def add_reading_arguments(parser: Any) -> None:
+    """What a file of foreign form does not say of itself."""
+    from vllm.steering.dictionaries import NUMBERS
+
+    group = parser.add_argument_group("reading", "What the file leaves unsaid.")
+    group.add_argument(
+        "--hook",
+        choices=HOOKS,
+        help="The hook point; for dictionaries whose keys are numbers, and for SAEs.",
+    )
+    group.add_argument("--layer", type=int, help="The layer, for an SAE.")
+    group.add_argument(
+        "--numbers",
+        choices=list(NUMBERS),
+        help="What a number k means as a key of a dictionary. "
+        + " ".join(f"{name}: {what}." for name, what in NUMBERS.items()),
+    )
+    group.add_argument(
+        "--gguf-layers",
+        choices=("applied", "measured"),
+        default="applied",
+        help="direction.L of a GGUF file goes to the output of block L, counted from "
+        "0, where repeng and llama.cpp apply it; or where it was measured, which "
+        "for files of llama.cpp's cvector-generator is block L - 1.",
+    )
+    group.add_argument("--feature", type=int, help="Which feature of an SAE.")
+
+
+def reading_of(args: argparse.Namespace) -> "Reading":
+    """How to read the file of vectors."""
+    from vllm.steering.convert import Reading
+
+    return Reading(
+        hook=args.hook,
+        layer=args.layer,
+        numbers=args.numbers,
+        gguf_layers=args.gguf_layers,
+        feature=args.feature,
+    )
+
+
+def add_prompt_arguments(parser: Any) -> None:
+    """What to generate from, and how."""
+    group = parser.add_argument_group("generation", "What to generate, and how.")
+    group.add_argument(
+        "--prompt", action="append", default=[], help="A prompt; repeatable."
+    )
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="Prompts: one per line, or .jsonl with texts or lists of chat messages.",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="Send texts as a user's chat messages."
+    )
+    group.add_argument("--max-tokens", type=int, default=40, help="Generated at most.")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="0 is greedy; see --seed."
+    )
+
+
+def prompts_of(args: argparse.Namespace) -> "list[Prompt]":
+    """The prompts that the options name.
+
+    Raises:
+        SteeringValidationError: there are none, or texts and chats are mixed.
+
+    """
+    from vllm.steering.pairs import read_prompts
+
+    prompts: list[Prompt] = list(args.prompt)
+    if args.prompts is not None:
+        prompts += read_prompts(args.prompts)
+    if not prompts:
+        raise fail("prompt: give --prompt TEXT or --prompts FILE", "prompt", None)
+    if args.chat:
+        prompts = [_as_chat(prompt) for prompt in prompts]
+    if len({type(prompt) for prompt in prompts}) > 1:
+        raise fail("prompts: texts and chats are mixed; use --chat", "prompts", None)
+    return prompts
+
+
+def _as_chat(prompt: "Prompt") -> "Prompt":
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def sampling_of(args: argparse.Namespace, **fields: Any) -> "SamplingParams":
+    """How to generate."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        **fields,
+    )

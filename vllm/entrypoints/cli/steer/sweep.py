@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steer sweep`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.cli.steer.options import (
+    add_engine_arguments,
+    add_layers_argument,
+    add_prompt_arguments,
+    add_reading_arguments,
+    add_scales_argument,
+    prompts_of,
+    reading_of,
+    sampling_of,
+    start_engine,
+)
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    add_scales_argument(parser, "-2,-1,-0.5,0,0.5,1,2")
+    add_layers_argument(parser)
+    parser.add_argument(
+        "--score",
+        metavar="FILE.py:FUNCTION",
+        help="A function from a generated text to a number, whose mean is shown. "
+        "Without it only the perplexity is.",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="Per prompt; needs --temperature."
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Where to draw it, such as sweep.png."
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="Where to write numbers and texts."
+    )
+    add_prompt_arguments(parser)
+    add_reading_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the tables, and write what was asked for."""
+    from vllm.steering.convert import read_vectors
+    from vllm.steering.plot import check_can_draw, draw_sweep
+    from vllm.steering.sweep import check_fits, load_score, sweep
+    from vllm.steering.tables import sweep_table
+
+    prompts = prompts_of(args)
+    score = None if args.score is None else load_score(args.score)
+    vectors = read_vectors(args.vectors, reading_of(args))
+    vectors = vectors if args.layers is None else vectors.at(args.layers)
+    if args.plot is not None:
+        check_can_draw(args.plot)
+    llm = start_engine(args, enable_steering=True)
+    check_fits(llm, vectors, args.vectors)
+    sampling = sampling_of(args, n=args.samples)
+    cells = sweep(llm, vectors, prompts, args.scales, score, sampling)
+    if score is not None:
+        print(f"\nmean {args.score.rpartition(':')[2]}:")
+        print(sweep_table(cells, "score"))
+    print("\nperplexity of what was generated, under the unsteered model:")
+    print(sweep_table(cells, "perplexity"))
+    if args.plot is not None:
+        draw_sweep(args.plot, cells)
+        print(f"\nplot: {args.plot}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([cell.as_json() for cell in cells], indent=1))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a sweep."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.steering.errors import fail
+
+if TYPE_CHECKING:
+    from vllm.steering.sweep import Cell
+
+
+def check_can_draw(path: Path) -> None:
+    """Refuse before an engine is started for nothing.
+
+    Raises:
+        SteeringValidationError: the folder is missing, or matplotlib is.
+
+    """
+    if not path.absolute().parent.is_dir():
+        raise fail(
+            f"plot: there is no folder {str(path.parent)!r}; make it first",
+            "plot",
+            str(path),
+        )
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise fail(
+            "plot: drawing needs matplotlib: pip install matplotlib; or leave --plot "
+            "out, the tables are printed anyway",
+            "plot",
+            str(path),
+        ) from None
+
+
+def draw_sweep(path: Path, cells: Sequence["Cell"]) -> None:
+    """Write a picture: per layer a line over the coefficients."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no window
+    from matplotlib import pyplot
+
+    scored = any(not math.isnan(cell.score) for cell in cells)
+    values = ("score", "perplexity") if scored else ("perplexity",)
+    figure, axes = pyplot.subplots(
+        1, len(values), figsize=(5.5 * len(values), 4.2), squeeze=False
+    )
+    for axis, value in zip(axes[0], values, strict=True):
+        _draw(axis, cells, value)
+    axes[0][0].legend(title="layer", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw(axis: Any, cells: Sequence["Cell"], value: str) -> None:
+    for tap in sorted({cell.tap for cell in cells}):
+        line = sorted(
+            (cell.scale, getattr(cell, value)) for cell in cells_at(cells, tap)
+        )
+        label = f"{tap[0]} {tap[1]}"
+        axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=label)
+    axis.set_xlabel("coefficient")
+    axis.set_ylabel("mean score" if value == "score" else "perplexity, unsteered model")
+    axis.grid(alpha=0.3)
+    seen = [getattr(cell, value) for cell in cells if getattr(cell, value) > 0]
+    if value == "perplexity" and max(seen, default=1) > 10 * min(seen, default=1):
+        axis.set_yscale("log")
+
+
+def cells_at(cells: Sequence["Cell"], tap: tuple[int, str]) -> list["Cell"]:
+    """The cells of one vector."""
+    return [cell for cell in cells if cell.tap == tap]
