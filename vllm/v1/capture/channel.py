@@ -302,7 +302,7 @@ class Inbox:
                 self._idle()
                 continue
             try:
-                frames: Any = self._socket.recv_multipart(copy=True)
+                frames: Any = self._socket.recv_multipart(copy=False)
                 self._handle(decoder.decode(frames))
             except Exception:
                 # One bad message must not stop those of other requests.

@@ -22,6 +22,7 @@ from vllm.v1.capture.channel import (
 from vllm.v1.capture.cli import ready_instances
 from vllm.v1.capture.driver import DriverLanes
 from vllm.v1.capture.engine import end_captures_now
+from vllm.v1.capture.held import Reservations
 from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE, CapturePlan
@@ -198,6 +199,7 @@ class CaptureFrontend(NoCapture):
         self._live = live
         self._alive = alive
         self._tracked: dict[str, _Tracked] = {}
+        self._reserved = Reservations()
         self._owner: dict[str, tuple[str, int]] = {}
         self._ends: list[CaptureEnd] = []
         self._last_result = 0.0
@@ -247,33 +249,39 @@ class CaptureFrontend(NoCapture):
     def _make_room(self, plan: CapturePlan, params: "SamplingParams") -> None:
         """Refuse a request whose rows would not fit beside those under way."""
         needed = self._admission.held.bytes_of(plan, params.max_tokens)
-        for name, size in needed.items():
-            limit = self._admission.held.limits[name]
-            with self._changed:
-                tracked = self._tracked.values()
-                held = sum(t.held.get(name, 0) for t in tracked if not t.aborted)
-                left = sum(t.held.get(name, 0) for t in tracked if t.aborted)
-                self._forget_aborted(name, left + held + size - limit)
-            if size > limit:
-                twice = ", twice what it returns, as its outputs carry rows before the "
-                twice += "last (capture_stream=False ends that)"
-                raise fail(
-                    f"capture.{name}: this request alone may hold {size} bytes of rows"
-                    f"{twice if LIVE in plan.lanes else ''}; at most {limit} are "
-                    "allowed (max_inflight_bytes). Capture fewer layers or positions, "
-                    "or lower max_tokens",
-                    f"capture.{name}",
-                    size,
-                )
-            if held + size > limit:
-                raise fail(
-                    f"capture.{name}: this request may hold {size} bytes of rows, "
-                    f"and those under way may hold {held}; together at most "
-                    f"{limit} are allowed (max_inflight_bytes). Send it again when "
-                    "others have ended, or capture less",
-                    f"capture.{name}",
-                    size,
-                )
+        with self._changed:
+            for name, size in needed.items():
+                self._check_room(name, size, LIVE in plan.lanes)
+            if needed:
+                self._reserved.put(plan, needed)
+
+    def _check_room(self, name: str, size: int, live: bool) -> None:
+        limit = self._admission.held.limits[name]
+        tracked = self._tracked.values()
+        held = sum(t.held.get(name, 0) for t in tracked if not t.aborted)
+        held += self._reserved.bytes_for(name)
+        left = sum(t.held.get(name, 0) for t in tracked if t.aborted)
+        self._forget_aborted(name, left + held + size - limit)
+        if size > limit:
+            twice = ", twice what it returns, as its outputs carry rows before the "
+            twice += "last (capture_stream=False ends that)"
+            raise fail(
+                f"capture.{name}: this request alone may hold {size} bytes of rows"
+                f"{twice if live else ''}; at most {limit} are allowed "
+                "(max_inflight_bytes). Capture fewer layers or positions, or lower "
+                "max_tokens",
+                f"capture.{name}",
+                size,
+            )
+        if held + size > limit:
+            raise fail(
+                f"capture.{name}: this request may hold {size} bytes of rows, and "
+                f"those under way may hold {held}; together at most {limit} are "
+                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                "or capture less",
+                f"capture.{name}",
+                size,
+            )
 
     def _forget_aborted(self, name: str, size: int) -> None:
         for parent, tracked in list(self._tracked.items()):
@@ -296,6 +304,7 @@ class CaptureFrontend(NoCapture):
                 for name in params.capture or {}
             )
             tracked.held = self._admission.held.bytes_of(plan, params.max_tokens)
+            self._reserved.take(plan)
             tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)

@@ -5,6 +5,7 @@ Rows that return with a request's output lie in the front end's memory until the
 client has them, so all requests together are bounded, not just each of them.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,3 +37,28 @@ class HeldRows:
             # The rows that outputs carry before the last lie beside the result.
             sizes = {name: 2 * size for name, size in sizes.items()}
         return sizes
+
+
+class Reservations:
+    """Bytes of requests that were admitted and are not under way yet.
+
+    Prompts are read on several threads, so requests may be admitted between
+    another's admission and its start.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, Mapping[str, int]] = {}
+
+    def put(self, plan: CapturePlan, sizes: Mapping[str, int]) -> None:
+        """Reserve until `take`, or until the plan is dropped with its request."""
+        self._sizes[id(plan)] = sizes
+        dropped = weakref.finalize(plan, self._sizes.pop, id(plan), None)
+        dropped.atexit = False
+
+    def take(self, plan: CapturePlan) -> None:
+        """The request is under way and counts by itself."""
+        self._sizes.pop(id(plan), None)
+
+    def bytes_for(self, instance: str) -> int:
+        """What is reserved at an instance."""
+        return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))

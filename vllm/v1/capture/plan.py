@@ -78,7 +78,7 @@ class TapGroup(msgspec.Struct, frozen=True, array_like=True):
     readers: tuple[Reader, ...]
 
 
-class CapturePlan(msgspec.Struct, frozen=True, array_like=True):
+class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """Everything the engine must know about the capture of one request."""
 
     client_request_id: str

@@ -22,3 +22,7 @@ def test_the_v2_runner() -> None:
 
 def test_engine_core_in_another_process() -> None:
     run_tests(f"{HERE}/apart/test_other_process.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+
+
+def test_outputs_of_the_asynchronous_engine() -> None:
+    run_tests(f"{HERE}/apart/test_async_outputs.py")

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AsyncLLM`: outputs carry rows as steps compute them, the last one all of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines import asynchronous
+from tests.engines.captured import prompt
+from tests.engines.models import llama
+from tests.engines.reference import Reference, relative_error
+from vllm import RequestOutput, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = pytest.mark.e2e
+
+SMALL = {"max_request_bytes": 20_000, "max_inflight_bytes": 39_000}
+ROW_BYTES = 64 * 4
+
+CUMULATIVE = RequestOutputKind.CUMULATIVE
+DELTA = RequestOutputKind.DELTA
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+
+
+class Served:
+    """An `AsyncLLM` and the loop that it lives on."""
+
+    def __init__(self, model: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.reference = Reference(model)
+        self._names = iter(range(1_000_000))
+        arguments = AsyncEngineArgs(
+            model=str(model),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            async_scheduling=True,
+            disable_log_stats=True,
+            capture_consumers=[
+                "inline",
+                {"name": "inline", "instance_name": "small", "params": SMALL},
+            ],
+        )
+        self.engine: AsyncLLM = self.loop.run_until_complete(self._open(arguments))
+
+    async def _open(self, arguments: AsyncEngineArgs) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(arguments)
+
+    def outputs(
+        self, ids: Sequence[int], params: SamplingParams
+    ) -> AsyncIterator[RequestOutput]:
+        given: Any = {"prompt_token_ids": list(ids)}
+        return self.engine.generate(given, params, f"r{next(self._names)}")
+
+    def all(self, ids: Sequence[int], params: SamplingParams) -> list[RequestOutput]:
+        async def collect() -> list[RequestOutput]:
+            return [output async for output in self.outputs(ids, params)]
+
+        return self.loop.run_until_complete(collect())
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with asynchronous.allowed():
+        opened = Served(llama(tmp_path_factory.mktemp("llama")))
+    yield opened
+    opened.close()
+
+
+def asking(
+    kind: RequestOutputKind,
+    positions: Any = "all",
+    name: str = "inline",
+    **options: Any,
+) -> SamplingParams:
+    spec = {"hooks": {"post_block": "all"}, "positions": positions}
+    chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
+    return SamplingParams(output_kind=kind, capture={name: spec}, **chosen | options)
+
+
+def payload(output: RequestOutput, name: str = "inline") -> Any:
+    results: Any = output.capture_results  # type: ignore[attr-defined]
+    return results[name].payload
+
+
+def statuses(outputs: Sequence[RequestOutput]) -> list[str]:
+    return [o.capture_results["inline"].status for o in outputs]  # type: ignore[attr-defined]
+
+
+def test_cumulative_outputs_carry_all_rows_so_far(served: Served) -> None:
+    ids = prompt(30, seed=1)
+    outputs = served.all(ids, asking(CUMULATIVE))
+    *before, last = outputs
+    assert statuses(outputs) == ["pending"] * len(before) + ["ok"]
+    fed = [*ids, *last.outputs[0].token_ids][:-1]
+    expected = served.reference.stream(fed)
+    for tap, rows in payload(last).items():
+        assert relative_error(rows, expected[tap]) < 1e-4
+    counts = [len(payload(o).positions.get((0, "post_block"), ())) for o in before]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 4, "rows did not come token by token"
+    for output in before:
+        shown = payload(output)
+        for tap, rows in shown.items():
+            assert torch.equal(rows, payload(last)[tap][: len(rows)])
+            assert shown.positions[tap] == list(range(len(rows)))
+            assert shown.token_ids[tap] == fed[: len(rows)]
+            assert len(rows) <= len(ids) + len(output.outputs[0].token_ids) - 1
+
+
+def test_deltas_carry_each_row_once(served: Served) -> None:
+    params = asking(DELTA, "all_generated")
+    *before, last = served.all(prompt(20, seed=2), params)
+    tap = (2, "post_block")
+    parts = [payload(output) for output in before if tap in payload(output)]
+    positions = [p for part in parts for p in part.positions[tap]]
+    assert positions == list(range(20, 20 + len(positions)))
+    assert len(parts) > 4, "rows did not come token by token"
+    rows = torch.cat([part[tap] for part in parts])
+    assert torch.equal(rows, payload(last)[tap][: len(rows)])
+    assert payload(last).positions[tap] == list(range(20, 31))
+
+
+def test_each_sample_has_its_rows(served: Served) -> None:
+    params = asking(CUMULATIVE, n=2, temperature=1.0, seed=1)
+    *before, last = served.all(prompt(9, seed=3), params)
+    assert payload(last).keys() == {0, 1}
+    tap = (1, "post_block")
+    for output in before:
+        for index, rows in payload(output).items():
+            whole = payload(last)[index][tap]
+            assert torch.equal(
+                rows.get(tap, whole[:0]), whole[: len(rows.get(tap, ()))]
+            )
+    assert any(len(payload(output)[0].get(tap, ())) > 9 for output in before)
+
+
+def test_no_row_past_a_stop_string_was_shown(served: Served) -> None:
+    ids = prompt(12, seed=7)
+    free = served.all(ids, asking(CUMULATIVE))[-1].outputs[0]
+    tokenizer = served.engine.get_tokenizer()
+    tokens = list(free.token_ids)
+    stop = tokenizer.decode(tokens[:6])[len(tokenizer.decode(tokens[:4])) :]
+    outputs = served.all(ids, asking(CUMULATIVE, stop=[stop]))
+    last = outputs[-1]
+    assert last.outputs[0].finish_reason == "stop"
+    tap = (0, "post_block")
+    whole = payload(last).positions[tap]
+    assert whole == list(range(12 + len(last.outputs[0].token_ids) - 1))
+    for output in outputs:
+        assert (
+            payload(output).positions.get(tap, [])
+            == whole[: len(payload(output).get(tap, ()))]
+        )
+
+
+def test_rows_come_only_at_the_end_where_that_is_asked_for(served: Served) -> None:
+    params = asking(CUMULATIVE, capture_stream=False)
+    *before, last = served.all(prompt(5, seed=4), params)
+    assert all(o.capture_results is None for o in before)  # type: ignore[attr-defined]
+    assert len(payload(last)[0, "post_block"]) == 16
+
+
+def test_a_reader_who_leaves_frees_what_was_held(served: Served) -> None:
+    # Three hook points, 10 prompt rows and 11 generated ones, held twice while read.
+    size = 2 * 3 * 21 * ROW_BYTES
+    assert size < SMALL["max_inflight_bytes"] < 2 * size
+
+    async def leave() -> None:
+        outputs = served.outputs(prompt(10, seed=5), asking(DELTA, name="small"))
+        async for _ in outputs:
+            break
+        await outputs.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.5)
+
+    for _ in range(3):
+        served.loop.run_until_complete(leave())
+
+
+def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:
+    asked = asking(FINAL_ONLY, name="small", max_tokens=100)
+    with pytest.raises(
+        ValueError, match=f"capture.small: .* may take {3 * 109 * ROW_BYTES} bytes"
+    ):
+        served.all(prompt(10, seed=6), asked)
+    # What its outputs carry before the last counts as well.
+    asked = asking(DELTA, name="small", max_tokens=17)
+    with pytest.raises(ValueError, match=f"alone may hold {2 * 3 * 26 * ROW_BYTES}"):
+        served.all(prompt(10, seed=6), asked)
+
+
+def test_requests_under_way_are_bounded_together(served: Served) -> None:
+    asked = asking(FINAL_ONLY, name="small", max_tokens=16)
+    size = 3 * 25 * ROW_BYTES
+    assert 2 * size < SMALL["max_inflight_bytes"] < 3 * size
+
+    async def three() -> list[Any]:
+        async def one(seed: int) -> RequestOutput:
+            outputs = served.outputs(prompt(10, seed=seed), asked)
+            return [output async for output in outputs][-1]
+
+        every = (one(seed) for seed in range(8, 11))
+        return await asyncio.gather(*every, return_exceptions=True)
+
+    *good, refused = served.loop.run_until_complete(three())
+    assert [len(payload(o, "small")[0, "post_block"]) for o in good] == [25, 25]
+    assert isinstance(refused, ValueError)
+    message = f"may hold {size} bytes of rows, and those under way may hold {2 * size}"
+    assert message in str(refused)
+    again = served.all(prompt(10, seed=10), asked)[-1]
+    assert len(payload(again, "small")[0, "post_block"]) == 25
