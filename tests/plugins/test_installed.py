@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages that add consumers: installed, tested, and used by an offline engine."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.apart import run_tests
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_packages_work_where_they_are_installed(installed: Path) -> None:
+    names = [path.name for path in installed.glob("*.dist-info")]
+    assert len(names) == 4, names
+    run_tests(
+        "examples/capture_consumers",
+        "tests/plugins/apart",
+        PYTHONPATH=str(installed),
+    )

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages that add consumers: used unchanged by a server, over HTTP."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+
+from tests.engines.models import llama
+from tests.engines.reference import Reference, relative_error
+from tests.engines.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = [20, 30, 40, 50, 60, 70]
+
+
+class Plugged:
+    """A server with all packages installed, and what they wrote."""
+
+    def __init__(self, folder: Path, installed: Path) -> None:
+        self.log = folder / "log.jsonl"
+        self.lines = folder / "rows.jsonl"
+        model = llama(folder / "llama")
+        self.reference = Reference(model, torch.bfloat16)
+        consumers = [
+            f"ref_sums:log={self.log},layers=[0,2]",
+            f"ref_wishes:log={self.log}",
+            f"ref_wishes:log={self.log},instance_name=others",
+            "ref_reward:layer=1",
+            f"ref_writer:log={self.log}",
+            "ref_norms",
+            "inline",
+            "mean_norm",
+            f"row_stream:to={self.lines}",
+            "probe_trainer:layer=1",
+        ]
+        options = [
+            part for entry in consumers for part in ("--capture-consumers", entry)
+        ]
+        self.server = Server(
+            model,
+            *options,
+            *("--served-model-name", "tiny", "--dtype", "bfloat16", "--enforce-eager"),
+            *("--max-model-len", "128", "--max-num-seqs", "4"),
+            PYTHONPATH=str(installed),
+        )
+
+    def body(self, **capture: Any) -> dict[str, Any]:
+        return {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": 5,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "capture": capture,
+            "capture_wait": True,
+        }
+
+    def results(self, **capture: Any) -> dict[str, Any]:
+        status, reply = self.server.post("/v1/completions", self.body(**capture))
+        assert status == 200, reply
+        found: dict[str, Any] = reply["capture_results"]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def plugged(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Plugged]:
+    opened = Plugged(tmp_path_factory.mktemp("served"), installed)
+    yield opened
+    opened.server.close()
+
+
+def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
+    spec = {"hooks": {"post_block": [0]}, "positions": "all"}
+    results = plugged.results(
+        ref_wishes={"wish": "rain"},
+        others={"wish": "sun", "fails": [1]},
+        ref_reward={},
+        ref_writer=spec,
+        ref_norms=spec,
+        mean_norm={"layers": [0]},
+        row_stream=spec,
+        probe_trainer={"label": 1},
+    )
+    failed = {n: r["error"] for n, r in results.items() if r["status"] != "ok"}
+    assert failed.keys() == {"others"} and "makes me fail" in failed["others"]
+    assert results["ref_sums"]["payload"] is None
+    assert results["ref_reward"]["payload"]["rows"] == 4
+    assert results["ref_writer"]["payload"] == ["10"]
+    (norms,) = results["ref_norms"]["payload"]
+    assert (norms["layer"], norms["hook"]) == (0, "post_block")
+    mean = results["mean_norm"]["payload"]["0"]
+    assert mean == pytest.approx(sum(norms["value"]) / 10, rel=1e-3)
+    assert results["probe_trainer"]["payload"]["probability"] == 0.5
+    assert {event["wish"] for event in plugged.events("wish")} == {"rain", "sun"}
+    assert len(plugged.events("sum")) == 2
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        ({"ref_wishes": 5}, "must be a dict, not int"),
+        ({"ref_wishes": {"grumpy": True}}, "not today"),
+        ({"ref_sums": {}}, "takes no requests"),
+        ({"mean_norm": {"layers": []}}, "layers from 0 to 2"),
+        ({"probe_trainer": {"label": 7}}, "must be 0 or 1"),
+        ({"row_stream": {"hooks": {"post_block": [9]}}}, "layer 9"),
+    ],
+)
+def test_what_a_plug_in_refuses_is_a_bad_request(
+    plugged: Plugged, capture: dict[str, Any], message: str
+) -> None:
+    status, reply = plugged.server.post("/v1/completions", plugged.body(**capture))
+    assert status == 400
+    assert message in reply["error"]["message"]
+
+
+def rows_of(entry: dict[str, Any]) -> torch.Tensor:
+    """The rows of an `inline` entry, as the documentation says to read them."""
+    data = base64.b64decode(entry["data"])
+    size = 2 * int(np.prod(entry["shape"]))
+    if entry.get("encoding") == "zstd":
+        data = pyarrow.decompress(data, size, "zstd", asbytes=True)
+    rows = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry["dtype"]))
+    return rows.view(entry["shape"])
+
+
+@pytest.mark.parametrize("encoding", ["base64", "zstd"])
+def test_the_last_chunk_of_a_stream_has_the_rows_exactly(
+    plugged: Plugged, encoding: str
+) -> None:
+    spec = {"hooks": {"pre_attn": [0], "post_block": [2]}, "positions": "all"}
+    body = plugged.body(inline=spec | {"encoding": encoding})
+    chunks = list(plugged.server.stream("/v1/completions", body))
+    carrying = [i for i, c in enumerate(chunks) if c.get("capture_results")]
+    assert carrying == [len(chunks) - 1]
+    tokens = [t for c in chunks for t in c["choices"][0]["token_ids"]]
+    fed = [*PROMPT, *tokens][:-1]
+    entries = chunks[-1]["capture_results"]["inline"]["payload"]
+    assert {e["dtype"] for e in entries} == {"bfloat16"}
+    found = {(e["layer"], e["hook"]): rows_of(e) for e in entries}
+    expected = plugged.reference.stream(fed)
+    assert relative_error(found[2, "post_block"], expected[2, "post_block"]) < 0.05
+    # What enters block 0 is the embedding itself: equal, bit for bit.
+    embedding = plugged.reference.model.get_input_embeddings()
+    exact = embedding(torch.tensor(fed)).detach()
+    assert torch.equal(found[0, "pre_attn"], exact)
+    assert [e["positions"] for e in entries] == [list(range(10))] * 2
+
+
+def test_a_stream_of_rows_can_be_read_while_it_is_served(plugged: Plugged) -> None:
+    spec = {"hooks": {"post_block": [0]}, "positions": "all_generated"}
+    body = plugged.body(row_stream=spec) | {"max_tokens": 60}
+    before = len(plugged.lines.read_text()) if plugged.lines.exists() else 0
+    seen = []
+    for _ in plugged.server.stream("/v1/completions", body):
+        text = plugged.lines.read_text() if plugged.lines.exists() else ""
+        seen.append(text[before:].count('"data"'))
+    assert 0 < seen[len(seen) // 2] < 59
