@@ -2,13 +2,14 @@
 """GPU time of one decode step, fork against upstream, by replaying recorded graphs.
 
     python benchmarks/decode_step.py --fork FORK_PATH --upstream UPSTREAM_PATH \
-        [--model 1b|8b] [--out results.json]
+        [--model 1b|8b] [--variants off,capture,...] [--out results.json]
 
 Each variant runs in a process of its own, with PYTHONPATH set to the folder (or
 folders, separated by colons) that holds its `vllm`. Weights are random; the 1B-class
 model has 16 layers of width 2048, the 8B-class one 32 of 4096. A figure is the median
 of seven measurements of 100 replays between two CUDA events; all ratios are to
-upstream in the same run. Also compares the greedy tokens of all variants.
+upstream in the same run. Also compares the greedy tokens of all variants. Results are
+written after each variant, so that a run that is cut short keeps what it has.
 """
 
 import argparse
@@ -26,6 +27,13 @@ MODELS = {
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 BATCHES = (1, 8, 32, 128, 256)
+VARIANTS = {
+    "off": "",
+    "capture": "capture",
+    "steering": "steering",
+    "both": "capture steering",
+}
+"""The fork's, by the features that are on."""
 ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
@@ -207,34 +215,33 @@ def main() -> None:
     parser.add_argument("--upstream")
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--measure")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=Path("decode_step.json"))
     args = parser.parse_args()
     if args.measure is not None:
         args.out.write_text(json.dumps(measure(args.model, args.measure)))
         return
-    runs = {
-        "upstream": run_variant(args.upstream, args.model, ""),
-        "fork, off": run_variant(args.fork, args.model, ""),
-        "fork, capture on": run_variant(args.fork, args.model, "capture"),
-        "fork, steering on": run_variant(args.fork, args.model, "steering"),
-        "fork, both on": run_variant(args.fork, args.model, "capture steering"),
-        "upstream again": run_variant(args.upstream, args.model, ""),
-    }
-    args.out.write_text(json.dumps(runs, indent=1))
-    base = runs["upstream"]
-    print(f"{args.model}: ms of a decode step, and ratios to upstream")
-    for name, run in runs.items():
-        same = run["tokens"] == base["tokens"]
-        print(
-            f"{name}: start {run['start_seconds']:.1f} s, peak memory "
-            f"{run['memory'] / 2**20:.0f} MiB, same tokens as upstream: {same}"
-        )
-        for case, by_batch in run["times"].items():  # type: ignore[attr-defined]
-            cells = []
-            for batch, ms in by_batch.items():
-                plain = base["times"]["plain"][batch]  # type: ignore[index]
-                cells.append(f"{batch}: {ms:.4f} ({ms / plain:.4f})")
-            print(f"  {case:24s} " + "  ".join(cells))
+    runs: dict[str, dict[str, object]] = {}
+    for name in ["upstream", *args.variants.split(","), "upstream again"]:
+        path = args.upstream if name.startswith("upstream") else args.fork
+        runs[name] = run_variant(path, args.model, VARIANTS.get(name, ""))
+        args.out.write_text(json.dumps(runs, indent=1))
+        print_variant(name, runs[name], runs["upstream"])
+
+
+def print_variant(name: str, run: dict[str, object], base: dict[str, object]) -> None:
+    """Milliseconds of a decode step, and in brackets the ratio to upstream."""
+    same = run["tokens"] == base["tokens"]
+    print(
+        f"{name}: start {run['start_seconds']:.1f} s, peak memory "
+        f"{run['memory'] / 2**20:.0f} MiB, same tokens as upstream: {same}"  # type: ignore[operator]
+    )
+    for case, by_batch in run["times"].items():  # type: ignore[attr-defined]
+        cells = []
+        for batch, ms in by_batch.items():
+            plain = base["times"]["plain"][batch]  # type: ignore[index]
+            cells.append(f"{batch}: {ms:.4f} ({ms / plain:.4f})")
+        print(f"  {case:24s} " + "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":
