@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random model of one architecture in one configuration."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engines.models import randomise
+from tests.parity.recipe import PLAIN, Recipe
+from tests.parity.twins import Twin
+
+VOCABULARY = 256
+TOLERANCE = {"float32": 1e-4, "coarse": 1e-2, "bfloat16": 2e-2}
+"""The largest relative error of a row, by dtype."""
+
+TOKENS = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+"""Three layers, 64 wide, two heads of 32."""
+
+
+def common(**options: Any) -> dict[str, Any]:
+    """The options that most configurations share, and `options`."""
+    return TOKENS | SIZES | options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """What is compared: one configuration of one architecture."""
+
+    architecture: str
+    """Its name in upstream's registry."""
+    model_type: str
+    """Its name in the library."""
+    options: Mapping[str, Any]
+    variant: str = "plain"
+    dtype: str = "float32"
+    recipe: Recipe = PLAIN
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the engine."""
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)
+    """More of them, on a CPU only."""
+    twin: Twin | None = None
+    """Where the library has the architecture under another name only."""
+    scale: float = 0.2
+    """Of the random weights."""
+    seed: int = 0
+    zeros: tuple[str, ...] = ()
+    """Weights that are zero, as parts of their names: what upstream cannot do."""
+    representative: bool = False
+    """Whether it is part of `make test`."""
+    coarse: str = ""
+    """Why upstream's float32 is less exact."""
+    cannot: str = ""
+    """Why upstream cannot run it on a CPU."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture}-{self.variant}-{self.dtype}"
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error of a row."""
+        return TOLERANCE["coarse" if self.coarse else self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        """Checkpoints of the model: the library's, and the one upstream loads."""
+        config = transformers.AutoConfig.for_model(self.model_type, **self.options)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        randomise(model, self.seed, self.scale)
+        for name, weight in model.named_parameters():
+            if any(part in name for part in self.zeros):
+                torch.nn.init.zeros_(weight)
+        library = folder / "library"
+        model.to(self.torch_dtype).save_pretrained(library)
+        self._name(library)
+        if self.twin is None:
+            return library, library
+        return library, self.twin.save(library, folder / "twin")
+
+    def _name(self, folder: Path) -> None:
+        """Write upstream's name of the architecture over the library's."""
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        config["architectures"] = [self.architecture]
+        path.write_text(json.dumps(config))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fork captures of a case, and how steering changes its logits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.cases import VOCABULARY, Case
+from tests.parity.reference import Stream, Tap
+
+PROMPTS = (5, 37)
+STEERED_PROMPT = 6
+MAX_TOKENS = 4
+MAX_TAPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request as the engine answered it."""
+
+    steered: Tap | None
+    fed: list[int]
+    """The prompt and all generated tokens but the last: each has a row."""
+    num_prompt_tokens: int
+    rows: Stream
+    logits: torch.Tensor
+    """`[generated tokens, vocabulary]`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """All requests of a case."""
+
+    hook_points: dict[int, tuple[str, ...]]
+    dtype: torch.dtype
+    requests: list[Answer]
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    """A random prompt without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def vector(tap: Tap, width: int) -> torch.Tensor:
+    """What is added at a tap: random, another one everywhere."""
+    seed = 1000 * tap[0] + sum(tap[1].encode())
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed))
+
+
+def _by_hook(points: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for layer in sorted(points):
+        for hook in points[layer]:
+            found.setdefault(hook, []).append(layer)
+    return found
+
+
+def _logits(output: Any) -> torch.Tensor:
+    rows = []
+    for words in output.outputs[0].logprobs:
+        rows.append([words[word].logprob for word in range(VOCABULARY)])
+    return torch.tensor(rows)
+
+
+def run(case: Case, model: Path, **options: Any) -> Answers:
+    """Start an engine, capture everything, steer every tap in a request of its own."""
+    from tests.engines.captured import Keeper
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
+
+    # Upstream looks at every model class in a new process, once for each version of
+    # its file: seconds. Here none needs that.
+    registry._run_in_subprocess = lambda look: look()
+    keeper = Keeper()
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": case.dtype,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "num_gpu_blocks_override": 256,
+        "skip_tokenizer_init": True,
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logits",
+        "seed": 0,
+        "capture_consumers": [keeper],
+        "mlp_hook_points": True,
+        "enable_steering": True,
+        "max_steering_configs": 8,
+    }
+    llm = LLM(**arguments | dict(case.engine) | options)
+    engine = llm.llm_engine
+    points = engine.vllm_config.capture_config.hook_points or {}
+    taps = [(layer, hook) for layer in sorted(points) for hook in points[layer]]
+    assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
+    asked: list[tuple[Tap | None, list[int]]] = [
+        *((None, tokens(length, seed)) for seed, length in enumerate(PROMPTS)),
+        *((tap, tokens(STEERED_PROMPT, 50 + n)) for n, tap in enumerate(taps)),
+    ]
+    spec = {"hooks": _by_hook(points), "positions": "all"}
+    width = engine.model_config.get_hidden_size()
+
+    def params(tap: Tap | None) -> Any:
+        steering = {}
+        if tap is not None:
+            layer, hook = tap
+            steering = {"steering_vectors": {hook: {layer: vector(tap, width)}}}
+        return SamplingParams(
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1,
+            capture={"keeper": spec},
+            **steering,
+        )
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for _, prompt in asked],
+        [params(tap) for tap, _ in asked],
+        use_tqdm=False,
+    )
+    requests = [
+        Answer(
+            steered=tap,
+            fed=[*prompt, *output.outputs[0].token_ids][:-1],
+            num_prompt_tokens=len(prompt),
+            rows=keeper.rows[output.request_id, 0],
+            logits=_logits(output),
+        )
+        for (tap, prompt), output in zip(asked, outputs)
+    ]
+    found = {layer: tuple(names) for layer, names in points.items()}
+    return Answers(found, case.torch_dtype, requests)

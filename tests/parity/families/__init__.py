@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All cases, by how their blocks are built."""
+
+from tests.parity.families import (
+    backend,
+    experts,
+    hybrids,
+    latent,
+    llama,
+    norms,
+    on_cuda,
+    parallel,
+    renamed,
+)
+
+CASES = [
+    *llama.CASES,
+    *norms.CASES,
+    *parallel.CASES,
+    *experts.CASES,
+    *latent.CASES,
+    *hybrids.CASES,
+    *renamed.CASES,
+    *backend.CASES,
+    *on_cuda.CASES,
+]

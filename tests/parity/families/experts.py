@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts."""
+
+from typing import Any
+
+from tests.parity.cases import Case, common
+from tests.parity.families.llama import MULTIPLIERS, WINDOWED
+from tests.parity.recipe import SCALED, Recipe
+
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
+def case(
+    architecture: str, model_type: str, variant: str = "plain", **options: Any
+) -> Case:
+    return Case(
+        architecture=architecture,
+        model_type=model_type,
+        variant=variant,
+        options=common(**options),
+    )
+
+
+CASES = [
+    Case(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        options=common(sliding_window=None, **LOCAL),
+        representative=True,
+    ),
+    case("MixtralForCausalLM", "mixtral", "window", sliding_window=16, **LOCAL),
+    case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        shared_expert_intermediate_size=64,
+        **SPARSE,
+    ),
+    case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        "dense layers",
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        **SPARSE,
+    ),
+    case("Qwen3MoeForCausalLM", "qwen3_moe", **SPARSE),
+    case(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        "dense layers",
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+        **SPARSE,
+    ),
+    case("OlmoeForCausalLM", "olmoe", num_experts=4, num_experts_per_tok=2),
+    case(
+        "OlmoeForCausalLM",
+        "olmoe",
+        "normed weights",
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_key_value_heads=2,
+    ),
+    case("PhiMoEForCausalLM", "phimoe", **LOCAL),
+    Case(
+        architecture="GraniteMoeForCausalLM",
+        model_type="granitemoe",
+        options=common(**LOCAL, **MULTIPLIERS),
+        recipe=SCALED,
+    ),
+    Case(
+        architecture="GraniteMoeSharedForCausalLM",
+        model_type="granitemoeshared",
+        options=common(shared_intermediate_size=64, **LOCAL, **MULTIPLIERS),
+        recipe=Recipe(scale=SCALED.scale, mlp=("block_sparse_moe",)),
+    ),
+    Case(
+        architecture="GraniteMoeSWAForCausalLM",
+        model_type="granitemoe_swa",
+        options=common(sliding_window=16, layer_types=WINDOWED, **LOCAL, **MULTIPLIERS),
+        recipe=SCALED,
+    ),
+    case("Glm4MoeForCausalLM", "glm4_moe", first_k_dense_replace=1, **ROUTED),
+    case(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        "qk-norm",
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        **ROUTED,
+    ),
+    Case(
+        architecture="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
+        options=common(
+            moe_num_experts=4,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_intermediate_size=64,
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+        ),
+        zeros=("e_score_correction_bias",),
+    ),
+    case(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        sliding_window=16,
+        layer_types=WINDOWED,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        **SPARSE | {"num_experts": 8},
+    ),
+    case(
+        "HYV3ForCausalLM",
+        "hy_v3",
+        num_shared_experts=1,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        **SPARSE,
+    ),
+    case("MiniMaxM2ForCausalLM", "minimax_m2", **LOCAL),
+    case(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        layer_types=WINDOWED,
+        sliding_window=16,
+        **LOCAL,
+    ),
+    case(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        num_hidden_layers=4,
+        attention_chunk_size=64,
+        floor_scale=8,
+    ),
+    case(
+        "LagunaForCausalLM",
+        "laguna",
+        layer_types=WINDOWED,
+        sliding_window=16,
+        num_attention_heads_per_layer=[2, 2, 2],
+        shared_expert_intermediate_size=64,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        **SPARSE,
+    ),
+    case(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        layer_types=WINDOWED,
+        sliding_window=16,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        **ROUTED,
+    ),
+    Case(
+        architecture="AfmoeForCausalLM",
+        model_type="afmoe",
+        options=common(
+            num_shared_experts=1,
+            num_dense_layers=1,
+            layer_types=WINDOWED,
+            sliding_window=16,
+            **SPARSE,
+        ),
+        recipe=Recipe(
+            attention=("post_attention_layernorm",), middle=("pre_mlp_layernorm",)
+        ),
+    ),
+]

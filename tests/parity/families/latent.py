@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention, dense and sparse."""
+
+from typing import Any
+
+from tests.parity.cases import Case, common
+from tests.parity.families.llama import YARN
+
+# Upstream's CPU backend knows one size of the cache, 512 + 64, and rotates in place
+# unless the embedding is a scaled one.
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+ON_CPU = {"attention_backend": "CPU_MLA"}
+NARROW = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+}
+
+
+def case(
+    architecture: str, model_type: str, variant: str = "plain", **options: Any
+) -> Case:
+    sizes = common()
+    del sizes["head_dim"]
+    return Case(
+        architecture=architecture,
+        model_type=model_type,
+        variant=variant,
+        options=sizes | LATENT | ROUTED | options,
+        on_cpu=ON_CPU,
+    )
+
+
+def minicpm3() -> Case:
+    sizes = common()
+    del sizes["head_dim"]
+    return Case(
+        architecture="MiniCPM3ForCausalLM",
+        model_type="minicpm3",
+        options=sizes | NARROW | {"scale_emb": 3.0, "dim_model_base": 32},
+    )
+
+
+CASES = [
+    case("DeepseekV2ForCausalLM", "deepseek_v2", topk_method="group_limited_greedy"),
+    case(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        "low-rank queries",
+        q_lora_rank=48,
+        topk_method="greedy",
+        n_group=1,
+    ),
+    case("DeepseekV3ForCausalLM", "deepseek_v3"),
+    case("DeepseekV3ForCausalLM", "deepseek_v3", "low-rank queries", q_lora_rank=48),
+    case("DeepseekV3ForCausalLM", "deepseek_v3", "dense", first_k_dense_replace=3),
+    case("AXK1ForCausalLM", "axk1", q_lora_rank=48),
+    case(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        q_lora_rank=48,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    minicpm3(),
+]

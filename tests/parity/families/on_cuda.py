@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream has no kernels for on a CPU: compared on a GPU only."""
+
+from typing import Any
+
+from torch import nn
+
+from tests.parity.cases import TOKENS, Case, common
+from tests.parity.recipe import Point, Recipe, Spot, named
+
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+INDEXED = {"index_topk": 16, "index_head_dim": 128, "index_n_heads": 32}
+GATED = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+}
+DBRX = {
+    **TOKENS,
+    "d_model": 64,
+    "n_heads": 2,
+    "n_layers": 3,
+    "max_seq_len": 128,
+    "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    "ffn_config": {
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+    },
+}
+
+
+def sized(**options: Any) -> dict[str, Any]:
+    """The common sizes, of a model whose heads have several widths."""
+    sizes = common()
+    del sizes["head_dim"]
+    return sizes | options
+
+
+def hybrid_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point] | None:
+    """Olmo-Hybrid norms after attention, and before linear attention."""
+    if named(layer, ("linear_attn",)) is None:
+        return None
+    attention, mlp = named(layer, ("linear_attn",)), named(layer, ("mlp",))
+    middle = named(layer, ("post_attention_layernorm",))
+    assert attention and mlp and middle
+    entering, leaving = Spot(mlp, "in"), Spot(mlp, "out")
+    return recipe.ends(layer) | {
+        "post_attn": Point(Spot(middle, "in"), Spot(attention, "out")),
+        "mlp_in": Point(entering, entering),
+        "mlp_out": Point(leaving, leaving),
+    }
+
+
+CASES = [
+    Case(
+        architecture="LongcatFlashForCausalLM",
+        model_type="longcat_flash",
+        options=sized(
+            **LATENT,
+            num_layers=2,
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=64,
+            n_routed_experts=8,
+            zero_expert_num=2,
+            moe_topk=2,
+        ),
+        recipe=Recipe(
+            attention=("self_attn.0",), middle=("post_attention_layernorm.0",), mlp=()
+        ),
+        dtype="bfloat16",
+        scale=0.1,
+        cannot="identity experts have no kernel on a CPU",
+    ),
+    Case(
+        architecture="DbrxForCausalLM",
+        model_type="dbrx",
+        options=DBRX,
+        recipe=Recipe(
+            layers="transformer.blocks",
+            attention=("norm_attn_norm.attn",),
+            middle=("norm_attn_norm.norm_2",),
+        ),
+        cannot="upstream's loader does not know the names of this checkpoint",
+    ),
+    Case(
+        architecture="OlmoHybridForCausalLM",
+        model_type="olmo_hybrid",
+        options=common(**GATED),
+        recipe=Recipe(
+            attention=("post_attention_layernorm",),
+            middle=("mlp",),
+            own=hybrid_points,
+        ),
+        dtype="bfloat16",
+        scale=0.1,
+        cannot="its gated delta net has no kernel on a CPU",
+    ),
+    *(
+        Case(
+            architecture=architecture,
+            model_type=model_type,
+            options=sized(**LATENT, **ROUTED, **INDEXED, **options),
+            dtype="bfloat16",
+            scale=0.1,
+            cannot="sparse attention with an indexer has no kernel on a CPU",
+        )
+        for architecture, model_type, options in [
+            ("DeepseekV32ForCausalLM", "deepseek_v32", {"n_group": 2, "topk_group": 1}),
+            ("GlmMoeDsaForCausalLM", "glm_moe_dsa", {}),
+        ]
+    ),
+]

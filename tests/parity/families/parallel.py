@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and MLP side by side, on the same stream."""
+
+from tests.parity.cases import TOKENS, Case, common
+from tests.parity.families.llama import WINDOWED
+from tests.parity.recipe import PARALLEL, Recipe
+
+GPTJ = {
+    **TOKENS,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 128,
+    "rotary_dim": 16,
+    "tie_word_embeddings": False,
+}
+FALCON = {
+    **TOKENS,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 256,  # upstream takes four times the width
+    "max_position_embeddings": 128,
+}
+FALCON_PARALLEL = Recipe(layers="transformer.h", middle=())
+
+
+def falcon(variant: str, recipe: Recipe = FALCON_PARALLEL, **options: object) -> Case:
+    return Case(
+        architecture="FalconForCausalLM",
+        model_type="falcon",
+        variant=variant,
+        options=FALCON | options,
+        recipe=recipe,
+    )
+
+
+CASES = [
+    Case(
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        options=common(tie_word_embeddings=True),
+        recipe=PARALLEL,
+        representative=True,
+    ),
+    Case(
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        variant="qk-norm",
+        options=common(tie_word_embeddings=True, use_qk_norm=True),
+        recipe=PARALLEL,
+    ),
+    # Upstream's window is one token wider than the library's: none is reached here.
+    Case(
+        architecture="Cohere2ForCausalLM",
+        model_type="cohere2",
+        options=common(
+            tie_word_embeddings=True, sliding_window=128, layer_types=WINDOWED
+        ),
+        recipe=PARALLEL,
+    ),
+    Case(
+        architecture="Cohere2MoeForCausalLM",
+        model_type="cohere2_moe",
+        options=common(
+            tie_word_embeddings=True,
+            sliding_window=128,
+            layer_types=WINDOWED,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            num_experts=4,
+        ),
+        recipe=PARALLEL,
+    ),
+    Case(
+        architecture="Cohere2MoeForCausalLM",
+        model_type="cohere2_moe",
+        variant="shared expert",
+        options=common(
+            tie_word_embeddings=True,
+            sliding_window=128,
+            layer_types=WINDOWED,
+            mlp_layer_types=["sparse"] * 3,
+            num_experts=4,
+            num_shared_experts=1,
+        ),
+        recipe=PARALLEL,
+    ),
+    falcon("multi-query"),
+    falcon("multi-head", multi_query=False),
+    falcon("new, two norms", new_decoder_architecture=True, num_kv_heads=1),
+    falcon(
+        "new, one norm",
+        new_decoder_architecture=True,
+        num_kv_heads=1,
+        num_ln_in_parallel_attn=1,
+    ),
+    falcon(
+        "sequential",
+        Recipe(layers="transformer.h"),
+        parallel_attn=False,
+        multi_query=False,
+        bias=True,
+    ),
+    falcon(
+        "sequential, alibi",
+        Recipe(layers="transformer.h"),
+        parallel_attn=False,
+        multi_query=False,
+        alibi=True,
+        bias=True,
+    ),
+    Case(
+        architecture="GPTJForCausalLM",
+        model_type="gptj",
+        options=GPTJ,
+        recipe=Recipe(layers="transformer.h", middle=()),
+    ),
+]

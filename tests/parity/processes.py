@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases in processes of their own, from a server that has imported everything.
+
+An engine and the library's model never share a process: upstream's Transformers
+backend changes the library's modules.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.cases import Case
+from tests.parity.comparison import Compared, compare
+
+TIMEOUT = 280.0
+"""Seconds for one process."""
+
+
+class CaseFailed(Exception):
+    """A process of a case ended without a result."""
+
+    @property
+    def summary(self) -> str:
+        """The last line of what it raised."""
+        raised = str(self).split("\n--- log")[0].strip()
+        return raised.splitlines()[-1][:300] if raised else "no message"
+
+
+def _server() -> Any:
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parity.preload"])
+    return context
+
+
+def _within(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """Run in the new process: the task, its output, and what it raises, to files."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        torch.set_num_threads(1)
+        task(folder, *arguments)
+    except BaseException:
+        (folder / "error").write_text(traceback.format_exc())
+        os._exit(1)
+    # Without finalizers: an engine that is left running must not keep the process.
+    os._exit(0)
+
+
+def _run(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    process = _server().Process(target=_within, args=(task, folder, *arguments))
+    process.start()
+    process.join(TIMEOUT)
+    if process.is_alive():
+        process.kill()
+        raise CaseFailed(f"{task.__name__} took more than {TIMEOUT} s")
+    if process.exitcode != 0:
+        error = folder / "error"
+        text = error.read_text() if error.exists() else f"exit {process.exitcode}"
+        log = (folder / "log").read_text()[-1500:]
+        raise CaseFailed(f"{text.strip()}\n--- log\n{log}")
+
+
+ON_CUDA = {"gpu_memory_utilization": 0.2}
+"""Arguments of every engine there: several share a GPU."""
+
+
+def _ask(folder: Path, case: Case, device: str, options: dict[str, Any]) -> None:
+    from tests.parity import engine
+
+    model = case.save(folder)[1]
+    chosen = dict(case.on_cpu) if device == "cpu" else ON_CUDA
+    answers = engine.run(case, model, **chosen | options)
+    torch.save(answers, folder / "answers.pt")
+
+
+def _compare(folder: Path, case: Case) -> None:
+    from tests.parity.reference import Reference
+
+    answers = torch.load(folder / "answers.pt", weights_only=False)
+    reference = Reference(folder / "library", case.torch_dtype, case.recipe)
+    compared = compare(answers, reference, case.tolerance)
+    torch.save((compared, answers.hook_points), folder / "compared.pt")
+
+
+def prove(
+    case: Case, device: str = "cpu", **options: Any
+) -> tuple[Compared, dict[int, tuple[str, ...]]]:
+    """Compare a case with the library; also its hook points by layer.
+
+    Args:
+        case: what to compare.
+        device: what the engine runs on; the library always runs on the CPU.
+        options: more arguments of the engine.
+
+    Raises:
+        CaseFailed: a process raised, crashed or hung.
+    """
+    with tempfile.TemporaryDirectory(prefix="parity-") as name:
+        folder = Path(name)
+        _run(_ask, folder, case, device, options)
+        _run(_compare, folder, case)
+        compared, points = torch.load(folder / "compared.pt", weights_only=False)
+        return compared, points

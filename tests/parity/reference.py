@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The residual stream as the Transformers library computes it, watched and changed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.parity.recipe import ORDER, Point, Recipe, Spot
+
+Tap = tuple[int, str]
+Stream = dict[Tap, torch.Tensor]
+"""`(layer, hook)` -> rows `[positions, width]`, float32."""
+
+
+def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    if args:
+        return args[0]
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    return next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+
+
+def _leaving(output: Any, result: int = 0) -> torch.Tensor:
+    if isinstance(output, (tuple, list)):
+        output = output[result]
+    assert isinstance(output, torch.Tensor), type(output)
+    return output
+
+
+class Reference:
+    """A checkpoint, loaded by the library, with hooks at its hook points."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, recipe: Recipe) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, **options
+        ).eval()
+        layers = self.model.get_submodule(recipe.layers)
+        assert isinstance(layers, nn.ModuleList)
+        self.points: dict[Tap, Point] = {
+            (index, hook): point
+            for index, layer in enumerate(layers)
+            for hook, point in recipe.points(layer).items()
+        }
+        self._seen: dict[Tap, torch.Tensor] = {}
+        self._added: tuple[Tap, torch.Tensor] | None = None
+        for tap, point in self.points.items():
+            self._watch(tap, point.read)
+
+    def _watch(self, tap: Tap, spot: Spot) -> None:
+        def put(hidden: torch.Tensor) -> None:
+            assert tap not in self._seen, f"{tap} was met twice"
+            rows = hidden.detach().float().reshape(-1, hidden.shape[-1])
+            self._seen[tap] = rows.clone()
+
+        def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+            put(_entering(args, kwargs))
+
+        def leaving(module: nn.Module, args: Any, output: Any) -> None:
+            put(_leaving(output, spot.result))
+
+        if spot.side == "in":
+            spot.module.register_forward_pre_hook(entering, with_kwargs=True)
+        else:
+            spot.module.register_forward_hook(leaving)
+
+    def _value(self, tap: Tap) -> torch.Tensor:
+        point, rows = self.points[tap], self._seen[tap]
+        if point.plus is not None:
+            return self._onward((tap[0], point.plus)) + rows * point.read.scale
+        if point.minus is not None:
+            return rows - self._onward((tap[0], point.minus))
+        return rows
+
+    def _onward(self, tap: Tap) -> torch.Tensor:
+        """What the model goes on with: the value, and what was added to it."""
+        rows, point = self._value(tap), self.points[tap]
+        # What is read behind the change has it already; a value beside the stream
+        # is changed for the MLP alone.
+        before = point.read == point.change and tap[1] in ORDER
+        if before and self._added is not None and self._added[0] == tap:
+            return rows + self._added[1]
+        return rows
+
+    def run(self, token_ids: Sequence[int]) -> tuple[Stream, torch.Tensor]:
+        """Every hook point's rows for these tokens, and logits `[tokens, words]`."""
+        self._seen = {}
+        with torch.no_grad():
+            output = self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        rows = {tap: self._value(tap) for tap in self.points if tap in self._seen}
+        missed = self.points.keys() - rows.keys()
+        assert not missed, f"the library's model never passes {sorted(missed)}"
+        return rows, output.logits[0].float()
+
+    @contextmanager
+    def adding(self, tap: Tap, vector: torch.Tensor) -> Iterator[None]:
+        """Within, `vector` is added to the stream at a hook point."""
+        spot = self.points[tap].change
+
+        def more(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + (vector.to(hidden.dtype) / spot.scale).to(hidden.dtype)
+
+        def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (more(args[0]), *args[1:]), kwargs
+            hidden = _entering(args, kwargs)
+            return args, {k: more(v) if v is hidden else v for k, v in kwargs.items()}
+
+        def leaving(module: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, (tuple, list)):
+                return more(output)
+            changed = list(output)
+            changed[spot.result] = more(changed[spot.result])
+            return type(output)(changed)
+
+        # After the hook that records: a value is seen before it is changed.
+        if spot.side == "in":
+            hook = spot.module.register_forward_pre_hook(entering, with_kwargs=True)
+        else:
+            hook = spot.module.register_forward_hook(leaving)
+        self._added = (tap, vector)
+        try:
+            yield
+        finally:
+            self._added = None
+            hook.remove()
+
+    def are_one(self, tap: Tap, other: Tap) -> bool:
+        """Whether adding at one of two neighbours is adding at the other."""
+        # In parallel blocks nothing reads the stream between the branches.
+        parallel = self.points[tap].plus is not None
+        return parallel or other in self.shared_with(tap)
+
+    def shared_with(self, tap: Tap) -> list[Tap]:
+        """Later hook points that are the same place: nothing lies between."""
+        layer, hook = tap
+        later = ORDER[ORDER.index(hook) + 1 :] if hook in ORDER else ()
+        spot = self.points[tap].change
+        taps = [(layer, name) for name in later]
+        return [other for other in taps if self.points[other].change == spot]

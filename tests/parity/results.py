@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was proven, in `results.json`: one entry per architecture, dtype and device.
+
+Runs add to it: an entry's variants are merged by name, and everything that a run does
+not speak of stays. `supported_models.md` is made from it.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.parity.cases import Case
+from tests.parity.comparison import Compared
+from tests.parity.recipe import HOOKS
+
+RESULTS = Path(__file__).with_name("results.json")
+Entry = dict[str, Any]
+HookPoints = Mapping[int, Iterable[str]]
+
+
+def key_of(architecture: str, dtype: str, device: str) -> str:
+    """The key of an entry."""
+    return f"{architecture} {dtype} {device}"
+
+
+def read(path: Path = RESULTS) -> dict[str, Entry]:
+    """All entries; none if nothing was recorded yet."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
+    """What a case adds to its entry."""
+    offered = {hook for hooks in points.values() for hook in hooks}
+    return {
+        "proven": not compared.problems,
+        "max_relative_error": float(f"{compared.row_error:.2g}"),
+        "intervention_error": float(f"{compared.change_error:.2g}"),
+        "hook_points": [hook for hook in HOOKS if hook in offered],
+        "tolerance": case.tolerance,
+        **({"coarse": case.coarse} if case.coarse else {}),
+        **({"reason": compared.problems[0]} if compared.problems else {}),
+    }
+
+
+def failure(reason: str) -> Entry:
+    """What a case adds that could not be compared."""
+    return {"proven": False, "reason": reason}
+
+
+def record(
+    found: Mapping[Case, Entry], device: str, path: Path = RESULTS, **facts: Any
+) -> None:
+    """Merge outcomes of cases into the file.
+
+    Args:
+        found: by case, what `outcome` or `failure` gave.
+        device: what they ran on, such as "cpu".
+        path: the file.
+        facts: more to say of each entry, such as `tensor_parallel=True`.
+    """
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = read(path)
+        for case, result in found.items():
+            key = key_of(case.architecture, case.dtype, device)
+            entry = entries.get(key, {})
+            cases = entry.get("cases", {}) | {case.variant: result}
+            entries[key] = _entry(case, device, cases) | {
+                name: entry[name] for name in PARALLEL if name in entry
+            }
+            entries[key] |= facts
+        text = json.dumps(dict(sorted(entries.items())), indent=1)
+        path.write_text(text + "\n")
+
+
+PARALLEL = ("tensor_parallel", "pipeline_parallel")
+"""Facts that other suites add to an entry."""
+
+
+def _entry(case: Case, device: str, cases: dict[str, Entry]) -> Entry:
+    proven = {name: c for name, c in cases.items() if c["proven"]}
+    hooks = {hook for c in proven.values() for hook in c["hook_points"]}
+    entry: Entry = {
+        "architecture": case.architecture,
+        "dtype": case.dtype,
+        "device": device,
+        "variants": sorted(proven),
+        "hook_points": [hook for hook in HOOKS if hook in hooks],
+        "date": datetime.now(UTC).date().isoformat(),
+        "cases": dict(sorted(cases.items())),
+    }
+    for error in ("max_relative_error", "intervention_error"):
+        entry[error] = max((c[error] for c in proven.values()), default=None)
+    return entry

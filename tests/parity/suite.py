@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many cases on one device, a few at a time, recorded when all are done.
+
+Environment: `PARITY_JOBS`, how many at a time; `PARITY_RECORD=1`, whether to record.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.parity import results
+from tests.parity.cases import Case
+from tests.parity.comparison import Compared
+from tests.parity.processes import CaseFailed, prove
+
+Outcome = tuple[Compared, dict[int, tuple[str, ...]]]
+
+
+class Suite:
+    """Cases under way; a test waits for its own."""
+
+    def __init__(self, cases: Sequence[Case], device: str) -> None:
+        self.device = device
+        self._cases = cases
+        self._pool = ThreadPoolExecutor(int(os.environ.get("PARITY_JOBS", "2")))
+        self._under_way: dict[Case, Future[Outcome]] = {
+            case: self._pool.submit(prove, case, device)
+            for case in cases
+            if self.obstacle(case) is None
+        }
+
+    def obstacle(self, case: Case) -> str | None:
+        """Why upstream itself cannot run the case on this device."""
+        return case.cannot or None if self.device == "cpu" else None
+
+    def result(self, case: Case) -> Outcome:
+        """What came of a case.
+
+        Raises:
+            CaseFailed: nothing did.
+        """
+        if reason := self.obstacle(case):
+            pytest.skip(reason)
+        return self._under_way[case].result()
+
+    def close(self) -> None:
+        """Drop what has not begun; record the others if that is asked for."""
+        self._pool.shutdown(cancel_futures=True)
+        if os.environ.get("PARITY_RECORD") == "1":
+            results.record({c: self._entry(c) for c in self._cases}, self.device)
+
+    def _entry(self, case: Case) -> results.Entry:
+        if reason := self.obstacle(case):
+            return results.failure(reason)
+        future = self._under_way[case]
+        if future.cancelled():
+            return results.failure("the run was broken off")
+        error = future.exception()
+        if isinstance(error, CaseFailed):
+            return results.failure(error.summary)
+        return results.outcome(case, *future.result())

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that the library computes under another name.
+
+Their checkpoints are those of the library's model with other names: the reference runs
+the library's, upstream loads the renamed one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """How a checkpoint of the library becomes that of the other architecture."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of its configuration."""
+    whole: bool = False
+    """Whether `options` are all of its configuration."""
+    rename: tuple[tuple[str, str], ...] = ()
+    """Replacements in the names of weights, in this order."""
+    fuse: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """A part of a name to the parts of those that it stacks, after renaming."""
+
+    def save(self, library: Path, folder: Path) -> Path:
+        """Write the twin of the checkpoint `library`."""
+        folder.mkdir()
+        config = json.loads((library / "config.json").read_text())
+        kept = {"architectures": config["architectures"], "dtype": config["dtype"]}
+        config = (kept if self.whole else config) | dict(self.options)
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = self._fused(self._renamed(load_file(library / "model.safetensors")))
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def _renamed(self, weights: Weights) -> Weights:
+        found: Weights = {}
+        for name, weight in weights.items():
+            for old, new in self.rename:
+                name = name.replace(old, new)
+            assert name not in found, name
+            found[name] = weight
+        return found
+
+    def _fused(self, weights: Weights) -> Weights:
+        for whole, parts in self.fuse.items():
+            firsts = [name for name in weights if parts[0] in name]
+            assert firsts, parts[0]
+            for first in firsts:
+                names = [first.replace(parts[0], part) for part in parts]
+                stacked = torch.cat([weights.pop(name) for name in names])
+                weights[first.replace(parts[0], whole)] = stacked
+        return weights
