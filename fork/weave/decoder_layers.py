@@ -159,8 +159,10 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
         try:
             sites = tuple(place_mlp(_traces(cls, rule), early))
             plan = replace(without, mlp_sites=sites)
-            for trace in _traces(_woven(parsed, [plan]).classes[name], rule):
+            woven = _woven(parsed, [plan])
+            for trace in _traces(woven.classes[name], rule):
                 prove_mlp(trace)
+            _prove(woven, plan)
         except Unprovable as error:
             reason = reason or str(error)
         else:

@@ -134,7 +134,7 @@ def _subclass(
 
     result = weave_classes(source, {owner.__name__: rule})
     if result.problems:
-        raise NotWoven("; ".join(result.problems))
+        raise NotWoven(result.problems[0].removeprefix(f"{owner.__name__}: "))
     assert result.source is not None, "a layer without a problem was not woven"
     (layer,) = result.layers
     members = {

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules get the hook points, in models of a few linear layers."""
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers import residual_tap
+from vllm.model_executor.models.gemma3n import Gemma3nDecoderLayer
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
+
+POINTS = ["pre_attn", "post_attn", "post_block"]
+
+
+class Late(nn.Module):
+    """A layer that no release holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.attn(hidden_states)
+        return hidden_states + self.mlp(hidden_states)
+
+
+class Strange(nn.Module):
+    """A layer that is not understood."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.gadget(hidden_states)  # type: ignore[no-any-return]
+
+
+@residual_tap.tapped("pre_attn", "post_block", "mlp_in", "mlp_out")
+class Woven(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+class Conditional(Woven):
+    hook_points_unless = ("several streams",)
+
+
+class Decoder(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, decoder: nn.Module, encoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder, self.encoder = decoder, encoder
+
+    def get_language_model(self) -> nn.Module:
+        return self.decoder
+
+
+def find(model: nn.Module, num_layers: int = 2, **options: bool) -> TappedLayers:
+    chosen = {"mlp_points": False, "weaves": True} | options
+    return find_tapped_layers(model, num_layers=num_layers, **chosen)
+
+
+def test_layers_that_no_release_holds_are_woven() -> None:
+    layers = find(Decoder(Late(), Late()))
+    assert layers.refusals == ()
+    assert layers.points == {0: POINTS, 1: POINTS}
+
+
+def test_without_a_feature_nothing_is_woven() -> None:
+    model = Decoder(Late(), Strange())
+    assert find(model, weaves=False) == TappedLayers({}, ())
+    assert [type(layer) for layer in model.layers] == [Late, Strange]
+
+
+def test_a_layer_that_is_not_understood_is_named_with_the_reason() -> None:
+    layers = find(Decoder(Late(), Strange()))
+    (refusal,) = layers.refusals
+    assert refusal.startswith(f"{__name__}.Strange: ")
+    assert "self.gadget" in refusal
+    assert layers.points == {0: POINTS}
+
+
+def test_a_refused_layer_of_the_release_has_the_build_s_reason() -> None:
+    refused = Gemma3nDecoderLayer.__new__(Gemma3nDecoderLayer)
+    nn.Module.__init__(refused)
+    (refusal,) = find(Decoder(refused, refused)).refusals
+    assert refusal.startswith("Gemma3nDecoderLayer: AltUp: four streams")
+
+
+def test_a_configuration_that_is_refused_says_what_there_would_be() -> None:
+    (refusal,) = find(Decoder(Conditional(), Conditional())).refusals
+    assert refusal.startswith("Conditional: several streams (otherwise it has pre_attn")
+
+
+def test_lists_of_other_lengths_are_not_the_decoder_s_stack() -> None:
+    layers = find(Decoder(Strange(), Strange(), Strange()))
+    assert layers == TappedLayers({}, ())
+
+
+def test_layers_of_other_pipeline_stages_are_passed_over() -> None:
+    layers = find(Decoder(PPMissingLayer(), Late()))
+    assert layers.refusals == ()
+    assert layers.points == {1: POINTS}
+
+
+def test_encoders_are_left_alone() -> None:
+    model = Wrapper(Decoder(Late(), Late()), Decoder(Strange(), Late()))
+    layers = find(model)
+    assert layers.refusals == ()
+    assert set(layers.points) == {0, 1}
+
+
+def test_points_around_the_mlp_are_there_when_they_are_asked_for() -> None:
+    model = Decoder(Woven(), Woven())
+    assert find(model).points[0] == ["pre_attn", "post_block"]
+    assert find(model, mlp_points=True).points[0][2:] == ["mlp_in", "mlp_out"]
