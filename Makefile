@@ -15,7 +15,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak parity test-gpu wheel docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu wheel docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -49,10 +49,13 @@ type: venv
 		--cache-dir $(CURDIR)/.mypy_cache/tree $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not soak and not parity"
+	$(BIN)/python -m pytest -m "not gpu and not soak and not parity and not multiprocess"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
+
+test-multiprocess: venv  ## Models over several processes, features in combination
+	$(BIN)/python -m pytest -m "multiprocess and not gpu"
 
 parity: venv  ## Every architecture against Transformers, recorded; 20 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity

@@ -51,7 +51,10 @@ class Rude(KeepingConsumer):
 def config(rows_per_step: int = 1000, chunked: bool = True) -> Any:
     return SimpleNamespace(
         capture_config=CaptureConfig(staging_bytes=2 * rows_per_step * ROW_BYTES),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=chunked, async_scheduling=False
+        ),
+        num_speculative_tokens=0,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1
         ),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.ledger import Rows
-from vllm.v1.capture.plan import CapturePlan, overlap
+from vllm.v1.capture.plan import CapturePlan, group_taps, overlap
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.rows import local_groups
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
@@ -37,7 +39,14 @@ class Consumers:
         return rows[: self.finalizes[instance, tap].sidecar["num_rows"]]
 
 
-def run(plan: CapturePlan, life: Life, reason: str, early: frozenset[str]) -> Consumers:
+def run(
+    plan: CapturePlan,
+    life: Life,
+    reason: str,
+    early: frozenset[str],
+    ahead: Sequence[int] = (),
+) -> Consumers:
+    """Drive a request; `ahead`: by how much each step's positions are assumed wrong."""
     taps = [tap for group in plan.groups for tap in group.taps]
     groups = local_groups(plan, {tap: i for i, tap in enumerate(taps)})
     prompt = list(range(100, 100 + life.num_prompt_tokens))
@@ -45,7 +54,8 @@ def run(plan: CapturePlan, life: Life, reason: str, early: frozenset[str]) -> Co
     consumers = Consumers()
     for number, step in enumerate(life.steps):
         for index, group in enumerate(groups):
-            for rows in step_rows(step, group.ranges, len(group.taps), number):
+            wrong = ahead[number] if ahead else 0
+            for rows in step_rows(step, group.ranges, len(group.taps), number, wrong):
                 consumers.take(request.add(index, rows))
     chunks, endings = request.finish(end_of(life, reason))
     consumers.take(chunks)
@@ -55,10 +65,17 @@ def run(plan: CapturePlan, life: Life, reason: str, early: frozenset[str]) -> Co
     return consumers
 
 
-def step_rows(step: Step, ranges: Any, taps: int, number: int) -> list[Rows]:
+def step_rows(
+    step: Step, ranges: Any, taps: int, number: int, ahead: int = 0
+) -> list[Rows]:
+    assumed = step.start + ahead
     return [
-        Rows(start, step.rows(start, stop).repeat(taps, 1, 1), number)
-        for start, stop in overlap(ranges, step.start, step.start + len(step.values))
+        Rows(
+            start - ahead,
+            step.rows(start - ahead, stop - ahead).repeat(taps, 1, 1),
+            number,
+        )
+        for start, stop in overlap(ranges, assumed, assumed + len(step.values))
     ]
 
 
@@ -94,6 +111,27 @@ def test_each_reader_gets_its_rows_once_and_in_order(
                 else 200 + p - life.num_prompt_tokens
                 for p in kept
             ]
+
+
+@given(st.data(), lives(), st.integers(1, 4))
+def test_steps_whose_positions_are_assumed_too_high_give_the_same_rows(
+    data: st.DataObject, life: Life, lag: int
+) -> None:
+    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
+    plain = plan_for(want, life.num_prompt_tokens)
+    groups = group_taps(want, life.num_prompt_tokens, lag)
+    ahead = [
+        data.draw(st.integers(0, lag)) if step.start >= life.num_prompt_tokens else 0
+        for step in life.steps
+    ]
+    known = run(plain, life, "abort", frozenset())
+    assumed = run(
+        msgspec.structs.replace(plain, groups=groups), life, "abort", frozenset(), ahead
+    )
+    assert known.finalizes.keys() == assumed.finalizes.keys()
+    for (instance, tap), final in known.finalizes.items():
+        assert assumed.finalizes[instance, tap].sidecar == final.sidecar
+        assert assumed.rows(instance, tap) == known.rows(instance, tap)
 
 
 @given(st.data(), lives())

@@ -15,6 +15,7 @@ from vllm.v1.capture.errors import (
 from vllm.v1.capture.geometry import row_bytes
 from vllm.v1.capture.held import HeldRows
 from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.scheduling import scheduling_lag
 from vllm.v1.capture.selectors import fail, plain, resolve_positions
 from vllm.v1.capture.types import (
     CaptureContext,
@@ -52,6 +53,7 @@ class Admission:
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config)
         )
+        self._lag = scheduling_lag(vllm_config)
         self.held = HeldRows(self.consumers, row_bytes(vllm_config))
         self._global_specs = self._read_global_specs()
 
@@ -123,7 +125,7 @@ class Admission:
         plan = CapturePlan(
             client_request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
-            groups=group_taps(wanted),
+            groups=group_taps(wanted, num_prompt_tokens, self._lag),
             reply_to=reply_to,
             num_samples=params.n,
         )

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.rows import Block
+from vllm.v1.capture.rows import Block, TrueStarts
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.types import CaptureChunk
 
@@ -27,6 +27,8 @@ class StagedStep:
     blocks: Sequence[Block]
     segment: Segment
     copied: torch.cuda.Event | None
+    true_starts: TrueStarts | None = None
+    """Where the blocks' positions are only assumed."""
 
 
 class Dispatcher:
@@ -99,12 +101,15 @@ class Dispatcher:
             if staged.copied is not None:
                 staged.copied.synchronize()
             base = staged.segment.start
+            shifts = staged.true_starts.shifts() if staged.true_starts else {}
             for block in staged.blocks:
-                base = self._take_block(block, base, staged.step)
+                base = self._take_block(block, base, staged.step, shifts)
         finally:
             self._staging.ring.release(staged.segment)
 
-    def _take_block(self, block: Block, base: int, step: int) -> int:
+    def _take_block(
+        self, block: Block, base: int, step: int, shifts: Mapping[str, int]
+    ) -> int:
         taps = len(block.columns)
         stop = base + taps * block.num_rows
         rows = self._staging.host_rows[base:stop].view(taps, block.num_rows, -1)
@@ -113,7 +118,8 @@ class Dispatcher:
             request = self._requests.get(pick.req_id)
             if request is not None:
                 part = rows[:, offset : offset + pick.num_rows].clone()
-                self._submit(request.add(pick.group, Rows(pick.start, part, step)))
+                start = pick.start + shifts.get(pick.req_id, 0)
+                self._submit(request.add(pick.group, Rows(start, part, step)))
             offset += pick.num_rows
         return stop
 

@@ -69,6 +69,9 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
 class TapGroup(msgspec.Struct, frozen=True, array_like=True):
     """Taps that are all read at the same positions, by the same readers.
 
+    `ranges` is what is staged: what the readers want, and around it what they may
+    want, where a step's positions are not known for certain when it begins.
+
     Grouping is what keeps a step cheap: the rows of a group are placed, copied
     and handed on as one block `[taps, rows, hidden_size]`.
     """
@@ -123,11 +126,29 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         return tuple(name for name in self.lanes if name != LIVE)
 
 
-def group_taps(wanted: Mapping[str, Mapping[Tap, Ranges]]) -> tuple[TapGroup, ...]:
+def widened(ranges: Ranges, num_prompt_tokens: int, lag: int) -> Ranges:
+    """The ranges of a step's assumed positions whose true ones may be in `ranges`.
+
+    A position is assumed up to `lag` too high where drafts of the step before may
+    have been rejected, which is so for generated tokens only.
+    """
+    return union(
+        ((first, last + lag if last > num_prompt_tokens else last),)
+        for first, last in ranges
+    )
+
+
+def group_taps(
+    wanted: Mapping[str, Mapping[Tap, Ranges]],
+    num_prompt_tokens: int = 0,
+    lag: int = 0,
+) -> tuple[TapGroup, ...]:
     """Groups that together read, once each, what every instance wants.
 
     Args:
         wanted: per consumer instance, the ranges it wants at each tap.
+        num_prompt_tokens: of the request.
+        lag: by how many tokens the scheduler may be ahead of what is true.
 
     """
     readers: dict[Tap, list[Reader]] = {}
@@ -138,6 +159,10 @@ def group_taps(wanted: Mapping[str, Mapping[Tap, Ranges]]) -> tuple[TapGroup, ..
     for tap in sorted(readers):
         by_readers.setdefault(tuple(readers[tap]), []).append(tap)
     return tuple(
-        TapGroup(tuple(taps), union(reader.ranges for reader in who), who)
+        TapGroup(
+            tuple(taps),
+            widened(union(r.ranges for r in who), num_prompt_tokens, lag),
+            who,
+        )
         for who, taps in by_readers.items()
     )

@@ -8,11 +8,12 @@ requests that read the same taps, so that the work per step does not grow with
 the number of layers.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
 
@@ -27,6 +28,43 @@ class StepView:
     first_row: npt.NDArray[np.integer]  # [num_reqs], row of the first token
     num_rows: int
     """Rows of the step's tensors, padding included."""
+    true_starts: Callable[[], torch.Tensor] | None = None
+    """Gives `[num_reqs]`, on the device: what `num_computed` should be. None where it
+    is that. With drafts and asynchronous scheduling a step is prepared before it is
+    known how many drafts of the last one were rejected; `num_computed` assumes none.
+    """
+
+    def settled(self) -> "StepView":
+        """The view with true positions. Waits for the device if they are there."""
+        if self.true_starts is None:
+            return self
+        starts = self.true_starts().cpu().numpy()
+        return replace(self, num_computed=starts, true_starts=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TrueStarts:
+    """Where the requests of a step truly began: known once it is computed."""
+
+    req_ids: Sequence[str]
+    assumed: npt.NDArray[np.integer]  # [num_reqs]
+    true: torch.Tensor  # [num_reqs], on its way to the host
+
+    @staticmethod
+    def of(view: StepView) -> "TrueStarts | None":
+        """What `view` will know; None where it knows already."""
+        if view.true_starts is None:
+            return None
+        starts = view.true_starts()
+        if starts.device.type != "cpu":
+            host = torch.empty_like(starts, device="cpu", pin_memory=True)
+            starts = host.copy_(starts, non_blocking=True)
+        return TrueStarts(list(view.req_ids), view.num_computed.copy(), starts)
+
+    def shifts(self) -> dict[str, int]:
+        """By how much each request's positions differ from what was assumed."""
+        shifts = (self.true.numpy() - self.assumed).tolist()
+        return dict(zip(self.req_ids, shifts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +99,7 @@ class Pick:
     group: int
     """Index of the group among the request's local groups."""
     start: int
-    """Token position of the first row."""
+    """Token position of the first row, as far as it is known."""
     num_rows: int
     row: int
     """Where the rows begin in the step's tensors."""

@@ -20,6 +20,20 @@ def plan_of(request: "Request") -> CapturePlan | None:
     return params._capture_plan if params is not None else None
 
 
+def scheduling_lag(vllm_config: "VllmConfig") -> int:
+    """By how many tokens a step's positions may be assumed too high.
+
+    An asynchronous scheduler prepares a step before it knows how many drafts of the
+    step before are rejected, and assumes none; with pipeline stages, of as many steps
+    as there are stages.
+    """
+    drafts: int = vllm_config.num_speculative_tokens
+    if not vllm_config.scheduler_config.async_scheduling:
+        return 0
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return drafts * stages
+
+
 def cacheable_tokens(request: "Request", num_tokens: int) -> int:
     """How many of a request's first `num_tokens` the prefix cache may serve.
 

@@ -30,6 +30,7 @@ from vllm.v1.capture.rows import (
     Block,
     LocalGroup,
     StepView,
+    TrueStarts,
     assign_slots,
     local_groups,
     pick_rows,
@@ -96,6 +97,7 @@ class WorkerCapture:
         """The consumers here that must see what requests say to them."""
         self._blocks: tuple[Block, ...] = ()
         self._segment: Segment | None = None
+        self._true_starts: TrueStarts | None = None
         self._step = 0
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
@@ -311,6 +313,8 @@ class WorkerCapture:
         """
         self._step += 1
         self._blocks = pick_rows(view, self._groups) if self._groups else ()
+        # Now: the pass will move them on.
+        self._true_starts = TrueStarts.of(view) if self._blocks else None
         Launch.taps = self._idle | {
             self._addresses[column]
             for block in self._blocks
@@ -343,7 +347,9 @@ class WorkerCapture:
         if self._segment is None:
             return
         copied = self._staging.to_host(self._segment)
-        self._dispatcher.step(StagedStep(self._step, blocks, self._segment, copied))
+        self._dispatcher.step(
+            StagedStep(self._step, blocks, self._segment, copied, self._true_starts)
+        )
         self._segment = None
 
     def close(self) -> None:

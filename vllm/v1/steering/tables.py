@@ -74,6 +74,15 @@ class SteeringTables:
             for tiers in (self.tiers, *self.loaded.values())
         )
 
+    @property
+    def names_positions(self) -> bool:
+        """Whether anything is done at positions that are named one by one."""
+        return any(
+            one.positions is not None
+            for tiers in (self.tiers, *self.loaded.values())
+            for one in (*tiers.prefill_operations, *tiers.decode_operations)
+        )
+
     def filled_taps(self, rows: Iterable[int]) -> set[Tap]:
         """The taps of this process at which any of `rows` adds something."""
         return set().union(*(self._filled.get(row, ()) for row in rows))

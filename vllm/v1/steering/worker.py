@@ -125,6 +125,8 @@ class WorkerSteering:
         if not self.tables.has_operations:
             return
         device = self.row_index.device
+        if self.tables.names_positions:
+            view = view.settled()
         edits = plan_edits(view, self._tiers_of, self._prompt_lengths, self._taps)
         for tap, these in edits.items():
             self._taps[tap].edits = [row_edit(one, rows, device) for one, rows in these]

@@ -8,6 +8,7 @@ views at the end are all that knows how each of the two runners keeps its batch.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
 from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.rows import StepView
 from vllm.v1.capture.wire import CaptureEnd
@@ -248,16 +250,26 @@ def _names(vllm_config: "VllmConfig") -> list[str]:
 
 
 def v1_view(
-    input_batch: "InputBatch", num_scheduled: np.ndarray[Any, Any], num_rows: int
+    input_batch: "InputBatch",
+    num_scheduled: np.ndarray[Any, Any],
+    num_rows: int,
+    true_starts: torch.Tensor | None = None,
 ) -> StepView:
-    """The V1 runner's batch, once its inputs are prepared."""
+    """The V1 runner's batch, once its inputs are prepared.
+
+    `true_starts` is given where the batch's own positions are only assumed.
+    """
+    num_reqs = len(num_scheduled)
     first_row = np.cumsum(num_scheduled) - num_scheduled
     return StepView(
         req_ids=input_batch.req_ids,
-        num_computed=input_batch.num_computed_tokens_cpu[: len(num_scheduled)],
+        num_computed=input_batch.num_computed_tokens_cpu[:num_reqs],
         num_scheduled=num_scheduled,
         first_row=first_row,
         num_rows=num_rows,
+        true_starts=None
+        if true_starts is None
+        else lambda: true_starts[:num_reqs].clone(),
     )
 
 
@@ -271,7 +283,18 @@ def v2_view(req_states: "RequestState", batch: "BatchReqState") -> StepView:
         num_scheduled=num_scheduled,
         first_row=first_row,
         num_rows=batch.num_tokens,
+        true_starts=partial(_starts_on_device, req_states, batch)
+        if req_states.num_speculative_steps
+        else None,
     )
+
+
+def _starts_on_device(
+    req_states: "RequestState", batch: "BatchReqState"
+) -> torch.Tensor:
+    """Positions with the drafts that were rejected taken off `[num_reqs]`."""
+    known = req_states.num_computed_tokens.gpu
+    return known[async_tensor_h2d(batch.idx_mapping_np, device=known.device)]
 
 
 def hook_points_of(worker: Any) -> HookPoints:

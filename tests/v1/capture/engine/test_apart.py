@@ -13,6 +13,12 @@ def test_drafts() -> None:
     run_tests(f"{HERE}/apart/test_drafts.py")
 
 
+@pytest.mark.multiprocess
+def test_drafts_that_are_known_on_the_device_only() -> None:
+    file = f"{HERE}/apart/test_drafts_ahead.py"
+    run_tests("-p", "tests.engines.interpreted", file, timeout=1200)
+
+
 def test_the_v2_runner() -> None:
     # Under Triton's interpreter, which must be chosen before vllm is imported.
     names = ["rows_rule", "prefix_cache", "ends", "tight_memory"]

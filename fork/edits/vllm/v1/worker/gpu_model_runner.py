@@ -30,7 +30,10 @@ self.residual = residual_stream.open_residual_stream(
         insert="""
 self.residual.plan_step(
     residual_stream.v1_view(
-        self.input_batch, num_scheduled_tokens_np, num_tokens_padded
+        self.input_batch,
+        num_scheduled_tokens_np,
+        num_tokens_padded,
+        self.num_computed_tokens if self.use_async_spec_decode else None,
     )
 )
 self.residual.begin_step(num_tokens_padded)

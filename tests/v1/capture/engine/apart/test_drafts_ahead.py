@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts and asynchronous scheduling: a step's positions are known on the device only.
+
+A step is prepared before it is known how many drafts of the one before are rejected.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines import asynchronous
+from tests.engines.captured import CapturedEngine, asking, prompt
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+pytestmark = pytest.mark.e2e
+
+DRAFTS = 3
+
+
+def proposed(speculator: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """What follows the last token where it came before; else anything.
+
+    In place of upstream's kernel, which Triton's interpreter does not run.
+    """
+    states = speculator.req_states
+    for index, request in enumerate(input_batch.idx_mapping.tolist()):
+        ids = states.all_token_ids.gpu[request, : int(states.total_len.gpu[request])]
+        before = (ids[:-1] == ids[-1]).nonzero().flatten()
+        start = int(before[-1]) + 1 if len(before) else 0
+        draft = ids[start : start + DRAFTS].to(torch.int64)
+        speculator.drafts[index, : len(draft)] = draft
+    return speculator.drafts[: input_batch.num_reqs]
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def ahead(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngine]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(NgramGPUSpeculator, "propose", proposed)
+    with asynchronous.allowed():
+        engine = CapturedEngine(
+            model,
+            async_scheduling=request.param == "async",
+            enable_steering=True,
+            max_logprobs=-1,
+            speculative_config={
+                "method": "ngram_gpu",
+                "num_speculative_tokens": DRAFTS,
+                "prompt_lookup_max": 2,
+                "prompt_lookup_min": 1,
+            },
+        )
+    config = engine.llm.llm_engine.vllm_config.scheduler_config
+    assert config.async_scheduling == (request.param == "async")
+    yield engine
+    engine.close()
+    patch.undo()
+
+
+class Drafts:
+    """Counts drafts that were proposed and that were accepted."""
+
+    def __init__(self, engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch):
+        core: Any = engine.llm.llm_engine.engine_core
+        scheduler = core.engine_core.scheduler
+        self.proposed = self.accepted = 0
+        count = scheduler.make_spec_decoding_stats
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.proposed += kwargs["num_draft_tokens"]
+            self.accepted += kwargs["num_accepted_tokens"]
+            return count(*args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "make_spec_decoding_stats", counted)
+
+
+SELECTED: list[tuple[Any, list[int]]] = [
+    ("all", list(range(47))),
+    ("all_generated", list(range(24, 47))),
+    ("last_prompt", [23]),
+    (list(range(0, 47, 3)), list(range(0, 47, 3))),
+    ([24, 31, 46], [24, 31, 46]),
+]
+
+
+@pytest.mark.parametrize("positions, expected", SELECTED)
+def test_rows_are_those_of_accepted_tokens(
+    ahead: CapturedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    positions: Any,
+    expected: list[int],
+) -> None:
+    drafts = Drafts(ahead, monkeypatch)
+    prompts = [prompt(6, seed=400 + i) * 4 for i in range(4)]
+    for output in ahead.run(prompts, asking(positions, max_tokens=24)):
+        ahead.check(output, expected)
+    assert 0 < drafts.accepted < drafts.proposed
+
+
+def test_steering_acts_at_the_generated_positions_that_are_named(
+    ahead: CapturedEngine,
+) -> None:
+    named = [26, 27, 30, 35]
+    entry = {"vector": [1.0] * 64, "op": "replace", "positions": named}
+    asked = asking("all", max_tokens=16)
+    asked.steering_vectors = {"pre_attn": {1: entry}}
+
+    def replaced(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = args[0].clone()
+        hidden[:, named] = 1.0
+        return (hidden, *args[1:]), kwargs
+
+    outputs = ahead.run([prompt(6, seed=410 + i) * 4 for i in range(3)], asked)
+    layer = ahead.reference.model.model.layers[1]
+    handle = layer.register_forward_pre_hook(replaced, with_kwargs=True)
+    for output in outputs:
+        ahead.check(output)
+    handle.remove()
+    with pytest.raises(AssertionError):
+        ahead.check(outputs[0])
