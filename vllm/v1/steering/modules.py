@@ -2,6 +2,7 @@
 """Named sets of vectors, which requests refer to by `steering_name`."""
 
 import threading
+from typing import Any
 
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import SteeringTiers
@@ -16,7 +17,7 @@ class SteeringModules:
         self._modules: dict[str, SteeringTiers] = {}
         self._lock = threading.Lock()
 
-    def register(self, name: str, tiers: SteeringTiers, replace: bool = False) -> None:
+    def register(self, name: Any, tiers: SteeringTiers, replace: bool = False) -> None:
         """Add a named set; requests that are under way keep what they have.
 
         Raises:
@@ -41,7 +42,7 @@ class SteeringModules:
                 )
             self._modules[name] = tiers
 
-    def unregister(self, name: str) -> None:
+    def unregister(self, name: Any) -> None:
         """Remove a named set; requests that are under way keep it.
 
         Raises:
@@ -49,11 +50,11 @@ class SteeringModules:
 
         """
         with self._lock:
-            if name not in self._modules:
+            if not isinstance(name, str) or name not in self._modules:
                 raise self._unknown(name, "name")
             del self._modules[name]
 
-    def get(self, name: str) -> SteeringTiers:
+    def get(self, name: Any) -> SteeringTiers:
         """The named set.
 
         Raises:
@@ -70,7 +71,7 @@ class SteeringModules:
         with self._lock:
             return dict(sorted(self._modules.items()))
 
-    def _unknown(self, name: str, parameter: str) -> SteeringValidationError:
+    def _unknown(self, name: Any, parameter: str) -> SteeringValidationError:
         return fail(
             f"{parameter}: there is no steering module {name!r}; there are "
             f"{sorted(self._modules)}. Add one with --steering-modules NAME=PATH or "

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
+from vllm.entrypoints.serve.steering import schema
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import fail
@@ -62,7 +63,7 @@ async def get_modules(request: Request) -> JSONResponse:
     return JSONResponse({"modules": control.frontend.describe_modules()})
 
 
-@mutating.post("/set")
+@mutating.post("/set", openapi_extra=schema.SET)
 async def set_steering(request: Request) -> JSONResponse:
     """Change what steers every request, on all ranks or on none."""
     names = ("vectors", "prefill_vectors", "decode_vectors")
@@ -74,7 +75,7 @@ async def set_steering(request: Request) -> JSONResponse:
     return await _change(request, (*names, "replace"), change)
 
 
-@mutating.post("/clear")
+@mutating.post("/clear", openapi_extra=schema.CLEAR)
 async def clear_steering(request: Request) -> JSONResponse:
     """Remove what steers every request; their own vectors stay."""
 
@@ -84,7 +85,7 @@ async def clear_steering(request: Request) -> JSONResponse:
     return await _change(request, (), change)
 
 
-@mutating.post("/modules/register")
+@mutating.post("/modules/register", openapi_extra=schema.REGISTER)
 async def register_module(request: Request) -> JSONResponse:
     """Add named vectors."""
     names = ("vectors", "prefill_vectors", "decode_vectors")
@@ -99,7 +100,7 @@ async def register_module(request: Request) -> JSONResponse:
     return await _change(request, ("name", *names, "replace"), change)
 
 
-@mutating.post("/modules/unregister")
+@mutating.post("/modules/unregister", openapi_extra=schema.UNREGISTER)
 async def unregister_module(request: Request) -> JSONResponse:
     """Remove named vectors; requests under way keep them."""
 

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of steering on a core whose ranks hold real tables, without a server."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Core, frontend
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.steering import api_router, authority
+from vllm.v1.steering import engine
+from vllm.v1.steering.caching import EngineSteering
+from vllm.v1.steering.frontend import NO_STEERING_FRONTEND, AsyncSteeringControl
+from vllm.v1.steering.plan import NO_STEERING
+
+KEYS = ["old", "new"]
+ONE = [1.0, 2.0, -3.0, 4.0]
+NORM = float(np.linalg.norm(ONE))
+VECTORS = {"post_block": {"1": {"vector": ONE, "scale": -2}}}
+POSTS = ("set", "clear", "modules/register", "modules/unregister")
+
+
+class Control(AsyncSteeringControl):
+    """Calls the core in this process."""
+
+    def __init__(self, core: Core, steers: bool) -> None:
+        self.frontend = frontend() if steers else NO_STEERING_FRONTEND
+
+        async def call(method: str, *args: Any) -> dict[str, Any]:
+            told: dict[str, Any] = getattr(engine, method)(core, *args)
+            return told
+
+        self._call = call
+
+
+def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
+    app = FastAPI()
+    init_exception_handler(app)
+    app.state.args = Namespace(log_error_stack=False)
+    app.state.engine_client = Namespace(steering=Control(core, steers))
+    api_router.attach_router(app, Namespace(steering_api_key=keys))
+    return app
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    yield Core()
+    EngineSteering.set(NO_STEERING)
+
+
+@pytest.fixture
+def client(core: Core) -> TestClient:
+    return TestClient(application(core, KEYS), raise_server_exceptions=False)
+
+
+def post(client: TestClient, what: str, body: Any, key: str = "new") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
+
+
+def test_an_answer_says_what_was_applied(client: TestClient) -> None:
+    clamp = {"vector": ONE, "op": "clamp", "max": 1, "positions": [-1]}
+    body = {
+        "vectors": VECTORS,
+        "decode_vectors": {"pre_attn": {"0": [clamp, {"vector": ONE}]}},
+    }
+    told = post(client, "set", body)
+    assert told.status_code == 200, told.text
+    plain = {"op": "add", "min": None, "max": None, "norm_match": False}
+    plain |= {"norm": pytest.approx(NORM), "positions": None}
+    base = {"tier": "vectors", "hook": "post_block", "layer": 1, "scale": -2}
+    decode = {"tier": "decode_vectors", "hook": "pre_attn", "layer": 0, "scale": 1}
+    assert told.json()["applied"] == [
+        plain | base,
+        plain | decode | {"op": "clamp", "max": 1, "positions": [-1]},
+        plain | decode,
+    ]
+    state = client.get("/v1/steering").json()
+    assert state == {k: v for k, v in told.json().items() if k != "applied"}
+    norms = state["vectors"]["post_block"]["1"]
+    assert norms == {"norm": pytest.approx(2 * NORM)}
+    counts = ("configs_in_use", "max_configs", "rows_in_use", "max_rows")
+    assert [state[name] for name in counts] == [0, 2, 2, 6]
+    assert post(client, "clear", {}).json()["rows_in_use"] == 0
+
+
+def test_a_module_says_what_was_registered(client: TestClient) -> None:
+    told = post(client, "modules/register", {"name": "calm", "vectors": VECTORS})
+    assert told.status_code == 200, told.text
+    assert told.json()["applied"][0]["scale"] == -2
+    modules = client.get("/v1/steering/modules").json()["modules"]
+    assert list(modules) == ["calm"]
+    again = post(client, "modules/register", {"name": "calm", "vectors": VECTORS})
+    assert again.status_code == 400 and "unregister it first" in again.text
+    body = {"name": "calm", "vectors": VECTORS, "replace": True}
+    assert post(client, "modules/register", body).status_code == 200
+    assert post(client, "modules/unregister", {"name": "calm"}).status_code == 200
+    gone = post(client, "modules/unregister", {"name": "calm"})
+    assert gone.status_code == 400 and "calm" in gone.text
+
+
+def test_every_layer_of_every_rank_is_told(client: TestClient) -> None:
+    told = client.get("/v1/steering/layers").json()
+    assert told["layers"] == {str(layer): list(POINTS) for layer in range(LAYERS)}
+
+
+@pytest.mark.parametrize("faulty", range(3))
+@pytest.mark.parametrize("what", ["set", "clear"])
+def test_a_change_that_fails_on_one_rank_changes_none(
+    core: Core, client: TestClient, faulty: int, what: str
+) -> None:
+    assert post(client, "set", {"vectors": VECTORS}).status_code == 200
+    before, state = core.content(), client.get("/v1/steering").json()
+    core.ranks[faulty].fails = True
+    body = {"prefill_vectors": {"pre_attn": {"0": ONE, "1": ONE}}}
+    failed = post(client, what, body if what == "set" else {})
+    assert failed.status_code == 500
+    assert "no rank has changed" in failed.text and "rank 1" in failed.text
+    assert core.content() == before
+    assert client.get("/v1/steering").json() == state
+    core.ranks[faulty].fails = False
+    assert post(client, "set", body).status_code == 200
+    assert core.content() != before
+
+
+class Unread:
+    """A body that must not be read."""
+
+    async def stream(self) -> Any:
+        raise AssertionError("the body was read before the key was checked")
+        yield b""
+
+
+@pytest.mark.parametrize("what", POSTS)
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic new", "new"]
+)
+def test_without_a_key_the_body_is_not_read(
+    client: TestClient, what: str, header: str | None
+) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    with patch("starlette.requests.Request.stream", Unread.stream):
+        url = f"/v1/steering/{what}"
+        refused = client.post(url, content=b"x" * 100, headers=headers)
+    assert refused.status_code == 401
+    assert refused.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_old_and_new_are_accepted_while_they_are_rotated(
+    client: TestClient, key: str
+) -> None:
+    assert post(client, "set", {"vectors": VECTORS}, key).status_code == 200
+
+
+def test_all_keys_are_compared_in_constant_time() -> None:
+    keys = authority.steering_keys(Namespace(steering_api_key=["a", "b" * 90, "ö"]))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    with patch("secrets.compare_digest", compare):
+        assert authority.may_change(keys, "Bearer a")
+    assert len(compared) == 3, "a match must not end the search"
+    assert {len(key) for pair in compared for key in pair} == {32}
+
+
+def test_a_large_body_is_refused_before_it_is_all_there(client: TestClient) -> None:
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1000
+            yield b" " * 1000
+
+    headers = {"Authorization": "Bearer new"}
+    with patch.object(api_router, "MAX_BODY_BYTES", 5000):
+        url = "/v1/steering/set"
+        refused = client.post(url, content=chunks(), headers=headers)
+        fits = post(client, "set", {"vectors": VECTORS})
+    assert refused.status_code == 413 and "5000" in refused.text
+    assert fits.status_code == 200
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("set", {}, "at least one of"),
+    ("set", [], "JSON object"),
+    ("set", {"vector": ONE}, "no such field"),
+    ("set", {"vectors": VECTORS, "replace": "yes"}, "true or false"),
+    ("set", {"vectors": {"middle": {"0": ONE}}}, "middle"),
+    ("set", {"vectors": {"pre_attn": {"7": ONE}}}, "no layer 7"),
+    ("set", {"vectors": {"pre_attn": {"1": ONE * 2}}}, "4 numbers"),
+    ("clear", {"vectors": VECTORS}, "no such field"),
+    ("modules/register", {"name": "x"}, "at least one"),
+    ("modules/register", {"name": " x ", "vectors": VECTORS}, "blanks"),
+    ("modules/register", {"name": "x" * 129, "vectors": VECTORS}, "128"),
+    ("modules/register", {"name": 7, "vectors": VECTORS}, "printable"),
+    ("modules/register", {"vectors": VECTORS}, "name"),
+    ("modules/unregister", {"name": "nobody"}, "nobody"),
+    ("modules/unregister", {"name": ["x"]}, "no steering module"),
+]
+
+
+@pytest.mark.parametrize(("what", "body", "said"), BAD, ids=range(len(BAD)))
+def test_bad_bodies_change_nothing_and_say_why(
+    core: Core, client: TestClient, what: str, body: Any, said: str
+) -> None:
+    before = core.content()
+    refused = post(client, what, body)
+    assert refused.status_code == 400, refused.text
+    assert said in refused.json()["error"]["message"]
+    assert core.content() == before
+    assert client.get("/v1/steering/modules").json()["modules"] == {}
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000, b'{"vectors": NaN}'])
+def test_what_is_not_json_is_refused(client: TestClient, text: bytes) -> None:
+    headers = {"Authorization": "Bearer new"}
+    refused = client.post("/v1/steering/set", content=text, headers=headers)
+    assert refused.status_code == 400, refused.text
+
+
+@pytest.mark.parametrize("what", ["", "/layers", "/modules"])
+def test_a_server_that_does_not_steer_says_how_to(what: str) -> None:
+    client = TestClient(application(Core(), KEYS, steers=False))
+    told = client.get(f"/v1/steering{what}")
+    assert told.status_code == 400 and "--enable-steering" in told.text
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("set", {"vectors": VECTORS}),
+        ("clear", {}),
+        ("modules/register", {"name": "x", "vectors": VECTORS}),
+        ("modules/unregister", {"name": "x"}),
+    ],
+)
+def test_changes_of_a_server_that_does_not_steer_are_refused(
+    what: str, body: Any
+) -> None:
+    client = TestClient(application(Core(), KEYS, steers=False))
+    told = post(client, what, body)
+    assert told.status_code == 400 and "--enable-steering" in told.text
+
+
+@pytest.mark.parametrize(("mode", "status"), [(False, 404), (True, 200)])
+def test_without_keys_changes_need_the_development_mode(
+    core: Core, mode: bool, status: int
+) -> None:
+    with patch.object(api_router.envs, "VLLM_SERVER_DEV_MODE", mode, create=True):
+        client = TestClient(application(core, []))
+    told = client.post("/v1/steering/set", content=json.dumps({"vectors": VECTORS}))
+    assert told.status_code == status, told.text
+    assert client.get("/v1/steering").status_code == 200
+
+
+def test_the_width_of_the_ranks_is_told(client: TestClient) -> None:
+    assert client.get("/v1/steering/layers").json()["hidden_size"] == WIDTH

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine core with several ranks that hold real tables, without a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm.config.steering import SteeringConfig
+from vllm.v1.steering.admission import SteeringAdmission
+from vllm.v1.steering.frontend import SteeringFrontend
+from vllm.v1.steering.modules import SteeringModules
+from vllm.v1.steering.scheduling import SteeringScheduling
+from vllm.v1.steering.vectors import SteeredModel
+from vllm.v1.steering.worker import WorkerSteering
+
+LAYERS, WIDTH = 2, 4
+POINTS = ("pre_attn", "post_attn", "post_block")
+
+
+class FaultyWorker(WorkerSteering):
+    """A rank that fails when it is told to."""
+
+    fails = False
+
+    def stage_global(self, tiers: Any) -> None:
+        """As a rank does it."""
+        super().stage_global(tiers)
+        if self.fails:
+            raise MemoryError("no room for the rows of rank 1")
+
+
+def worker(layers: range) -> FaultyWorker:
+    """A rank with some of the layers."""
+    config: Any = SimpleNamespace(
+        steering_config=SteeringConfig(enabled=True, max_configs=2),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
+    )
+    taps = [(layer, hook) for layer in layers for hook in POINTS]
+    return FaultyWorker(config, taps, WIDTH, torch.float32, torch.device("cpu"))
+
+
+class Core:
+    """What `set_steering` and `get_steering` need of an engine core."""
+
+    def __init__(self) -> None:
+        every = range(LAYERS)
+        # Tensor parallel ranks of one stage, and a second stage.
+        self.ranks = [worker(every), worker(every[:1]), worker(every[1:])]
+        self.scheduler = SimpleNamespace(
+            steering=SteeringScheduling(2),
+            requests={},
+            hash_block_size=16,
+            reset_prefix_cache=lambda: True,
+        )
+        self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
+        self.vllm_config = SimpleNamespace(
+            steering_config=SteeringConfig(enabled=True, max_configs=2)
+        )
+
+    def _rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        workers = [
+            SimpleNamespace(
+                model_runner=SimpleNamespace(residual=SimpleNamespace(steering=rank))
+            )
+            for rank in self.ranks
+        ]
+        return [method(each, *args) for each in workers]
+
+    def content(self) -> list[bytes]:
+        """The bytes of every rank's tables."""
+        return [rank.tables._table.numpy().tobytes() for rank in self.ranks]
+
+
+def frontend() -> SteeringFrontend:
+    """A front end for the core's model, without an engine."""
+    model = SteeredModel(dict.fromkeys(range(LAYERS), POINTS), WIDTH, torch.float32)
+    made = SteeringFrontend.__new__(SteeringFrontend)
+    made._is_only_frontend = True
+    made.modules = SteeringModules()
+    made.admission = SteeringAdmission(model, made.modules)
+    return made

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of the routes as OpenAPI tells them.
+
+The routes read their bodies themselves, after the key is checked, and check them in
+full at admission: this is for clients, and for fuzzing.
+"""
+
+from typing import Any
+
+from vllm.v1.steering.entries import KEYS
+from vllm.v1.steering.operations import OP_NAMES
+from vllm.v1.steering.vectors import _PACKED_DTYPES, HOOKS, PACKED_KEYS
+
+Schema = dict[str, Any]
+
+NUMBERS: Schema = {"type": "array", "items": {"type": "number"}, "minItems": 1}
+POSITIONS: Schema = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {
+            "type": "object",
+            "properties": {"last": {"type": "integer", "minimum": 1}},
+            "required": ["last"],
+            "additionalProperties": False,
+        },
+    ]
+}
+ENTRY: Schema = {
+    "type": "object",
+    "properties": {
+        "vector": NUMBERS,
+        "scale": {"type": "number"},
+        "op": {"enum": list(OP_NAMES)},
+        "min": {"type": "number"},
+        "max": {"type": "number"},
+        "norm_match": {"type": "boolean"},
+        "positions": POSITIONS,
+    },
+    "required": ["vector"],
+    "additionalProperties": False,
+}
+BY_LAYER: Schema = {
+    "type": "object",
+    "patternProperties": {
+        "^[0-9]{1,9}$": {
+            "anyOf": [NUMBERS, ENTRY, {"type": "array", "items": ENTRY, "minItems": 1}]
+        }
+    },
+    "additionalProperties": False,
+    "minProperties": 1,
+}
+PACKED: Schema = {
+    "type": "object",
+    "properties": {
+        "dtype": {"enum": [*_PACKED_DTYPES, "bfloat16"]},
+        "shape": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1},
+            "minItems": 2,
+            "maxItems": 2,
+        },
+        "layer_indices": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "minItems": 1,
+        },
+        "data": {"type": "string", "contentEncoding": "base64"},
+        "scales": NUMBERS,
+    },
+    "required": sorted(PACKED_KEYS - {"scales"}),
+    "additionalProperties": False,
+}
+VECTORS: Schema = {
+    "type": "object",
+    "properties": {hook: {"anyOf": [BY_LAYER, PACKED]} for hook in HOOKS},
+    "additionalProperties": False,
+    "minProperties": 1,
+}
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 128}
+TIERS: dict[str, Schema] = dict.fromkeys(
+    ("vectors", "prefill_vectors", "decode_vectors"), VECTORS
+)
+FLAG: Schema = {"type": "boolean", "default": False}
+
+assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
+
+
+def body(*required: str, **properties: Schema) -> Schema:
+    """For `openapi_extra`: a route's JSON body, and what else it may answer."""
+    content = {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+    refusals = {
+        "400": "The body is wrong; the message names parameter, value and remedy.",
+        "401": "The steering key is missing or wrong.",
+        "413": "The body is too large.",
+    }
+    return {
+        "requestBody": {
+            "required": bool(required),
+            "content": {"application/json": {"schema": content}},
+        },
+        "responses": {code: {"description": text} for code, text in refusals.items()},
+    }
+
+
+SET = body(**TIERS, replace=FLAG)
+CLEAR = body()
+REGISTER = body("name", name=NAME, **TIERS, replace=FLAG)
+UNREGISTER = body("name", name=NAME)
