@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steers a block is named alike in every process, whatever its hash seed."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm.v1.steering.caching import EngineSteering, extra_keys
+from vllm.v1.steering.operations import operation
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+
+HOOKS = ("pre_attn", "post_attn", "post_block")
+
+
+def tiers(seed: int, **operations: Any) -> SteeringTiers:
+    draw = np.random.default_rng(seed)
+    taps = [(layer, hook) for layer in range(3) for hook in HOOKS]
+    vectors = {tap: draw.normal(size=8).astype(np.float32) for tap in taps}
+    clamp = operation(taps[0], "clamp", vectors[taps[1]], 1.0, (0, 1), False, (3, -2))
+    prefill = pack(dict(reversed(vectors.items())))
+    return SteeringTiers(
+        pack(vectors, [clamp]), prefill, pack({taps[2]: vectors[taps[3]]})
+    )
+
+
+def request(steering: SteeringTiers | None) -> Any:
+    params = SimpleNamespace(_steering=steering)
+    return SimpleNamespace(sampling_params=params, num_prompt_tokens=10)
+
+
+def named() -> list[Any]:
+    """Digests and keys of blocks in the prompt, across its end, and behind it."""
+    found: list[Any] = []
+    for own, of_engine in ((tiers(1), NO_STEERING), (tiers(1), tiers(2))):
+        EngineSteering.set(of_engine)
+        blocks = [(0, 4), (4, 8), (8, 12), (12, 16)]
+        found += [own.digest, *(extra_keys(request(own), *b) for b in blocks)]
+    EngineSteering.set(NO_STEERING)
+    return found
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_names_are_the_same_in_other_processes(seed: str) -> None:
+    code = "import json; from tests.v1.steering.test_hashes import named; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print('named', json.dumps(named()))"],
+        env=os.environ | {"PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = [ln for ln in done.stdout.splitlines() if ln.startswith("named ")]
+    assert json.loads(line.removeprefix("named ")) == json.loads(json.dumps(named()))
+
+
+def test_the_order_in_which_vectors_are_written_does_not_matter() -> None:
+    one = {(0, "pre_attn"): np.ones(4, np.float32), (1, "pre_attn"): np.ones(4, "f4")}
+    other = dict(reversed(one.items()))
+    assert pack(one) == pack(other)
+    assert pack({(0, "pre_attn"): np.array([0.0, 1.0], "f4")}) == pack(
+        {(0, "pre_attn"): np.array([-0.0, 1.0], "f4")}
+    )
+
+
+def test_an_unsteered_request_has_no_key() -> None:
+    assert extra_keys(request(None), 0, 4) == []
+    decode = SteeringTiers(None, None, tiers(1).decode)
+    assert extra_keys(request(decode), 0, 10) == [], "its prompt is not steered"
+    assert extra_keys(request(decode), 10, 14)
