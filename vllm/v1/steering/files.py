@@ -154,7 +154,7 @@ def save_module(
             norms of the vectors are written in any case.
 
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tiers = {"": vectors, "prefill.": prefill_vectors, "decode.": decode_vectors}
     tensors = {
@@ -165,4 +165,7 @@ def save_module(
     }
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
     said = replace(provenance or Provenance(), norms=norms).metadata()
-    save_file(tensors, path, metadata={**(metadata or {}), **said, "format": FORMAT})
+    # Not `save_file`, whose files only their owner may read.
+    Path(path).write_bytes(
+        save(tensors, metadata={**(metadata or {}), **said, "format": FORMAT})
+    )

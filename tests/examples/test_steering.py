@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of steering, on one engine; `test_http.py` runs the client's."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.steering import _engine  # noqa: F401 - sets the environment
+from vllm.steering.extract import CONSUMER
+from vllm.steering.vectors import load_vectors
+from vllm.v1.steering.identity import identity_of_path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "steering"
+TONE = FOLDER / "tone.safetensors"
+sys.path.insert(0, str(FOLDER))  # the examples are scripts
+
+import demo_engine  # noqa: E402
+
+
+def test_the_vector_belongs_to_the_demo_model() -> None:
+    vectors = load_vectors(TONE)
+    demo = identity_of_path(str(ROOT / "examples/demo_model/weights"))
+    vectors.provenance.check_model(demo, str(TONE))
+    assert vectors.provenance.weights == demo.weights
+    assert vectors.taps == [(2, "post_block")]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    llm = demo_engine.small_engine(
+        capture_consumers=[CONSUMER], steering_modules={"tone": str(TONE)}
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def run(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Run an example; what it printed. All use the shared engine."""
+
+    def call(name: str, *arguments: Any) -> str:
+        script = importlib.import_module(name)
+        asked: list[dict[str, Any]] = []
+
+        def shared(**options: Any) -> Any:
+            asked.append(options)
+            return engine
+
+        monkeypatch.setattr(script, "small_engine", shared)
+        script.main(*arguments)
+        assert len(asked) == 1
+        printed: str = capsys.readouterr().out
+        return printed
+
+    return call
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_offline_steering_says_other_things_and_takes_it_back(run: Any) -> None:
+    lines = run("offline").splitlines()
+    found = {
+        line[2:24].strip(): line[24:].strip() for line in lines if line[:2] == "  "
+    }
+    assert len(found) == 8
+    assert found["by name"] == found["cheerful"]
+    assert found["by name, less twice"] == found["gloomy"] == found["everything gloomy"]
+    assert found["gloomy"] not in (found["unsteered"], found["cheerful"])
+    assert found["without any tone"] != found["gloomy"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_mixed_batch_leaves_the_unsteered_alone(run: Any) -> None:
+    printed = run("mixed_batch")
+    assert "the same as alone: True" in printed
+    tones = [float(line.split()[3]) for line in printed.splitlines() if "tone" in line]
+    assert len(tones) == 5 and tones[0] < 0 < tones[-1] and tones == sorted(tones)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_extracting_makes_the_vector_that_lies_beside_it(
+    run: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "tone.safetensors"
+    printed = run("extract_and_steer", ["--out", str(path)])
+    assert "unsteered" in printed and "times -1" in printed
+    made, kept = load_vectors(path), load_vectors(TONE)
+    tap = (2, "post_block")
+    cosine = made.vectors[tap] @ kept.vectors[tap] / made.norm(tap) / kept.norm(tap)
+    assert cosine > 0.999 and made.provenance.weights == kept.provenance.weights
