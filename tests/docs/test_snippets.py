@@ -64,3 +64,16 @@ def test_the_consumer_guide(tmp_path: Path) -> None:
     (tmp_path / "mean_norm.py").write_text(consumer)
     printed = run(tmp_path, use)
     assert "{'0': " in printed and "'5': " in printed
+
+
+def test_the_steering_guides(tmp_path: Path) -> None:
+    request, client, everything = blocks(ROOT / "docs" / "steering.md", "python")
+    pack, files = blocks(ROOT / "docs" / "steering-files.md", "python")
+    check = """
+form = {"post_block": pack([2], vector[None])}
+(one,) = llm.generate("Anna", SamplingParams(max_tokens=2, steering_vectors=form))
+assert one.outputs[0].text and (same.vectors[2, "post_block"] == 1).all()
+"""
+    assert "extra_body" in client
+    printed = run(tmp_path, "\n".join([request, everything, pack, files, check]))
+    assert "'post_block': {'2': {'norm': 17.8" in printed
