@@ -171,10 +171,12 @@ def open_residual_stream(
             does not allow it; the message says why.
 
     """
-    layers = find_tapped_layers(model, vllm_config.capture_config.mlp_points)
-    points = layers.points
     config = vllm_config.capture_config
-    if not config.enabled and not vllm_config.steering_config.enabled:
+    enabled = config.enabled or vllm_config.steering_config.enabled
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = find_tapped_layers(model, config.mlp_points, num_layers, weaves=enabled)
+    points = layers.points
+    if not enabled:
         return ResidualStream(points)
     _check_supported(vllm_config, model, layers)
     stage = Stage(
@@ -218,14 +220,18 @@ def _check_supported(
     vllm_config: "VllmConfig", model: nn.Module, layers: TappedLayers
 ) -> None:
     parallel = vllm_config.parallel_config
-    kind = type(model).__name__
+    kind = ", ".join(vllm_config.model_config.architectures or [type(model).__name__])
     reason = None
     if layers.refusals:
-        reason = "; ".join(layers.refusals)
+        reason = (
+            f"the architecture {kind} is refused: {'; '.join(layers.refusals)}. "
+            f"Hook points that it has: {_described(layers.points)}"
+        )
     elif not layers.modules:
         reason = (
-            f"the architecture {kind} has no hook points; `python -m fork models` "
-            "lists the architectures that have, and why others do not"
+            f"the architecture {kind} has no hook points: no stack of decoder layers "
+            "was found in it; `python -m fork models` lists the architectures that "
+            "have, and why others do not"
         )
     elif vllm_config.model_config.is_encoder_decoder:
         reason = f"{kind} is an encoder-decoder model"
@@ -242,6 +248,18 @@ def _check_supported(
             f"this server can neither capture nor steer: {reason}. Start it without "
             "--capture-consumers and --enable-steering"
         )
+
+
+def _described(points: HookPoints) -> str:
+    """The hook points, equal ones of neighbouring layers together."""
+    runs: list[tuple[int, int, list[str]]] = []
+    for layer, names in sorted(points.items()):
+        if runs and runs[-1][1] == layer - 1 and runs[-1][2] == names:
+            runs[-1] = (runs[-1][0], layer, names)
+        else:
+            runs.append((layer, layer, names))
+    parts = [f"{', '.join(names)} in layers {a} to {b}" for a, b, names in runs]
+    return "; ".join(parts) or "none"
 
 
 def _names(vllm_config: "VllmConfig") -> list[str]:
