@@ -3,6 +3,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.v1.steering.plan import SteeringTiers, pack
 from vllm.v1.steering.scheduling import SteeringScheduling
@@ -65,3 +67,76 @@ def test_a_step_without_new_steered_requests_sends_nothing() -> None:
     steering.new_step()
     steering.begin(request("plain", None))
     assert steering.take_step() is None
+
+
+STORIES = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # steps after the one before
+        st.none() | st.integers(0, 4),  # configuration
+        st.integers(1, 5),  # steps it runs
+        st.sampled_from(["ends", "ends", "is aborted waiting", "is preempted once"]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(story=STORIES, num_slots=st.integers(1, 3))
+def test_nobody_starves_and_nobody_overtakes(story: list, num_slots: int) -> None:
+    steering = SteeringScheduling(num_slots)
+    arrivals, at = [], 0
+    for number, (gap, config, steps, fate) in enumerate(story):
+        at += gap
+        arrivals.append((at, request(str(number), config), steps, fate))
+    left = {each.request_id: steps for _, each, steps, _ in arrivals}
+    fates = {each.request_id: fate for _, each, _, fate in arrivals}
+    waiting: list[Any] = []
+    running: list[Any] = []
+    # Each request waits for those ahead of it at most, each for all of its steps.
+    limit = at + sum(left.values()) * 2 + len(left) + 1
+    for now in range(limit):
+        waiting += [each for when, each, _, _ in arrivals if when == now]
+        for each in list(waiting):
+            if fates[each.request_id] == "is aborted waiting" and now % 2:
+                waiting.remove(each)
+                steering.release(each)
+        step_of(steering, waiting, running, num_slots)
+        for each in list(running):
+            name = each.request_id
+            left[name] -= 1
+            if fates[name] == "is preempted once" and left[name] == 1:
+                fates[name] = "ends"
+                running.remove(each)
+                steering.preempted(each)
+                waiting.insert(0, each)
+            elif left[name] == 0:
+                running.remove(each)
+                steering.release(each)
+    assert not waiting and not running, "somebody starved"
+    assert steering.slots.in_use == 0
+
+
+def step_of(
+    steering: SteeringScheduling, waiting: list, running: list, num_slots: int
+) -> None:
+    """Schedule a step as the scheduler does, and check who may run."""
+    steering.new_step()
+    passed_over = False
+    for each in list(waiting):
+        steered = each.sampling_params._steering is not None
+        held = {one.sampling_params._steering for one in running} - {None}
+        if steering.admits(each):
+            assert not (steered and passed_over), "it overtakes one that waits"
+            waiting.remove(each)
+            running.append(each)
+            steering.begin(each)
+        else:
+            assert steered, "what is not steered never waits"
+            if not passed_over:
+                assert len(held) == num_slots, "a slot was free"
+                assert each.sampling_params._steering not in held
+            passed_over = True
+    held = {one.sampling_params._steering for one in running} - {None}
+    assert steering.slots.in_use == len(held) <= num_slots
+    sent = steering.take_step()
+    assert sent is None or len(sent.loads) <= len(sent.uses)

@@ -1,37 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many requests, more configurations than slots, little memory, random aborts."""
 
+import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.v1.steering import _engine, _models
+from vllm.v1.steering.plan import PackedVectors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-REQUESTS, CONFIGS = 150, 25
+SLOTS = 4
+TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+HOOKS = ("pre_attn", "post_attn", "post_block")
+GROWTH = 48 << 20
+"""Bytes that the process may grow between a quarter of a soak and its end."""
+
+Kind = tuple[int | None, int]
+"""A configuration, and one of its prompts: what an output depends on."""
 
 
-def plain_params(config: int | None) -> Any:
-    sampling = _engine.params(8 + 7 * (config or 0) % 32)
-    sampling.logprobs = None
+def sampling(config: int | None) -> Any:
+    params = _engine.params(8 + 7 * (config or 0) % 32)
+    params.logprobs = None
     if config is not None:
         torch.manual_seed(config)
-        hook = ("pre_attn", "post_attn", "post_block")[config % 3]
-        vector = torch.randn(_models.HIDDEN) * 2
-        tier = ("steering_vectors", "prefill_steering_vectors")[config % 2]
-        setattr(sampling, tier, {hook: {config % _models.LAYERS: vector}})
-    return sampling
+        entry: dict[str, Any] = {"vector": torch.randn(_models.HIDDEN) * 2}
+        if config % 7 == 0:
+            entry |= {"op": "clamp", "min": -0.5, "max": 0.5}
+        spec = {HOOKS[config % 3]: {config % _models.LAYERS: entry}}
+        setattr(params, TIERS[config // 3 % 3], spec)
+    return params
 
 
-def prompt(index: int) -> list[int]:
-    return [(index % 5 * 11 + j * 3) % _models.VOCAB for j in range(40 + index % 7)]
+def prompt(kind: Kind) -> list[int]:
+    number = 3 * (kind[0] or 0) + kind[1]
+    return [(number % 5 * 11 + j * 3) % _models.VOCAB for j in range(40 + number % 7)]
 
 
-def test_every_output_equals_its_solo_run_and_no_slot_leaks(
-    tmp_path_factory: Any,
+def resident_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+class Soak:
+    """Adds requests, aborts some, and keeps what the others said."""
+
+    def __init__(self, llm: Any, requests: int, configs: int) -> None:
+        self.llm, self.engine = llm, llm.llm_engine
+        self.chosen = random.Random(0)
+        self.kinds = [
+            (None if i % 6 == 0 else self.chosen.randrange(configs), i % 3)
+            for i in range(requests)
+        ]
+        self.wanted: dict[str, Kind] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.sizes: list[int] = []
+        self.aborted = 0
+
+    def run(self) -> None:
+        waiting = list(enumerate(self.kinds))
+        marks = [len(waiting) * 3 // 4, 0]
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and self.chosen.random() < 0.5:
+                self._add(*waiting.pop())
+                if marks and len(waiting) == marks[0]:
+                    marks.pop(0)
+                    self.sizes.append(resident_bytes())
+            under_way = sorted(self.wanted.keys() - self.outputs.keys())
+            if under_way and self.chosen.random() < 0.03:
+                self._abort(self.chosen.choice(under_way))
+            for output in self.engine.step():
+                if output.finished and output.request_id in self.wanted:
+                    self.outputs[output.request_id] = _engine.tokens(output)
+
+    def _add(self, number: int, kind: Kind) -> None:
+        self.wanted[str(number)] = kind
+        inputs = {"prompt_token_ids": prompt(kind)}
+        self.engine.add_request(str(number), inputs, sampling(kind[0]))
+
+    def _abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+        del self.wanted[name]
+        self.aborted += 1
+
+    def check_nothing_is_left(self) -> None:
+        core = self.engine.engine_core.engine_core
+        assert core.scheduler.steering.slots.in_use == 0
+        assert self.llm.get_steering()["rows_in_use"] == 0
+        self.engine.step()  # Carries the last ends to the worker.
+        runner = core.model_executor.driver_worker.worker.model_runner
+        steering = runner.residual.steering
+        assert len(steering._slots) <= SLOTS
+        assert len(steering._prompt_lengths) <= 8
+        gc.collect()
+        alive = [one for one in gc.get_objects() if isinstance(one, PackedVectors)]
+        assert len(alive) <= 3 * SLOTS, "vectors of requests that have ended"
+
+    def check_against_solo_runs(self) -> None:
+        assert self.outputs.keys() == self.wanted.keys()
+        solo: dict[Kind, list[int]] = {}
+        for name, kind in self.wanted.items():
+            if kind not in solo:
+                assert self.llm.reset_prefix_cache()
+                (output,) = _engine.generate(
+                    self.llm, [prompt(kind)], [sampling(kind[0])]
+                )
+                solo[kind] = _engine.tokens(output)
+            assert self.outputs[name] == solo[kind], f"request {name}, {kind}"
+
+
+@pytest.mark.parametrize(
+    ("requests", "configs"),
+    [
+        (150, 25),
+        pytest.param(
+            2000, 200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)], id="long"
+        ),
+    ],
+)
+def test_every_output_equals_its_solo_run_and_nothing_leaks(
+    tmp_path_factory: Any, requests: int, configs: int
 ) -> None:
     path = _models.save("llama", tmp_path_factory.mktemp("llama"))
     llm = _engine.engine(
@@ -41,43 +135,13 @@ def test_every_output_equals_its_solo_run_and_no_slot_leaks(
         num_gpu_blocks_override=14,
         max_num_batched_tokens=64,
         max_model_len=128,
+        max_steering_configs=SLOTS,
     )
-    engine: Any = llm.llm_engine
-    chosen = random.Random(0)
-    wanted: dict[str, tuple[int, int | None]] = {}
-    outputs: dict[str, list[int]] = {}
-    waiting = list(range(REQUESTS))
-    while waiting or engine.has_unfinished_requests():
-        while waiting and chosen.random() < 0.5:
-            index = waiting.pop()
-            config = None if index % 6 == 0 else chosen.randrange(CONFIGS)
-            name = str(index)
-            wanted[name] = index, config
-            engine.add_request(
-                name, {"prompt_token_ids": prompt(index)}, plain_params(config)
-            )
-        if wanted and chosen.random() < 0.03:
-            gone = chosen.choice(sorted(wanted.keys() - outputs.keys() or wanted))
-            engine.abort_request([gone])
-            if gone not in outputs:
-                del wanted[gone]
-        for output in engine.step():
-            if output.finished and output.request_id in wanted:
-                outputs[output.request_id] = _engine.tokens(output)
-    assert outputs.keys() == wanted.keys()
-    core = engine.engine_core.engine_core
-    scheduler = core.scheduler
-    assert scheduler.steering.slots.in_use == 0
-    engine.step()  # Carries the last ends to the worker.
-    residual = core.model_executor.driver_worker.worker.model_runner.residual
-    assert len(residual.steering._slots) <= 4
-    assert len(residual.steering._prompt_lengths) <= 8
-    solo: dict[tuple[int, int | None], list[int]] = {}
-    for name, (index, config) in wanted.items():
-        key = (index % 35, config)
-        if key not in solo:
-            assert llm.reset_prefix_cache()
-            (output,) = _engine.generate(llm, [prompt(index)], [plain_params(config)])
-            solo[key] = _engine.tokens(output)
-        assert outputs[name] == solo[key], f"request {name}, configuration {config}"
-    engine.engine_core.shutdown()
+    soak = Soak(llm, requests, configs)
+    soak.run()
+    assert soak.aborted > requests / 50
+    soak.check_nothing_is_left()
+    early, late = soak.sizes
+    assert late - early < GROWTH, f"grew by {(late - early) >> 20} MiB"
+    soak.check_against_solo_runs()
+    llm.llm_engine.engine_core.shutdown()
