@@ -110,6 +110,8 @@ class CaptureConfig:
     """The consumer instances that receive captured rows."""
     driver_instances: list[str] = Field(default_factory=list)
     """Names of ready instances that live beside the `LLM`, set by it."""
+    driver_truncating: list[str] = Field(default_factory=list)
+    """Those of them that take rows before it is known that they count."""
     driver_key: str = ""
     """Finds the ready instances again, in the process of the `LLM`."""
     mlp_points: bool = False

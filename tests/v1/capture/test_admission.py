@@ -2,6 +2,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.plan import OPEN_END, CapturePlan
+from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
 
@@ -142,6 +143,65 @@ def test_what_a_plugin_objects_to_is_a_refusal() -> None:
     with pytest.raises(CaptureValidationError, match="I take no such thing") as caught:
         plan(admission(rude=Rude()), {"rude": {"x": 1}})
     assert caught.value.parameter == "capture.rude"
+
+
+class Answering(Asking):
+    """Whatever a request says, its spec is this."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def validate_client_spec(self, raw: Any, ctx: Any) -> CaptureSpec:
+        answer: CaptureSpec = self.answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("layers", "positions", "ranges"),
+    [
+        ("all", "all_prompt", ((0, 5),)),
+        (range(LAYERS), (0, 1, 4), ((0, 2), (4, 5))),
+        (np.arange(LAYERS), range(2, 4), ((2, 4),)),
+        ([*range(LAYERS), 0], [3, 3], ((3, 4),)),
+    ],
+)
+def test_a_plugin_may_answer_with_any_sequence(
+    layers: Any, positions: Any, ranges: Any
+) -> None:
+    answer = Answering(CaptureSpec({"pre_attn": layers}, positions))
+    made = plan(admission(asking=answer), ask())
+    assert made is not None
+    (group,) = made.groups
+    assert group.taps == tuple((layer, "pre_attn") for layer in range(LAYERS))
+    assert group.ranges == ranges
+
+
+@pytest.mark.parametrize("answer", [None, {"hooks": {}}, "all"])
+def test_a_plugin_that_answers_with_no_spec_is_named(answer: Any) -> None:
+    with pytest.raises(CaptureValidationError, match="mistake of the consumer"):
+        plan(admission(asking=Answering(answer)), ask())
+
+
+@pytest.mark.parametrize("layers", [["0"], [[0]], [None], 9, "some"])
+def test_a_layer_that_is_none_is_refused(layers: Any) -> None:
+    answer = Answering(CaptureSpec({"pre_attn": layers}, "all"))
+    with pytest.raises(CaptureValidationError, match="has no hook point 'pre_attn'"):
+        plan(admission(asking=answer), ask())
+
+
+def test_a_plugin_that_wants_nothing_makes_an_empty_plan() -> None:
+    made = plan(admission(asking=Answering(CaptureSpec({}, "all"))), ask())
+    assert made is not None and made.instances == ()
+
+
+def test_rows_that_outputs_carry_are_read_once_more() -> None:
+    params = SamplingParams(max_tokens=4, capture=ask(positions="all"))
+    made = admission().plan("r", params, 5, "ipc://here", {"asking"})
+    assert made is not None
+    (group,) = made.groups
+    assert {reader.instance for reader in group.readers} == {"asking", LIVE}
+    assert made.instances == ("asking",)
 
 
 @pytest.mark.parametrize("capture", [{}, [], "asking", 3])

@@ -34,6 +34,10 @@ class Good(CaptureConsumer):
 
 class Nothing:
     location = "worker"
+
+class Moving(Good):
+    def __init__(self, vllm_config, params):
+        self.location = "driver"
 """
 
 
@@ -46,6 +50,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         PLUGIN,
         good="plug_one:Good",
         nothing="plug_one:Nothing",
+        moving="plug_one:Moving",
         absent="no_such_module:X",
         twice="plug_one:Good",
     )
@@ -65,6 +70,16 @@ def test_an_installed_package_adds_consumers(plugin: None) -> None:
     assert "good" in consumer_names()
     entry = ConsumerConfig("good", "mine", {"a": 1})
     assert build_consumer(entry, None).params == {"a": 1}  # type: ignore[arg-type]
+
+
+def test_an_instance_knows_its_name(plugin: None) -> None:
+    made = build_consumer(ConsumerConfig("good", "mine"), None)  # type: ignore[arg-type]
+    assert made.instance_name == "mine"
+
+
+def test_an_instance_cannot_move(plugin: None) -> None:
+    with pytest.raises(CaptureValidationError, match="'worker' and the instance 'dr"):
+        build_consumer(ConsumerConfig("moving"), None)  # type: ignore[arg-type]
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
@@ -101,6 +116,10 @@ class Demanding(KeepingConsumer):
     required_sidecar_fields = frozenset({"positions", "mood"})
 
 
+class Pessimist(RecordingSink):
+    required_sidecar_fields = frozenset({"capture_error"})
+
+
 class Elsewhere(RecordingSink):
     location = "moon"  # type: ignore[assignment]
 
@@ -110,6 +129,7 @@ class Elsewhere(RecordingSink):
     [
         (Unfinished, "leaves on_capture undefined"),
         (Demanding, "\\['mood'\\]"),
+        (Pessimist, "\\['capture_error'\\], which requests do not always have"),
         (Elsewhere, "its location is 'moon'"),
         (Elsewhere(), "its location is 'moon'"),
         (object(), "has no submit_chunk, submit_finalize, get_result, shutdown"),

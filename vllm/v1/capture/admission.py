@@ -208,21 +208,39 @@ class Admission:
         self, spec: CaptureSpec, ctx: CaptureContext, name: str
     ) -> dict[Tap, Ranges]:
         """Every tap of a spec with its positions; checks what a plug-in returned."""
-        ranges = resolve_positions(spec.positions, ctx, f"capture.{name}.positions")
-        taps: dict[Tap, Ranges] = {}
-        for hook, layers in spec.hooks.items():
-            for layer in layers:
-                if hook not in self._hook_points.get(layer, ()):
-                    raise fail(
-                        f"capture.{name}: layer {layer} of this model has no hook "
-                        f"point {hook!r}; it has "
-                        f"{list(self._hook_points.get(layer, ()))}, and the layers "
-                        f"are 0 to {ctx.num_hidden_layers - 1}",
-                        f"capture.{name}.hooks",
-                        {hook: layers},
-                    )
-                taps[layer, str(hook)] = ranges
-        return taps
+        if not isinstance(spec, CaptureSpec):
+            raise fail(
+                f"capture.{name}: the consumer answered with {type(spec).__name__}, "
+                "not with a CaptureSpec; that is a mistake of the consumer, not of "
+                "the request",
+                f"capture.{name}",
+                spec,
+            )
+        where = f"capture.{name}.positions"
+        ranges = resolve_positions(plain(spec.positions), ctx, where)
+        return {
+            (layer, str(hook)): ranges
+            for hook, layers in spec.hooks.items()
+            for layer in self._layers(hook, plain(layers), name)
+        }
+
+    def _layers(self, hook: str, layers: Any, name: str) -> list[int]:
+        having = [n for n, points in self._hook_points.items() if hook in points]
+        if layers == "all" and having:
+            return having
+        listed = layers if isinstance(layers, list) else [layers]
+        for layer in listed:
+            if layer not in having:
+                known = isinstance(layer, int)
+                raise fail(
+                    f"capture.{name}: layer {layer} of this model has no hook "
+                    f"point {hook!r}; it has "
+                    f"{list(self._hook_points.get(layer, ())) if known else []}, and "
+                    f"the layers are 0 to {max(self._hook_points, default=-1)}",
+                    f"capture.{name}.hooks",
+                    {hook: layers},
+                )
+        return listed
 
     def _check_budget(self, plan: CapturePlan) -> None:
         """Refuse what could never be scheduled: more taps than a step has rows."""

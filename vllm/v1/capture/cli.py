@@ -136,6 +136,9 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
     config = CaptureConfig(
         consumers=entries,
         driver_instances=list(ready),
+        driver_truncating=[
+            name for name, one in ready.items() if getattr(one, "truncates", False)
+        ],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
         graphsafe_keys=args.capture_graphsafe_key or [],

@@ -28,7 +28,10 @@ class ForwardingSink:
     location: Literal["worker", "driver"] = "driver"
     _bounded = True
 
-    def __init__(self, instance: str, stage: int, outbox: Outbox) -> None:
+    def __init__(
+        self, instance: str, stage: int, outbox: Outbox, truncates: bool = False
+    ) -> None:
+        self.truncates = truncates
         self._instance = instance
         self._stage = stage
         self._outbox = outbox
@@ -103,8 +106,10 @@ class LiveSink(ForwardingSink):
     The front end knows by itself which of them count and when the request ends.
     """
 
-    truncates = True
     _bounded = False
+
+    def __init__(self, instance: str, stage: int, outbox: Outbox) -> None:
+        super().__init__(instance, stage, outbox, truncates=True)
 
     def route(self, request_id: str, address: str) -> None:
         """The front end itself takes these rows, and must not be held up."""

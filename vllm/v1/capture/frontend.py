@@ -98,6 +98,8 @@ class _Tracked:
     """Bytes of rows that may come back with the results, per instance."""
     waits: bool = False
     """Whether a consumer's rows come back with the output, which waits for them."""
+    idle: tuple[str, ...] = ()
+    """Instances that the request names and that want nothing of it."""
     aborted: bool = False
     """Whether it may be that nobody comes for the results."""
 
@@ -109,14 +111,18 @@ class _Tracked:
             index: sample.merged(request_id) for index, sample in self.samples.items()
         }
         if len(each) == 1:
-            return next(iter(each.values()))
-        names = sorted({name for results in each.values() for name in results})
-        return {
-            name: merge_samples(
-                request_id, {index: each[index][name] for index in sorted(each)}
-            )
-            for name in names
-        }
+            results = next(iter(each.values()))
+        else:
+            names = sorted({name for results in each.values() for name in results})
+            results = {
+                name: merge_samples(
+                    request_id, {index: each[index][name] for index in sorted(each)}
+                )
+                for name in names
+            }
+        key: Any = (request_id, -1, "*")
+        idle = {name: CaptureResult(key, "not_requested") for name in self.idle}
+        return results | idle
 
 
 class NoCapture:
@@ -305,6 +311,8 @@ class CaptureFrontend(NoCapture):
             )
             tracked.held = self._admission.held.bytes_of(plan, params.max_tokens)
             self._reserved.take(plan)
+            named = set(params.capture or {})
+            tracked.idle = tuple(sorted(named - set(plan.instances)))
             tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)
@@ -446,7 +454,10 @@ class CaptureFrontend(NoCapture):
         """Consumers, limits and counters, as plain data."""
         counters = self._status.counters()
         with self._changed:
-            counters["requests_under_way"] = len(self._owner)
+            # Complete results that nobody has fetched yet are not under way.
+            counters["requests_under_way"] = sum(
+                not tracked.complete() for tracked in self._tracked.values()
+            )
         return {**self._admission.describe(), "counters": counters}
 
     def close(self) -> None:

@@ -45,7 +45,10 @@ SIDECAR_FIELDS = frozenset(
         "vllm_internal_request_id",
     }
 )
-"""What a sidecar can hold; a consumer may require no other field."""
+"""What a sidecar can hold."""
+
+REQUIRABLE_FIELDS = SIDECAR_FIELDS - {"capture_error", "capture_note", "dropped_rows"}
+"""What a sidecar always holds, so that a consumer may require it."""
 
 
 def consumer_names() -> list[str]:
@@ -100,26 +103,27 @@ def check_consumer(thing: Any, name: str) -> None:
     """Refuse what is neither a consumer nor a sink, class or instance."""
     kind = thing if isinstance(thing, type) else type(thing)
     location = getattr(thing, "location", None)
+    problem = None
+    required = frozenset(getattr(thing, "required_sidecar_fields", ()))
+    if unknown := required - REQUIRABLE_FIELDS:
+        problem = (
+            f"it requires the sidecar fields {sorted(unknown)}, which requests do not "
+            f"always have; they have {sorted(REQUIRABLE_FIELDS)}"
+        )
     if issubclass(kind, CaptureConsumer):
-        problem = "it leaves on_capture undefined" if isabstract(kind) else None
-        unknown = kind.required_sidecar_fields - SIDECAR_FIELDS
-        if unknown:
-            problem = (
-                f"it requires the sidecar fields {sorted(unknown)}, which do not "
-                f"exist; there are {sorted(SIDECAR_FIELDS)}"
-            )
+        if isabstract(kind):
+            problem = "it leaves on_capture undefined"
     else:
         missing = [
             method
             for method in ("submit_chunk", "submit_finalize", "get_result", "shutdown")
             if not callable(getattr(thing, method, None))
         ]
-        problem = (
-            f"{kind.__name__} is neither a CaptureConsumer nor a CaptureSink (it has "
-            f"no {', '.join(missing)})"
-            if missing
-            else None
-        )
+        if missing:
+            problem = (
+                f"{kind.__name__} is neither a CaptureConsumer nor a CaptureSink (it "
+                f"has no {', '.join(missing)})"
+            )
     if problem is None and location not in ("worker", "driver"):
         problem = f'its location is {location!r}, not "worker" or "driver"'
     if problem is not None:
@@ -148,6 +152,14 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
             parameter="capture_consumers",
             value=entry.instance_name,
         ) from error
+    if consumer.location != kind.location:
+        raise CaptureValidationError(
+            f"capture consumer {entry.instance_name!r}: its class says location "
+            f"{kind.location!r} and the instance {consumer.location!r}; the class "
+            "decides, so give each location a class",
+            parameter="capture_consumers",
+            value=entry.instance_name,
+        )
     with suppress(AttributeError):  # a class may have no room for it
         consumer.instance_name = entry.instance_name
     return consumer

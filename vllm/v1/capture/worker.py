@@ -19,7 +19,7 @@ from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
-from vllm.v1.capture.registry import as_sink, build_consumer
+from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
 from vllm.v1.capture.reporting import Reporter
 from vllm.v1.capture.request import (
     LAYER_CONVENTION,
@@ -176,15 +176,23 @@ class WorkerCapture:
 
     def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
         config = vllm_config.capture_config
+        forward = partial(
+            ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
+        )
         sinks: dict[str, Any] = {}
         for entry in config.consumers:
+            name, kind = entry.instance_name, consumer_class(entry.name)
+            if kind.location == "driver":
+                # The instance itself is the front end's: here is none.
+                truncates = getattr(kind, "truncates", False)
+                sinks[name] = forward(name, truncates=truncates)
+                continue
             consumer = build_consumer(entry, vllm_config)
-            if consumer.location == "worker" and remembers_specs(consumer):
-                self._remembering[entry.instance_name] = consumer
-            sinks[entry.instance_name] = (
-                as_sink(consumer) if consumer.location == "worker" else None
-            )
-        sinks.update(dict.fromkeys(config.driver_instances))
+            if remembers_specs(consumer):
+                self._remembering[name] = consumer
+            sinks[name] = as_sink(consumer)
+        for name in config.driver_instances:
+            sinks[name] = forward(name, truncates=name in config.driver_truncating)
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
         spill = None
         if config.overload_policy == "spill":
@@ -193,7 +201,7 @@ class WorkerCapture:
         return {
             name: SinkLane(
                 name,
-                sink or ForwardingSink(name, self._stage.pipeline_rank, self._outbox),
+                sink,
                 config.dispatch_queue_bytes,
                 config.dispatch_queue_size,
                 # The consumer gets live rows as well: these may always be dropped.

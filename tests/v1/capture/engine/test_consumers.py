@@ -17,9 +17,60 @@ from vllm.v1.capture.consumers.filesystem import (
     FilesystemCaptureRequest,
     read_request,
 )
-from vllm.v1.capture.types import CaptureSpec
+from vllm.v1.capture.selectors import parse_spec
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureContext,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+    CaptureSpec,
+)
 
 pytestmark = pytest.mark.e2e
+
+
+class Stream:
+    """A ready sink that gets rows before it is known that they count."""
+
+    location = "driver"
+    reads_client_spec = True
+    truncates = True
+    instance_name = "stream"
+
+    def __init__(self) -> None:
+        self.chunks: list[CaptureChunk] = []
+        self.results: dict[CaptureKey, CaptureResult] = {}
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        self.chunks.clear()
+        return parse_spec(raw, ctx, "capture.stream")
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        self.chunks.append(chunk)
+
+    def submit_finalize(self, finalize: CaptureFinalize) -> None:
+        counting = finalize.sidecar["num_rows"]
+        result = CaptureResult(finalize.key, "ok", payload={"counting": counting})
+        self.results[finalize.key] = result
+
+    def get_result(self, key: CaptureKey) -> CaptureResult | None:
+        return self.results.pop(key, None)
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        pass
+
+
+class Nothing(Keeper):
+    """Takes requests, and wants nothing of them."""
+
+    instance_name = "nothing"
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        return CaptureSpec({"post_block": []}, "all")
+
+
+STREAM = Stream()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +91,8 @@ def several(
         capture_consumers=[
             f"filesystem:root={root}",
             {"name": "mean", "instance_name": "twice", "params": {"scale": 2}},
+            STREAM,
+            Nothing(),
         ],
     )
     yield engine
@@ -135,3 +188,26 @@ def test_a_path_that_leaves_the_root_is_refused(
     wish = {"hooks": {"pre_attn": [0]}, part: name}
     with pytest.raises(ValueError, match=f"capture.filesystem.{part}"):
         several.run([prompt(6, seed=505)], params(filesystem=wish))
+
+
+def test_a_ready_sink_gets_rows_while_they_are_computed(
+    several: CapturedEngine,
+) -> None:
+    spec = {"hooks": {"post_block": [1]}, "positions": "all"}
+    asked = params(stream=spec)
+    (output,) = several.run([prompt(9, seed=506)], asked)
+    result = results(output)["stream"]
+    assert result.status == "ok" and result.payload == {"counting": 12}
+    parts = [chunk.metadata["positions"] for chunk in STREAM.chunks]
+    assert len(parts) >= 3, "rows came only at the end"
+    assert [p for part in parts for p in part][:12] == list(range(12))
+    fed = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    expected = several.reference.stream(fed)[1, "post_block"]
+    rows = torch.cat([chunk.tensor for chunk in STREAM.chunks])[:12]
+    assert relative_error(rows, expected) < 1e-4
+
+
+def test_a_consumer_that_wants_nothing_is_told_apart(several: CapturedEngine) -> None:
+    (output,) = several.run([prompt(9, seed=507)], params(nothing={}))
+    found = {name: result.status for name, result in results(output).items()}
+    assert found == {"keeper": "ok", "nothing": "not_requested"}
