@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from small import DEMO_MODEL, small_engine
 
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.v1.capture.consumers.filesystem import CaptureStore
 
 PROMPTS = [
@@ -21,8 +21,8 @@ PROMPTS = [
 ]
 
 
-def show(title: str, names: list[int], matrix: torch.Tensor) -> None:
-    """Print a matrix with its names."""
+def print_matrix(title: str, names: list[int], matrix: torch.Tensor) -> None:
+    """Print cosines with the names of rows and columns."""
     print(title + ":\n    " + "".join(f"{name:7}" for name in names))
     for name, row in zip(names, matrix):
         print(f"{name:3} " + "".join(f"{value:7.2f}" for value in row))
@@ -35,25 +35,23 @@ def asking(request_id: str) -> SamplingParams:
     return SamplingParams(max_tokens=1, capture=capture)
 
 
-def main() -> None:
+def show(llm: LLM, folder: str, prompts: list[str]) -> None:
     """Capture the prompts and compare what was captured."""
+    llm.generate(prompts, [asking(str(number)) for number in range(len(prompts))])
+    store = CaptureStore(folder)
+    last = max(rows.layer for rows in store.select())
+    for layer in (0, last):
+        names, matrix = store.request_cosines(layer, "post_block")
+        numbers = [int(name) for name in names]
+        print_matrix(f"layer {layer}, mean over the prompt", numbers, matrix)
+    layers, matrix = store.layer_cosines("0", "post_block")
+    print_matrix("layers of prompt 0", layers, matrix)
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        llm = small_engine(args.model, f"filesystem:root={root},default_layout=sharded")
-        params = [asking(str(number)) for number in range(len(args.prompts))]
-        llm.generate(args.prompts, params)
-        store = CaptureStore(root)
-        last = max(rows.layer for rows in store.select())
-        for layer in (0, last):
-            names, matrix = store.request_cosines(layer, "post_block")
-            numbers = [int(name) for name in names]
-            show(f"layer {layer}, mean over the prompt", numbers, matrix)
-        layers, matrix = store.layer_cosines("0", "post_block")
-        show("layers of prompt 0", layers, matrix)
-
-
-if __name__ == "__main__":
-    main()
+        show(small_engine(args.model, f"filesystem:root={root}"), root, args.prompts)

@@ -3,7 +3,7 @@
 
 python examples/capture/probe_from_parquet.py
 
-  layer 0: 0.75 of 60 unseen stories
+  layer 0   0.75 of 60 unseen stories
   ...
 """
 
@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 import torch
 from small import DEMO, DEMO_MODEL, small_engine
 
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
 sys.path.insert(0, str(DEMO))
 from generate_text import documents
@@ -31,26 +31,25 @@ def accuracy(rows: torch.Tensor, labels: torch.Tensor, train: int) -> float:
     return ((rows[train:] @ weights > 0) == (labels[train:] > 0)).float().mean().item()
 
 
-def main() -> None:
+def show(llm: LLM, folder: str, count: int = 240) -> None:
     """Capture stories, read the Parquet files, fit and test a probe per layer."""
-    stories = list(islice(documents(seed=5), 240))
-    with tempfile.TemporaryDirectory() as folder:
-        llm = small_engine(DEMO_MODEL, f"arrow:root={folder}")
-        capture = {"arrow": {"hooks": {"post_block": "all"}}}
-        params = SamplingParams(max_tokens=1, capture=capture)
-        texts = [story.text[: len(story.text) // 2] for story in stories]
-        outputs = llm.generate(texts, params)
-        table = ds.dataset(folder).to_table()
+    stories = list(islice(documents(seed=5), count))
+    capture = {"arrow": {"hooks": {"post_block": "all"}}}
+    params = SamplingParams(max_tokens=1, capture=capture)
+    texts = [story.text[: len(story.text) // 2] for story in stories]
+    outputs = llm.generate(texts, params)
     tones = sorted({str(story.tone) for story in stories})
     sign = [2.0 * tones.index(str(story.tone)) - 1 for story in stories]
     label = {output.request_id: value for output, value in zip(outputs, sign)}
+    table = ds.dataset(folder).to_table()
     for layer in sorted(set(table["layer"].to_pylist())):
         rows = table.filter(ds.field("layer") == layer)
         values = torch.tensor(rows["values"].to_pylist())
         labels = torch.tensor([label[name] for name in rows["request_id"].to_pylist()])
-        share = accuracy(values, labels, train=len(labels) * 3 // 4)
-        print(f"layer {layer}: {share:.2f} of {len(labels) // 4} unseen stories")
+        share = accuracy(values, labels, train=count * 3 // 4)
+        print(f"layer {layer:<3} {share:.2f} of {count // 4} unseen stories")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as root:
+        show(small_engine(DEMO_MODEL, f"arrow:root={root}"), root)

@@ -1,32 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of capture, run as a user runs them."""
+"""The examples of capture: all on one engine, one of them as a user runs it."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm import LLM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 FOLDER = Path(__file__).parents[2] / "examples" / "capture"
+sys.path.insert(0, str(FOLDER))  # the examples are scripts, not an installed package
+
+import compare_prompts  # noqa: E402
+import logit_lens  # noqa: E402
+import probe_from_parquet  # noqa: E402
+from small import DEMO_MODEL  # noqa: E402
+
+LAYERS = range(6)
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("logit_lens.py", "layer  5"),
-        ("probe_from_parquet.py", "layer 5: 0."),
-        ("compare_prompts.py", "layers of prompt 0:"),
-    ],
-)
-def test_an_example_says_what_its_header_promises(script: str, said: str) -> None:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def llm(root: Path) -> Iterator[LLM]:
+    opened = LLM(
+        str(DEMO_MODEL),
+        capture_consumers=[
+            "inline",
+            f"arrow:root={root}/tables",
+            f"filesystem:root={root}/files,default_layout=sharded",
+        ],
+        max_model_len=256,
+        max_num_seqs=64,
+        enforce_eager=True,
+    )
+    yield opened
+    opened.llm_engine.engine_core.shutdown()
+
+
+def lines(capsys: pytest.CaptureFixture[str], pattern: str) -> list[Any]:
+    """What `pattern` finds in the lines that were printed."""
+    return re.findall(pattern, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_logit_lens_ends_with_what_the_model_says(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logit_lens.show(llm, logit_lens.Head(DEMO_MODEL), "The old house by the river")
+    printed = capsys.readouterr().out
+    found = re.findall(r"^layer (\d+) +('.*'|\".*\") +(\d\.\d\d)$", printed, re.M)
+    assert [int(layer) for layer, _, _ in found] == list(LAYERS)
+    (said,) = re.findall(r"^model +(.*)$", printed, re.M)
+    assert found[-1][1] == said
+    assert float(found[-1][2]) > 0.1
+
+
+def test_the_probe_finds_the_tone(
+    llm: LLM, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe_from_parquet.show(llm, f"{root}/tables", count=160)
+    found = lines(capsys, r"^layer (\d+) +(\d\.\d\d) of 40 unseen stories$")
+    assert [int(layer) for layer, _ in found] == list(LAYERS)
+    assert max(float(share) for _, share in found) > 0.6
+
+
+def test_prompts_are_compared(
+    llm: LLM, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_prompts.show(llm, f"{root}/files", compare_prompts.PROMPTS)
+    titles = ["layer 0, mean over the prompt", "layer 5, mean over the prompt"]
+    printed = capsys.readouterr().out
+    blocks = re.split(r"^(.*):$", printed, flags=re.M)[1:]
+    assert blocks[::2] == [*titles, "layers of prompt 0"]
+    for block, size in zip(blocks[1::2], (3, 3, 6)):
+        rows = [line.split()[1:] for line in block.strip("\n").splitlines()[1:]]
+        assert len(rows) == size
+        for index, row in enumerate(rows):
+            assert len(row) == size and row[index] == "1.00"
+
+
+def test_a_script_runs_by_itself() -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / script)],
+        [sys.executable, str(FOLDER / "compare_prompts.py"), "One day", "At night"],
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert said in done.stdout
+    assert "layers of prompt 0:" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.name)
+def test_an_example_stays_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60

@@ -2,6 +2,7 @@
 """`AsyncLLM`: outputs carry rows as steps compute them, the last one all of them."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.e2e
 
+EXAMPLES = Path(__file__).parents[5] / "examples" / "capture"
 SMALL = {"max_request_bytes": 20_000, "max_inflight_bytes": 39_000}
 ROW_BYTES = 64 * 4
 
@@ -187,6 +189,20 @@ def test_a_reader_who_leaves_frees_what_was_held(served: Served) -> None:
 
     for _ in range(3):
         served.loop.run_until_complete(leave())
+
+
+def test_the_example_prints_rows_as_they_come(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from live_rows import show
+
+    served.loop.run_until_complete(show(served.engine, "a short story", [0, 2]))
+    printed = capsys.readouterr().out
+    assert re.search(r"^position  token +layer 0 +layer 2$", printed, re.M)
+    rows = re.findall(r"^ *(\d+)  .+ (\d+\.\d\d) +(\d+\.\d\d)$", printed, re.M)
+    positions = [int(position) for position, _, _ in rows]
+    assert positions == list(range(len(rows))) and len(rows) > 20
 
 
 def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch the residual stream grow, token by token, while the model writes.
+
+python examples/capture/live_rows.py "The old house by the river"
+
+  position  token        layer 0   layer 5
+         0  '<|story|>'     1.83     21.40
+  ...
+"""
+
+import argparse
+import asyncio
+import os
+
+from small import DEMO_MODEL
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def show(engine: AsyncLLM, prompt: str, layers: list[int]) -> None:
+    """Print the length of each row as soon as it is there."""
+    spec = {"hooks": {"post_block": layers}, "positions": "all"}
+    params = SamplingParams(
+        max_tokens=24,
+        capture={"inline": spec},
+        output_kind=RequestOutputKind.DELTA,  # each output has what is new
+    )
+    taps = [(layer, "post_block") for layer in layers]
+    heads = "".join(f"{f'layer {layer}':>10}" for layer in layers)
+    print(f"position  {'token':12}{heads}")
+    decode, printed = engine.get_tokenizer().decode, 0
+    async for output in engine.generate(prompt, params, "live"):
+        # The last output has all rows, of which the last two were not shown yet.
+        rows = output.capture_results["inline"].payload
+        for index, position in enumerate(rows.positions.get(taps[0], [])):
+            if position < printed:
+                continue
+            norms = [rows[tap][index].float().norm().item() for tap in taps]
+            token = decode([rows.token_ids[taps[0]][index]])
+            print(f"{position:8}  {token!r:12}" + "".join(f"{n:10.2f}" for n in norms))
+            printed = position + 1
+
+
+async def main(prompt: str) -> None:
+    """Start an engine with the consumer that returns rows."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    arguments = AsyncEngineArgs(str(DEMO_MODEL), capture_consumers=["inline"])
+    engine = AsyncLLM.from_engine_args(arguments)
+    await show(engine, prompt, [0, 5])
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompt", nargs="?", default="The old house by the river")
+    asyncio.run(main(parser.parse_args().prompt))
