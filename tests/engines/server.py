@@ -60,6 +60,11 @@ class Server:
                 sleep(0.2)
         raise TimeoutError(self.log.read_text()[-4000:])
 
+    @property
+    def pid(self) -> int:
+        """The id of the API server's process."""
+        return self._process.pid
+
     def get(self, path: str) -> Reply:
         """The reply to GET."""
         return self._reply(urllib.request.Request(self.url + path))

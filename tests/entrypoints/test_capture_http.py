@@ -2,13 +2,11 @@
 """Capture over HTTP: requests, responses, streams, refusals."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.models import llama
 from tests.engines.reference import Reference, relative_error
 from tests.engines.server import Server
 from vllm.v1.capture.consumers.filesystem import read_per_file, read_request
@@ -19,26 +17,18 @@ PROMPT = [20, 30, 40, 50, 60, 70]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("served") / "llama")
+def model(capture_model: Path) -> Path:
+    return capture_model
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("captures")
+def root(capture_root: Path) -> Path:
+    return capture_root
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, root: Path) -> Iterator[Server]:
-    opened = Server(
-        model,
-        *("--capture-consumers", f"filesystem:root={root}"),
-        *("--capture-consumers", 'logging:hooks={"post_block":[0,2]}'),
-        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "256", "--max-num-seqs", "8"),
-    )
-    yield opened
-    opened.close()
+def server(capture_server: Server) -> Server:
+    return capture_server
 
 
 def body(name: str, positions: Any = "all", **more: Any) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that are stopped, or break, while requests are captured."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engines.server import Server
+from vllm.v1.capture.consumers.filesystem import read_request
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+class Streaming:
+    """A client that reads a long, captured stream on a thread of its own."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.chunks: list[Any] = []
+        self.error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._read, args=(server, body(name, 240))
+        )
+        self._thread.start()
+
+    def _read(self, server: Server, request: dict[str, Any]) -> None:
+        try:
+            self.chunks.extend([])
+            for chunk in server.stream("/v1/completions", request):
+                self.chunks.append(chunk)
+        except Exception as error:
+            self.error = error
+
+    def wait_for_chunks(self, number: int) -> None:
+        deadline = monotonic() + 60
+        while len(self.chunks) < number:
+            assert monotonic() < deadline and self.error is None, self.error
+            sleep(0.01)
+
+    def has_ended(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+def body(name: str, max_tokens: int) -> dict[str, Any]:
+    spec = {"request_id": name, "tag": "stops", "hooks": {"post_block": "all"}}
+    return {
+        "model": "tiny",
+        "prompt": [20, 30, 40],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "capture": {"filesystem": spec | {"positions": "all"}},
+    }
+
+
+@pytest.fixture
+def server(capture_model: Path, tmp_path: Path) -> Iterator[Server]:
+    opened = Server(
+        capture_model,
+        *("--capture-consumers", f"filesystem:root={tmp_path}"),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--max-num-seqs", "4"),
+    )
+    yield opened
+    opened.close()
+
+
+def files(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_server_that_is_stopped_flushes_or_reports_its_captures(
+    server: Server, tmp_path: Path
+) -> None:
+    running = Streaming(server, "running")
+    running.wait_for_chunks(3)
+    for number in range(5):  # Nobody waits for their files.
+        assert server.post("/v1/completions", body(f"r{number}", 4)).status == 200
+    server.close()
+    assert running.has_ended(30)
+    for number in range(5):
+        rows = read_request(tmp_path, "stops", f"r{number}")
+        assert [tuple(each.shape) for each in rows.values()] == [(6, 64)] * 3
+    log = server.log.read_text()
+    whole = (tmp_path / "stops" / "running").exists()
+    reported = "requests are being captured; their captures fail: ['cmpl-" in log
+    assert whole or reported, log[-3000:]
+    suffixes = {path.suffix for path in files(tmp_path)}
+    assert suffixes == {".bin", ".json"}, "something is left that is not whole"
+
+
+def test_a_worker_that_is_killed_hangs_no_client(
+    server: Server, tmp_path: Path
+) -> None:
+    running = Streaming(server, "running")
+    running.wait_for_chunks(3)
+    workers = [
+        process
+        for process in psutil.Process(server.pid).children(recursive=True)
+        if "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
+    ]
+    assert workers, "no worker process was found"
+    for process in workers:
+        process.kill()
+    assert running.has_ended(60), "the client of a dead engine still waits"
+    assert len(running.chunks) < 240
+    assert not (tmp_path / "stops" / "running").exists()
+    with pytest.raises((OSError, AssertionError)):
+        status = server.post("/v1/completions", body("after", 2)).status
+        assert status == 200
