@@ -15,7 +15,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu wheel docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu wheel models docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -67,6 +67,10 @@ test-gpu:  ## What needs a GPU
 wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--compression=deflated .
+
+models: $(INSTALLED)  ## The page of supported models, from the list and the proofs
+	$(BIN)/python -m fork models --device $(DEVICE) --markdown > docs/.supported_models
+	mv docs/.supported_models docs/supported_models.md
 
 docs: $(INSTALLED)  ## The documentation, in site/
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt

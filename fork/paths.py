@@ -33,6 +33,16 @@ class Checkout:
         return self.root / "fork" / "weave"
 
     @property
+    def parity_results(self) -> Path:
+        """What the parity suite found, architecture by architecture."""
+        return self.root / "tests" / "parity" / "results.json"
+
+    @property
+    def supported_models(self) -> Path:
+        """The page that lists the architectures."""
+        return self.root / "docs" / "supported_models.md"
+
+    @property
     def requirements(self) -> Path:
         """What the fork needs at run time beyond upstream."""
         return self.root / "requirements" / "common.txt"

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from fork.architectures.library import Library, LibraryLayer
+from fork.architectures.registry import LIBRARY, NOT_GENERATING, Name, names
 from fork.architectures.sources import Place, Reached, Sources
 from fork.weave.decoder_layers import (
     RefusedLayer,
@@ -21,17 +20,9 @@ from fork.weave.decoder_layers import (
 from fork.weave.rules import LOOPS, MODELS
 
 Weave = Callable[[str, str], WeaveResult]
-REGISTRY = "vllm/model_executor/models/registry.py"
-_TABLES = {
-    "_TEXT_GENERATION_MODELS": "text",
-    "_MULTIMODAL_MODELS": "multimodal",
-    "_TRANSFORMERS_SUPPORTED_MODELS": "transformers",
-    "_TRANSFORMERS_BACKEND_MODELS": "transformers",
-}
-TRANSFORMERS = (
-    "the layers are modules of the transformers library, told apart when the model "
-    "is loaded"
-)
+UNKNOWN = "no decoder layer was found"
+_ANY_WRAPPED = "wraps the language model that its configuration names"
+_ANY_LIBRARY = "woven when the model is loaded, whichever it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +33,15 @@ class LayerReport:
     name: str
     points: tuple[str, ...]
     rule: str = ""
+    """Why the analysis needed help; empty if it did not."""
     refused: str = ""
     """Why it has no hook points; empty if it has."""
     unless: tuple[str, ...] = ()
+    """Configurations that are refused when the server starts."""
+    no_mlp: str = ""
+    """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
+    meaning: str = ""
+    """What `post_attn` is in a block that is not a token mixer and an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,47 +50,35 @@ class ArchitectureReport:
 
     architecture: str
     table: str
+    """Kind of table: text, multimodal, transformers, pooling or draft."""
     module: str
-    layers: tuple[LayerReport, ...]
+    layers: tuple[LayerReport, ...] = ()
     refused: str = ""
     """Why the architecture has no hook points at all; empty if it has."""
+    wraps: tuple[str, ...] = ()
+    """Architectures whose layers it runs, where it is told which."""
     note: str = ""
 
 
-def reports(root: Path, weave: Weave = weave_module) -> list[ArchitectureReport]:
-    """A report for every generating architecture, in the registry's order.
+def reports(
+    root: Path, weave: Weave = weave_module, library: Library | None = None
+) -> list[ArchitectureReport]:
+    """A report for every architecture, in the order of the registry's tables.
 
     Args:
         root: Where the release is unpacked.
         weave: What weaves a module, given its source and path; it may remember.
+        library: The Transformers library whose layers upstream's backend runs.
     """
     sources = Sources(root)
     layers = _Layers(root, weave)
-    return [
-        _report(architecture, table, place, sources, layers)
-        for architecture, table, place in _architectures(root)
-    ]
+    rows = [_report(name, sources, layers, library) for name in names(root)]
+    return _unwrapped(rows)
 
 
-def _architectures(root: Path) -> Iterator[tuple[str, str, Place]]:
-    tree = ast.parse((root / REGISTRY).read_text(encoding="utf-8"))
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(
-            node.targets[0], ast.Name
-        ):
-            continue
-        table = _TABLES.get(node.targets[0].id)
-        if table is not None:
-            for architecture, (module, cls) in ast.literal_eval(node.value).items():
-                yield architecture, table, (_file(root, module), cls)
-
-
-def _file(root: Path, module: str) -> str:
-    dotted = module if "." in module else f"vllm.model_executor.models.{module}"
-    path = Path(*dotted.split("."))
-    if (root / path).is_dir():
-        path = path / "__init__"
-    return f"{path.as_posix()}.py"
+def unaccounted(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
+    """The architectures of which neither layers nor a reason are known."""
+    return [row for row in rows if row.refused == UNKNOWN]
 
 
 class _Layers:
@@ -114,31 +99,68 @@ class _Layers:
 
 
 def _report(
-    architecture: str, table: str, place: Place, sources: Sources, layers: _Layers
+    name: Name, sources: Sources, layers: _Layers, library: Library | None
 ) -> ArchitectureReport:
-    if table == "transformers":
-        return ArchitectureReport(
-            architecture=architecture,
-            table=table,
-            module=place[0],
-            layers=(),
-            note=TRANSFORMERS,
-        )
-    reached = sources.reach(place)
-    found = list(_found(reached, layers))
+    row = ArchitectureReport(
+        architecture=name.architecture, table=name.table, module=name.place[0]
+    )
+    if name.table in NOT_GENERATING:
+        return replace(row, refused=NOT_GENERATING[name.table])
+    if name.table == LIBRARY:
+        return _of_library(row, name, library)
+    reached = sources.reach(name.place)
+    found = tuple(_found(reached, layers))
     notes = [LOOPS[f"{p}:{n}"] for p, n in reached.used if f"{p}:{n}" in LOOPS]
+    wrapped = tuple(sorted(reached.architectures))
     if reached.wraps:
-        named = ", ".join(sorted(reached.architectures))
-        wrapped = named or "the one its configuration names"
-        notes.append(f"wraps a language model: {wrapped}")
-    return ArchitectureReport(
-        architecture=architecture,
-        table=table,
-        module=place[0],
-        layers=tuple(found),
-        refused=_refusal(architecture, found, reached.wraps),
+        notes.append(f"wraps {', '.join(wrapped)}" if wrapped else _ANY_WRAPPED)
+    return replace(
+        row,
+        layers=found,
+        refused=_refusal(name.architecture, found, reached.wraps),
+        wraps=wrapped,
         note="; ".join(dict.fromkeys(notes)),
     )
+
+
+def _of_library(
+    row: ArchitectureReport, name: Name, library: Library | None
+) -> ArchitectureReport:
+    if name.place[1].endswith(("EmbeddingModel", "SequenceClassification")):
+        return replace(row, refused=NOT_GENERATING["pooling"])
+    found = library.layers(name.architecture) if library is not None else []
+    if library is None or not found:
+        return replace(row, note=_ANY_LIBRARY)
+    layers = tuple(map(_library_layer, found))
+    return replace(
+        row,
+        layers=layers,
+        refused=_refusal(name.architecture, layers, False),
+        note=f"layers of transformers {library.version}, woven when loaded",
+    )
+
+
+def _library_layer(layer: LibraryLayer) -> LayerReport:
+    if layer.tapped is None:
+        return LayerReport(
+            module=layer.module, name=layer.name, points=(), refused=layer.refused
+        )
+    return replace(_layer(layer.module, layer.tapped), rule="")
+
+
+def _unwrapped(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
+    """With the layers of what each architecture wraps."""
+    known = {row.architecture: row for row in rows}
+    done = []
+    for row in rows:
+        inner = [known[name] for name in row.wraps if name in known]
+        if inner and not row.layers:
+            layers = tuple(dict.fromkeys(x for other in inner for x in other.layers))
+            reasons = [other.refused for other in inner]
+            refused = "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+            row = replace(row, layers=layers, refused=row.refused or refused)
+        done.append(row)
+    return done
 
 
 def _found(reached: Reached, layers: _Layers) -> Iterator[LayerReport]:
@@ -154,11 +176,11 @@ def _found(reached: Reached, layers: _Layers) -> Iterator[LayerReport]:
             yield _layer(path, layer)
 
 
-def _refusal(architecture: str, found: list[LayerReport], wraps: bool) -> str:
+def _refusal(architecture: str, found: tuple[LayerReport, ...], wraps: bool) -> str:
     if architecture in MODELS:
         return MODELS[architecture]
     if not found:
-        return "" if wraps else "no decoder layer was found"
+        return "" if wraps else UNKNOWN
     reasons = {layer.refused for layer in found}
     return "; ".join(sorted(reasons)) if all(reasons) else ""
 
@@ -174,35 +196,6 @@ def _layer(path: str, layer: TappedLayer | RefusedLayer) -> LayerReport:
         points=layer.points,
         rule=layer.rule,
         unless=layer.unless,
+        no_mlp=layer.no_mlp,
+        meaning=layer.meaning,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the reports for the release unpacked at a given root."""
-    parser = argparse.ArgumentParser(prog="python -m fork models", description=__doc__)
-    parser.add_argument("root", type=Path, help="root of an unpacked release")
-    parser.add_argument("--json", action="store_true", help="print a JSON report")
-    options = parser.parse_args(argv)
-    show(reports(options.root), options.json)
-    return 0
-
-
-def show(rows: list[ArchitectureReport], as_json: bool) -> None:
-    """Print the reports as JSON or as lines."""
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    for row in rows:
-        print(f"{row.architecture} ({row.table})")
-        for layer in row.layers:
-            what = (
-                f"refused: {layer.refused}" if layer.refused else " ".join(layer.points)
-            )
-            print(f"    {layer.module.removesuffix('.py')}:{layer.name}: {what}")
-            for extra in (layer.rule and f"rule: {layer.rule}", *layer.unless):
-                if extra:
-                    print(f"        {extra}")
-        if row.refused and not row.layers:
-            print(f"    refused: {row.refused}")
-        if row.note:
-            print(f"    {row.note}")

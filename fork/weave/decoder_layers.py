@@ -15,10 +15,10 @@ from .insertion import Decoration, insert
 from .interpreter import Interpreter
 from .layer_class import LayerClass, Module
 from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
-from .placement import Site, place
+from .placement import Site, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule
-from .stream import Unprovable
+from .stream import Role, Unprovable, sublayers
 
 _NO_RULE = Rule(reason="")
 _ADVICE = "add a rule or a refusal in rules.py"
@@ -38,6 +38,8 @@ class TappedLayer:
     """Reasons for which single layers are refused at start-up."""
     no_mlp: str = ""
     """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
+    meaning: str = ""
+    """What `post_attn` is in a block that is not a token mixer and an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,9 @@ class _Plan:
     cls: LayerClass
     rule: Rule
     sites: tuple[Site, ...]
-    mlp_sites: tuple[Site, ...]
-    no_mlp: str
+    mlp_sites: tuple[Site, ...] = ()
+    no_mlp: str = ""
+    meaning: str = ""
 
     @property
     def name(self) -> str:
@@ -144,6 +147,7 @@ class _Plan:
             inherits="" if own else self.cls.bases[0],
             unless=tuple(self.rule.unless.values()),
             no_mlp=self.no_mlp,
+            meaning=self.meaning,
         )
 
 
@@ -152,8 +156,9 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
         raise Unprovable("there is a rule for it, but no such class")
     cls = parsed.classes[name]
     if "forward" not in cls.methods:
-        return _Plan(cls, rule, (), (), "")
-    without = _Plan(cls, rule, _sites(cls, rule), (), "")
+        return _Plan(cls, rule, ())
+    meaning = _meaning(_traces(cls, rule)) if rule.proven else ""
+    without = _Plan(cls, rule, _sites(cls, rule), meaning=meaning)
     reason = ""
     for early in (False, True):
         try:
@@ -168,6 +173,16 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
         else:
             return plan
     return replace(without, no_mlp=reason)
+
+
+def _meaning(traces: list[Trace]) -> str:
+    """What `post_attn` is where no path has a token mixer, or none an MLP."""
+    kinds = {k for t in traces for x in final_terms(t) for k in sublayers(x)}
+    if Role.MIXER not in kinds and Role.MLP in kinds:
+        return "no token mixer in the block: post_attn is the stream at pre_attn"
+    if Role.MLP not in kinds and Role.MIXER in kinds:
+        return "no MLP in the block: post_attn is the stream at post_block"
+    return ""
 
 
 def _woven(parsed: Module, plans: list[_Plan]) -> Module:

@@ -58,6 +58,12 @@ class Rule:
     """False where the proof cannot follow; the reason then says who checked."""
 
 
+NEVER_GIVEN: Mapping[str, bool] = {
+    "encoder_hidden_states is not None": False,
+    "encoder_hidden_states is None": True,
+}
+"""Cases of layers outside of the release: what only decodes has no encoder."""
+
 _MODELS = "model_executor/models/"
 _SPLIT = "tokens are split over tensor-parallel ranks between the layers"
 _ATTN_SPLIT = {

@@ -16,8 +16,10 @@ from tests.docs._pages import PAGES, ROOT, blocks, page_name
 each_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 
 
-@each_page
-def test_a_page_is_short(page: Path) -> None:
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "supported_models.md"], ids=page_name
+)
+def test_a_page_that_somebody_wrote_is_short(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) < 200
 
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder layers of the real release."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
 import pytest
 
-from fork.architectures.reports import ArchitectureReport, reports
+from fork.architectures.library import installed
+from fork.architectures.page import page
+from fork.architectures.reports import ArchitectureReport, reports, unaccounted
 from fork.builder import Order, open_release
+from fork.paths import HERE
 from fork.weave.decoder_layers import WeaveResult, weave_module
 from fork.weave.layer_class import Module
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
@@ -37,7 +41,7 @@ def release() -> Woven:
 
 @pytest.fixture(scope="module")
 def rows(release: Woven) -> list[ArchitectureReport]:
-    return reports(release.root, lambda _, module: release.results[module])
+    return reports(release.root, lambda _, module: release.results[module], installed())
 
 
 def key(module: str, name: str) -> str:
@@ -85,14 +89,31 @@ def test_a_change_at_a_point_of_a_real_layer_goes_on_exactly_once(
     assert checked == TAPPED - len(inherited) - 1  # Dbrx adds inside another module
 
 
-def test_every_generating_architecture_has_layers_or_a_reason(
+def test_every_architecture_has_layers_or_a_reason(
     rows: list[ArchitectureReport],
 ) -> None:
-    assert {row.table for row in rows} == {"text", "multimodal", "transformers"}
-    assert len(rows) == len({row.architecture for row in rows}) > 250
+    kinds = {"text", "multimodal", "transformers", "pooling", "draft"}
+    assert {row.table for row in rows} == kinds
+    assert len(rows) == len({row.architecture for row in rows}) > 380
+    assert unaccounted(rows) == []
     for row in rows:
         assert row.layers or row.refused or row.note, row.architecture
-        assert row.refused != "no decoder layer was found", row.architecture
+
+
+def test_nearly_all_text_generation_models_have_hook_points(
+    rows: list[ArchitectureReport],
+) -> None:
+    text = [row for row in rows if row.table == "text"]
+    assert sum(not row.refused for row in text) >= 0.94 * len(text)
+
+
+def test_the_page_of_supported_models_is_up_to_date(
+    rows: list[ArchitectureReport],
+) -> None:
+    path = HERE.parity_results
+    results = json.loads(path.read_text()) if path.exists() else {}
+    written = HERE.supported_models.read_text()
+    assert written == page(rows, results), "run `make models`"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +124,8 @@ def test_every_generating_architecture_has_layers_or_a_reason(
         ("Phi3ForCausalLM", ["LlamaDecoderLayer"]),
         ("Qwen3VLMoeForConditionalGeneration", ["Qwen3VLMoeDecoderLayer"]),
         ("JambaForCausalLM", ["JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"]),
+        ("GPTNeoXForCausalLM", ["GPTNeoXLayer"]),
+        ("KimiVLForConditionalGeneration", ["DeepseekV2DecoderLayer"]),
         ("MolmoForCausalLM", ["MolmoDecoderLayer", "MolmoDecoderNormAfterLayer"]),
     ],
 )

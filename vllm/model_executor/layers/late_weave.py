@@ -22,7 +22,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.residual_weave.rules import Rule
+from vllm.model_executor.residual_weave.rules import NEVER_GIVEN, Rule
 
 logger = init_logger(__name__)
 
@@ -31,12 +31,6 @@ _ON_SELF = re.compile(
     r"( (is|is not|==|!=|<|>|<=|>=) (None|True|False|-?\d+|\"[^\"]*\"|'[^']*'))?"
 )
 """Conditions on a layer's own attributes and constants."""
-_NEVER_GIVEN = {
-    "encoder_hidden_states is not None": False,
-    "encoder_hidden_states is None": True,
-}
-"""A model that only decodes has no encoder to attend to."""
-
 _Outcomes = tuple[tuple[str, bool], ...]
 _Key = tuple[type[nn.Module], _Outcomes, tuple[str, ...], tuple[tuple[str, str], ...]]
 _woven: dict[_Key, type[nn.Module]] = {}
@@ -82,7 +76,7 @@ def _rule(layer: nn.Module, owner: type, source: str) -> Rule:
     children = dict(layer.named_children())
     return Rule(
         reason="woven when it was loaded",
-        cases=({**_NEVER_GIVEN, **dict(_outcomes(layer, owner, source))},),
+        cases=({**NEVER_GIVEN, **dict(_outcomes(layer, owner, source))},),
         adding=tuple(name for name, child in children.items() if _adds(child)),
         made={name: type(child).__name__ for name, child in children.items()},
     )

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reports as text: lines for a terminal, a page for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fork.architectures.registry import LIBRARY, MULTIMODAL, TEXT
+from fork.architectures.reports import ArchitectureReport, LayerReport
+
+Results = Mapping[str, Mapping[str, Any]]
+"""What the parity suite recorded: an entry per architecture, dtype and device."""
+
+_TITLES = {
+    TEXT: "Text generation",
+    LIBRARY: "Upstream's Transformers backend",
+    MULTIMODAL: "Multimodal",
+}
+_HEAD = """\
+<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Written by `make models`. -->
+# Supported models
+
+Every architecture of upstream's registry, the hook points of its decoder layers, and
+what was compared with the Transformers library. `python -m fork models` prints the
+same list, with the classes and the conditions under which a configuration is refused.
+
+- **3** stands for `pre_attn`, `post_attn` and `post_block`; **5** for these with
+  `mlp_in` and `mlp_out`; **3-5** where only some of the layers have them.
+- **by** says what placed the points: *analysis*, or a *rule* that helps it.
+- **CPU** and **CUDA** give the largest relative error of any captured row, by dtype,
+  and of a change at a hook point after `/`; **TP** and **PP** whether several
+  processes were compared too. A dash: not compared there.
+
+An architecture that is refused runs as upstream's. A server that is asked to capture
+or steer with it stops when it starts, and says why.
+"""
+
+
+def lines(rows: list[ArchitectureReport]) -> Iterator[str]:
+    """For a terminal."""
+    for row in rows:
+        yield f"{row.architecture} ({row.table})"
+        if row.refused:
+            yield f"    refused: {row.refused}"
+        for layer in row.layers:
+            yield f"    {_class(layer)}: {layer.refused or ' '.join(layer.points)}"
+            yield from (f"        {text}" for text in _remarks(layer))
+        if row.note:
+            yield f"    {row.note}"
+
+
+def _class(layer: LayerReport) -> str:
+    return f"{layer.module.removesuffix('.py')}:{layer.name}"
+
+
+def _remarks(layer: LayerReport) -> Iterator[str]:
+    if layer.rule:
+        yield f"rule: {layer.rule}"
+    if layer.meaning:
+        yield layer.meaning
+    elif layer.no_mlp:
+        yield f"without mlp_in and mlp_out: {layer.no_mlp}"
+    yield from (f"refused with {reason}" for reason in layer.unless)
+
+
+def page(rows: list[ArchitectureReport], results: Results) -> str:
+    """For the documentation."""
+    parts = [_HEAD, *_counts(rows)]
+    for kind, title in _TITLES.items():
+        of_kind = [row for row in rows if row.table == kind]
+        parts += ["", f"## {title}", "", *_table(of_kind, results)]
+    parts += ["", "## Refused and conditional", "", *_reasons(rows), ""]
+    return "\n".join(parts)
+
+
+def _counts(rows: list[ArchitectureReport]) -> Iterator[str]:
+    yield "| table | names | with hook points | refused |"
+    yield "|---|---:|---:|---:|"
+    for kind in (*_TITLES, "pooling", "draft"):
+        of_kind = [row for row in rows if row.table == kind]
+        refused = sum(bool(row.refused) for row in of_kind)
+        tapped = len(of_kind) - refused
+        yield f"| {kind} | {len(of_kind)} | {tapped} | {refused} |"
+
+
+def _table(rows: list[ArchitectureReport], results: Results) -> Iterator[str]:
+    yield "| architecture | points | by | CPU | CUDA | TP | PP |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        found = [e for e in results.values() if e["architecture"] == row.architecture]
+        cells = [
+            row.architecture,
+            "refused" if row.refused else _points(row),
+            _placed_by(row),
+            _compared(found, "cpu"),
+            _compared(found, "cuda"),
+            _several(found, "tensor_parallel"),
+            _several(found, "pipeline_parallel"),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _points(row: ArchitectureReport) -> str:
+    parts = {p for layer in row.layers if len(layer.points) == 1 for p in layer.points}
+    whole = [layer for layer in row.layers if len(layer.points) > 1]
+    if not whole:
+        return "its model's"
+    counts = sorted({len(parts | set(layer.points)) for layer in whole})
+    return "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+
+
+def _placed_by(row: ArchitectureReport) -> str:
+    if row.refused or not row.layers:
+        return "–"
+    return "rule" if any(layer.rule for layer in row.layers) else "analysis"
+
+
+def _compared(found: list[Mapping[str, Any]], device: str) -> str:
+    cells = [
+        f"{entry['dtype']} {entry['max_relative_error']:.0e}"
+        f" / {entry['intervention_error']:.0e}"
+        for entry in found
+        if entry["device"] == device and entry.get("max_relative_error") is not None
+    ]
+    return "<br>".join(cells) or "–"
+
+
+def _several(found: list[Mapping[str, Any]], fact: str) -> str:
+    return "yes" if any(entry.get(fact) for entry in found) else "–"
+
+
+def _reasons(rows: list[ArchitectureReport]) -> Iterator[str]:
+    """Each reason once, with the architectures that it is about."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        if row.table in _TITLES:
+            remarks = [row.refused] if row.refused else list(_conditions(row))
+            for text in dict.fromkeys(remarks):
+                about.setdefault(text, []).append(row.architecture)
+    for text, names in about.items():
+        yield f"- {', '.join(names)}: {text}."
+
+
+def _conditions(row: ArchitectureReport) -> Iterator[str]:
+    for layer in row.layers:
+        if layer.refused:
+            yield f"{layer.name}: {layer.refused}"
+        if layer.meaning:
+            yield f"{layer.name}: {layer.meaning}"
+        elif layer.no_mlp:
+            yield f"{layer.name}: without mlp_in and mlp_out, {layer.no_mlp}"
+        yield from (f"refused with {reason}" for reason in layer.unless)
+    if row.note and row.layers and not row.wraps and row.table != LIBRARY:
+        yield row.note
