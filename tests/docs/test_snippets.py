@@ -59,10 +59,23 @@ assert (ours == rows).all() and len(rows) > 10
     assert "status='ok'" in printed
 
 
+def test_the_guide_to_rows_in_the_response(tmp_path: Path) -> None:
+    offline, live, read = blocks(ROOT / "docs" / "capture-rows.md", "python")
+    check = """
+from vllm.v1.capture.http import rows_as_json
+for encoding in (None, "zstd"):
+    rows.encoding = encoding
+    for entry in rows_as_json(rows):
+        assert torch.equal(read(entry), rows[entry["layer"], entry["hook"]])
+"""
+    printed = run(tmp_path, "\n".join([offline, live, read, check]))
+    assert ", 192])" in printed
+
+
 def test_the_consumer_guide(tmp_path: Path) -> None:
-    consumer, use = blocks(ROOT / "docs" / "consumers.md", "python")
+    consumer, use, test = blocks(ROOT / "docs" / "consumers.md", "python")
     (tmp_path / "mean_norm.py").write_text(consumer)
-    printed = run(tmp_path, use)
+    printed = run(tmp_path, f"{use}\n{test}")
     assert "{'0': " in printed and "'5': " in printed
 
 
