@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare cases from the command line: `python -m tests.parity [-j N] [NAME ...]`.
+"""Compare cases from the command line: `python -m tests.parity [NAME ...]`.
 
-A name stands for all cases that it is a part of. Nothing is recorded.
+A name stands for all cases that it is a part of.
 """
 
 import argparse
@@ -9,42 +9,54 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import tests.conftest  # noqa: F401
+from tests.parity import results
 from tests.parity.cases import Case
 from tests.parity.families import CASES
 from tests.parity.processes import CaseFailed, prove
 
 
-def look(case: Case, limit: int) -> str:
+def look(case: Case, options: argparse.Namespace) -> str:
     """One line on a case, and what is wrong with it."""
     started = time.monotonic()
     try:
-        compared, points = prove(case)
+        compared, points = prove(case, options.device)
     except CaseFailed as failure:
-        return f"FAILED {case.name}\n{str(failure)[-limit:]}"
-    lines = [f"    {problem}" for problem in compared.problems[:8]]
-    kinds = sorted({hooks for hooks in points.values()})
-    verdict = "WRONG" if lines else "proven"
-    head = (
-        f"{verdict} {case.name}: rows {compared.row_error:.1e}, "
-        f"change {compared.change_error:.1e}, logits {compared.logit_error:.1e}, "
-        f"{time.monotonic() - started:.0f} s, {kinds if lines else ''}"
-    )
-    return "\n".join([head, *lines])
+        found = results.failure(failure.summary)
+        text = f"FAILED {case.name}: {failure.summary}\n{str(failure)[-1500:]}"
+    else:
+        found = results.outcome(case, compared, points)
+        lines = [f"    {problem}" for problem in compared.problems[:8]]
+        verdict = "WRONG" if lines else "proven"
+        head = (
+            f"{verdict} {case.name}: rows {compared.row_error:.1e}, "
+            f"change {compared.change_error:.1e}, logits {compared.logit_error:.1e}, "
+            f"{time.monotonic() - started:.0f} s"
+        )
+        text = "\n".join([head, *lines])
+    if options.record:
+        results.record({case: found}, options.device)
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("-j", "--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=1500)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--record", action="store_true", help="in results.json")
     options = parser.parse_args()
     chosen = [
         case
         for case in CASES
         if not options.names or any(name in case.name for name in options.names)
     ]
+    if options.device == "cpu":
+        unable = {case: results.failure(case.cannot) for case in chosen if case.cannot}
+        chosen = [case for case in chosen if case not in unable]
+        if options.record:
+            results.record(unable, "cpu")
     with ThreadPoolExecutor(options.jobs) as pool:
-        for line in pool.map(lambda case: look(case, options.limit), chosen):
+        for line in pool.map(lambda case: look(case, options), chosen):
             print(line, flush=True)
 
 

@@ -7,6 +7,7 @@ backend changes the library's modules.
 
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import torch
 from tests.parity.cases import Case
 from tests.parity.comparison import Compared, compare
 
+LOG = "\n--- log\n"
+RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 TIMEOUT = 280.0
 """Seconds for one process."""
 
@@ -27,9 +30,10 @@ class CaseFailed(Exception):
 
     @property
     def summary(self) -> str:
-        """The last line of what it raised."""
-        raised = str(self).split("\n--- log")[0].strip()
-        return raised.splitlines()[-1][:300] if raised else "no message"
+        """What it raised last."""
+        lines = str(self).split(LOG)[0].strip().splitlines()
+        raised = [line for line in lines if RAISED.match(line)]
+        return (raised or lines or ["no message"])[-1][:300]
 
 
 def _server() -> Any:
@@ -66,7 +70,7 @@ def _run(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
         error = folder / "error"
         text = error.read_text() if error.exists() else f"exit {process.exitcode}"
         log = (folder / "log").read_text()[-1500:]
-        raise CaseFailed(f"{text.strip()}\n--- log\n{log}")
+        raise CaseFailed(f"{text.strip()}{LOG}{log}")
 
 
 ON_CUDA = {"gpu_memory_utilization": 0.2}

@@ -40,6 +40,8 @@ class Point:
     """The hook point whose value `read` comes on top of, times its scale."""
     minus: str | None = None
     """The hook point whose value `read` has on top."""
+    also: Spot | None = None
+    """A second tensor; the value is the sum."""
 
 
 def named(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -82,8 +84,12 @@ class Recipe:
     """What takes the stream after attention. Empty where no module does, as in
     parallel blocks: then it is computed as the sum."""
     mlp: tuple[str, ...] = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+    mlp_in: tuple[str, ...] = ()
+    """What gives the MLP's input, where several modules take it."""
     mlp_out: tuple[str, ...] = ()
     """What gives the MLP's output, where that is not `mlp`."""
+    shared: tuple[str, ...] = ()
+    """Experts beside `mlp` whose output is added to its."""
     scale: Callable[[nn.Module], float] = _one
     """The factor by which a layer adds its attention to the stream."""
     single: tuple[str, ...] = ()
@@ -121,10 +127,13 @@ class Recipe:
             found = {"post_attn": Point(Spot(middle, "in"), added)}
         mlp = named(layer, self.mlp)
         if mlp is not None:
-            entering = Spot(mlp, "in")
+            giving = named(layer, self.mlp_in)
+            entering = Spot(giving, "out") if giving is not None else Spot(mlp, "in")
             leaving = Spot(named(layer, self.mlp_out) or mlp, "out")
+            shared = named(layer, self.shared)
+            also = Spot(shared, "out") if shared is not None else None
             found["mlp_in"] = Point(entering, entering)
-            found["mlp_out"] = Point(leaving, leaving)
+            found["mlp_out"] = Point(leaving, leaving, also=also)
         return found
 
 

@@ -47,16 +47,17 @@ class Reference:
             for index, layer in enumerate(layers)
             for hook, point in recipe.points(layer).items()
         }
-        self._seen: dict[Tap, torch.Tensor] = {}
+        self._seen: dict[Spot, torch.Tensor] = {}
         self._added: tuple[Tap, torch.Tensor] | None = None
-        for tap, point in self.points.items():
-            self._watch(tap, point.read)
+        spots = [s for p in self.points.values() for s in (p.read, p.also) if s]
+        for spot in dict.fromkeys(spots):
+            self._watch(spot)
 
-    def _watch(self, tap: Tap, spot: Spot) -> None:
+    def _watch(self, spot: Spot) -> None:
         def put(hidden: torch.Tensor) -> None:
-            assert tap not in self._seen, f"{tap} was met twice"
+            assert spot not in self._seen, f"{spot} was met twice"
             rows = hidden.detach().float().reshape(-1, hidden.shape[-1])
-            self._seen[tap] = rows.clone()
+            self._seen[spot] = rows.clone()
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
             put(_entering(args, kwargs))
@@ -70,7 +71,10 @@ class Reference:
             spot.module.register_forward_hook(leaving)
 
     def _value(self, tap: Tap) -> torch.Tensor:
-        point, rows = self.points[tap], self._seen[tap]
+        point = self.points[tap]
+        rows = self._seen[point.read]
+        if point.also is not None:
+            rows = rows + self._seen[point.also]
         if point.plus is not None:
             return self._onward((tap[0], point.plus)) + rows * point.read.scale
         if point.minus is not None:
@@ -92,9 +96,9 @@ class Reference:
         self._seen = {}
         with torch.no_grad():
             output = self.model(torch.tensor([list(token_ids)]), use_cache=False)
-        rows = {tap: self._value(tap) for tap in self.points if tap in self._seen}
-        missed = self.points.keys() - rows.keys()
-        assert not missed, f"the library's model never passes {sorted(missed)}"
+        missed = [tap for tap, p in self.points.items() if p.read not in self._seen]
+        assert not missed, f"the library's model never passes {missed}"
+        rows = {tap: self._value(tap) for tap in self.points}
         return rows, output.logits[0].float()
 
     @contextmanager

@@ -28,7 +28,8 @@ def key_of(architecture: str, dtype: str, device: str) -> str:
 
 def read(path: Path = RESULTS) -> dict[str, Entry]:
     """All entries; none if nothing was recorded yet."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    text = path.read_text() if path.exists() else ""
+    return json.loads(text) if text else {}
 
 
 def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
@@ -61,7 +62,7 @@ def record(
         path: the file.
         facts: more to say of each entry, such as `tensor_parallel=True`.
     """
-    with path.with_suffix(".lock").open("w") as lock:
+    with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = read(path)
         for case, result in found.items():

@@ -30,6 +30,9 @@ class Twin:
     fuse: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """A part of a name to the parts of those that it stacks, after renaming."""
 
+    ones: Mapping[str, int] = field(default_factory=dict)
+    """Weights of norms that nothing reads, and their sizes."""
+
     def save(self, library: Path, folder: Path) -> Path:
         """Write the twin of the checkpoint `library`."""
         folder.mkdir()
@@ -38,6 +41,7 @@ class Twin:
         config = (kept if self.whole else config) | dict(self.options)
         (folder / "config.json").write_text(json.dumps(config))
         weights = self._fused(self._renamed(load_file(library / "model.safetensors")))
+        weights |= {name: torch.ones(size) for name, size in self.ones.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
 

@@ -80,14 +80,14 @@ CASES = [
     Case(
         architecture="GPTNeoXForCausalLM",
         model_type="gpt_neox",
-        options=common(use_parallel_residual=True),
+        options=common(use_parallel_residual=True, num_key_value_heads=2),
         recipe=Recipe(layers="gpt_neox.layers", middle=()),
     ),
     Case(
         architecture="GPTNeoXForCausalLM",
         model_type="gpt_neox",
         variant="sequential",
-        options=common(use_parallel_residual=False),
+        options=common(use_parallel_residual=False, num_key_value_heads=2),
         recipe=Recipe(layers="gpt_neox.layers"),
     ),
     case("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),

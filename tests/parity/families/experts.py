@@ -6,8 +6,11 @@ from typing import Any
 from tests.parity.cases import Case, common
 from tests.parity.families.llama import MULTIPLIERS, WINDOWED
 from tests.parity.recipe import SCALED, Recipe
+from tests.parity.twins import Twin
 
+EXPERTS = ("block_sparse_moe",)
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SIGMOID = "the router of a CPU knows sigmoid scores in groups only"
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED = {
     "n_routed_experts": 8,
@@ -20,9 +23,16 @@ ROUTED = {
 
 
 def case(
-    architecture: str, model_type: str, variant: str = "plain", **options: Any
+    architecture: str,
+    model_type: str,
+    variant: str = "plain",
+    cannot: str = "",
+    twin: Twin | None = None,
+    **options: Any,
 ) -> Case:
     return Case(
+        twin=twin,
+        cannot=cannot,
         architecture=architecture,
         model_type=model_type,
         variant=variant,
@@ -66,13 +76,18 @@ CASES = [
     case(
         "OlmoeForCausalLM",
         "olmoe",
-        "normed weights",
+        "multi-head",
         num_experts=4,
         num_experts_per_tok=2,
-        norm_topk_prob=True,
         num_key_value_heads=2,
     ),
-    case("PhiMoEForCausalLM", "phimoe", **LOCAL),
+    case(
+        "PhiMoEForCausalLM",
+        "phimoe",
+        attention_bias=True,
+        lm_head_bias=True,
+        **LOCAL,
+    ),
     Case(
         architecture="GraniteMoeForCausalLM",
         model_type="granitemoe",
@@ -83,7 +98,12 @@ CASES = [
         architecture="GraniteMoeSharedForCausalLM",
         model_type="granitemoeshared",
         options=common(shared_intermediate_size=64, **LOCAL, **MULTIPLIERS),
-        recipe=Recipe(scale=SCALED.scale, mlp=("block_sparse_moe",)),
+        recipe=Recipe(
+            scale=SCALED.scale,
+            mlp=EXPERTS,
+            shared=("shared_mlp",),
+            mlp_in=("post_attention_layernorm",),
+        ),
     ),
     Case(
         architecture="GraniteMoeSWAForCausalLM",
@@ -128,11 +148,24 @@ CASES = [
     case(
         "HYV3ForCausalLM",
         "hy_v3",
+        twin=Twin(
+            options={
+                "first_k_dense_replace": 1,
+                "expert_hidden_dim": 64,
+                "route_norm": True,
+                "qk_norm": True,
+            }
+        ),
         num_shared_experts=1,
         mlp_layer_types=["dense", "sparse", "sparse"],
         **SPARSE,
     ),
-    case("MiniMaxM2ForCausalLM", "minimax_m2", **LOCAL),
+    case(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        twin=Twin(options={"rotary_dim": 32, "scoring_func": "sigmoid"}),
+        **LOCAL,
+    ),
     case(
         "GptOssForCausalLM",
         "gpt_oss",
@@ -148,12 +181,13 @@ CASES = [
         num_experts_per_tok=1,
         interleave_moe_layer_step=2,
         num_hidden_layers=4,
-        attention_chunk_size=64,
-        floor_scale=8,
+        attention_chunk_size=128,
+        attn_temperature_tuning=False,
     ),
     case(
         "LagunaForCausalLM",
         "laguna",
+        cannot=SIGMOID,
         layer_types=WINDOWED,
         sliding_window=16,
         num_attention_heads_per_layer=[2, 2, 2],
@@ -164,6 +198,27 @@ CASES = [
     case(
         "MiMoV2FlashForCausalLM",
         "mimo_v2_flash",
+        twin=Twin(
+            options={
+                "hybrid_layer_pattern": [1, 0, 1],
+                "moe_layer_freq": [0, 1, 1],
+                "layernorm_epsilon": 1e-5,
+                "swa_num_attention_heads": 2,
+                "swa_num_key_value_heads": 2,
+                "add_swa_attention_sink_bias": True,
+                "swa_head_dim": 32,
+                "swa_v_head_dim": 32,
+                "v_head_dim": 32,
+                "sliding_window_size": 16,
+                "rope_theta": 10000.0,
+                "swa_rope_theta": 10000.0,
+            }
+        ),
+        v_head_dim=32,
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
         layer_types=WINDOWED,
         sliding_window=16,
         mlp_layer_types=["dense", "sparse", "sparse"],
@@ -181,6 +236,14 @@ CASES = [
         ),
         recipe=Recipe(
             attention=("post_attention_layernorm",), middle=("pre_mlp_layernorm",)
+        ),
+        twin=Twin(
+            options={
+                "score_func": "sigmoid",
+                "route_norm": True,
+                "n_group": 1,
+                "topk_group": 1,
+            }
         ),
     ),
 ]

@@ -3,8 +3,12 @@
 
 from typing import Any
 
+from torch import nn
+
 from tests.parity.cases import Case, common
 from tests.parity.families.llama import YARN
+from tests.parity.recipe import PLAIN, Point, Recipe, Spot, named
+from tests.parity.twins import Twin
 
 # Upstream's CPU backend knows one size of the cache, 512 + 64, and rotates in place
 # unless the embedding is a scaled one.
@@ -26,6 +30,7 @@ ROUTED = {
     "n_group": 2,
     "topk_group": 1,
 }
+BIASED = Twin(options={"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
 ON_CPU = {"attention_backend": "CPU_MLA"}
 NARROW = {
     "kv_lora_rank": 32,
@@ -38,7 +43,12 @@ NARROW = {
 
 
 def case(
-    architecture: str, model_type: str, variant: str = "plain", **options: Any
+    architecture: str,
+    model_type: str,
+    variant: str = "plain",
+    twin: Twin | None = None,
+    recipe: Recipe = PLAIN,
+    **options: Any,
 ) -> Case:
     sizes = common()
     del sizes["head_dim"]
@@ -48,7 +58,25 @@ def case(
         variant=variant,
         options=sizes | LATENT | ROUTED | options,
         on_cpu=ON_CPU,
+        twin=twin,
+        recipe=recipe,
     )
+
+
+def axk1_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point] | None:
+    """The library has the norm behind the experts inside the module of the experts."""
+    norm, mlp = named(layer, ("mlp.post_mlp_layernorm",)), named(layer, ("mlp",))
+    if norm is None or mlp is None:
+        return None
+    leaving = Spot(norm, "in")
+    return recipe.ends(layer) | {
+        **recipe.branches(layer),
+        "mlp_out": Point(leaving, leaving),
+    }
+
+
+def scaled_by_depth(layer: nn.Module) -> float:
+    return float(layer.residual_scale)  # type: ignore[arg-type]
 
 
 def minicpm3() -> Case:
@@ -58,6 +86,7 @@ def minicpm3() -> Case:
         architecture="MiniCPM3ForCausalLM",
         model_type="minicpm3",
         options=sizes | NARROW | {"scale_emb": 3.0, "dim_model_base": 32},
+        recipe=Recipe(scale=scaled_by_depth),
     )
 
 
@@ -71,10 +100,22 @@ CASES = [
         topk_method="greedy",
         n_group=1,
     ),
-    case("DeepseekV3ForCausalLM", "deepseek_v3"),
-    case("DeepseekV3ForCausalLM", "deepseek_v3", "low-rank queries", q_lora_rank=48),
+    case("DeepseekV3ForCausalLM", "deepseek_v3", twin=BIASED),
+    case(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        "low-rank queries",
+        twin=BIASED,
+        q_lora_rank=48,
+    ),
     case("DeepseekV3ForCausalLM", "deepseek_v3", "dense", first_k_dense_replace=3),
-    case("AXK1ForCausalLM", "axk1", q_lora_rank=48),
+    case(
+        "AXK1ForCausalLM",
+        "axk1",
+        twin=Twin(ones={"model.layers.0.post_mlp_layernorm.weight": 64}),
+        recipe=Recipe(own=axk1_points),
+        q_lora_rank=48,
+    ),
     case(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",

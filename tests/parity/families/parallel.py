@@ -101,14 +101,6 @@ CASES = [
         multi_query=False,
         bias=True,
     ),
-    falcon(
-        "sequential, alibi",
-        Recipe(layers="transformer.h"),
-        parallel_attn=False,
-        multi_query=False,
-        alibi=True,
-        bias=True,
-    ),
     Case(
         architecture="GPTJForCausalLM",
         model_type="gptj",

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from tests.parity import results
+from tests.parity.cases import Case, common
+from tests.parity.comparison import Compared
+
+POINTS = {0: ("pre_attn", "post_attn", "post_block"), 1: ("pre_attn", "mlp_in")}
+
+
+def case(variant: str) -> Case:
+    return Case(
+        architecture="ToyForCausalLM",
+        model_type="llama",
+        variant=variant,
+        options=common(),
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "results.json"
+
+
+def outcome(error: float, problems: tuple[str, ...] = ()) -> results.Entry:
+    compared = Compared(row_error=error, change_error=2 * error)
+    compared.wrong_rows.extend(problems)
+    return results.outcome(case("any"), compared, POINTS)
+
+
+def test_variants_of_an_architecture_share_an_entry(path: Path) -> None:
+    results.record({case("a"): outcome(1e-6)}, "cpu", path)
+    results.record({case("b"): outcome(3e-6)}, "cpu", path)
+    entry = results.read(path)["ToyForCausalLM float32 cpu"]
+    assert entry["variants"] == ["a", "b"]
+    assert entry["max_relative_error"] == 3e-6
+    assert entry["intervention_error"] == 6e-6
+    assert entry["hook_points"] == ["pre_attn", "post_attn", "post_block", "mlp_in"]
+
+
+def test_a_later_run_replaces_what_it_speaks_of(path: Path) -> None:
+    results.record({case("a"): outcome(1e-2), case("b"): outcome(1e-6)}, "cpu", path)
+    results.record({case("a"): outcome(2e-6)}, "cpu", path)
+    entry = results.read(path)["ToyForCausalLM float32 cpu"]
+    assert entry["max_relative_error"] == 2e-6
+
+
+def test_devices_have_entries_of_their_own(path: Path) -> None:
+    results.record({case("a"): outcome(1e-6)}, "cpu", path)
+    results.record({case("a"): outcome(1e-6)}, "cuda", path)
+    assert len(results.read(path)) == 2
+
+
+def test_what_is_not_proven_is_listed_with_its_reason(path: Path) -> None:
+    found = {case("a"): outcome(1.0, ("rows of (0, 'pre_attn'): 1.0",))}
+    results.record(found | {case("b"): results.failure("no kernel")}, "cpu", path)
+    entry = results.read(path)["ToyForCausalLM float32 cpu"]
+    assert entry["variants"] == []
+    assert entry["max_relative_error"] is None
+    assert entry["cases"]["b"]["reason"] == "no kernel"
+    assert "pre_attn" in entry["cases"]["a"]["reason"]
+
+
+def test_facts_of_other_suites_stay(path: Path) -> None:
+    results.record({case("a"): outcome(1e-6)}, "cpu", path, tensor_parallel=True)
+    results.record({case("a"): outcome(2e-6)}, "cpu", path)
+    assert results.read(path)["ToyForCausalLM float32 cpu"]["tensor_parallel"] is True
