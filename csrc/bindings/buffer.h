@@ -7,6 +7,7 @@
 #include <span>
 #include <utility>
 
+#include "bindings/unlocked.h"
 #include "writer/file.h"
 
 namespace clearbox {
@@ -46,7 +47,7 @@ nanobind::bytes filled_bytes(std::size_t size, Fill fill) {
   auto result = nanobind::steal<nanobind::bytes>(object);
   auto* out = reinterpret_cast<std::byte*>(PyBytes_AsString(object));
   {
-    const nanobind::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     fill(out);
   }
   return result;

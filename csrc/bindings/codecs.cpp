@@ -120,7 +120,7 @@ nb::bytes topk8_from(nb::handle rows, const std::string& dtype, std::size_t num_
 
 std::uint32_t checksum(nb::handle data, std::uint32_t before, bool use_tables) {
   const Buffer buffer(data);
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return use_tables ? crc32c_table(buffer.bytes(), before)
                     : crc32c(buffer.bytes(), before);
 }

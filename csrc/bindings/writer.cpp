@@ -64,7 +64,7 @@ class PythonPool {
   PythonPool& operator=(const PythonPool&) = delete;
 
   ~PythonPool() {
-    close(0);
+    pool_.close(Duration::zero());
     // A thread that hangs may still read them: rather lost than freed under it.
     if (!held_.empty()) new std::map<JobId, Buffers>(std::move(held_));
   }
@@ -104,7 +104,7 @@ class PythonPool {
   std::vector<Answer> take(double timeout) {
     std::vector<Done> done;
     {
-      const nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       done = pool_.take(seconds(timeout));
     }
     std::vector<Answer> answers;
@@ -116,7 +116,7 @@ class PythonPool {
   }
 
   bool close(double timeout) {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return pool_.close(seconds(timeout));
   }
 
@@ -129,7 +129,7 @@ class PythonPool {
     held_.emplace(id, std::move(buffers));
     bool queued = false;
     {
-      const nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       queued = pool_.submit(id, std::move(job), seconds(timeout));
     }
     if (queued) return id;
@@ -148,8 +148,8 @@ void bind_writer(nb::module_& module) {
   nb::class_<FaultyDisk>(module, "FaultyDisk",
                          "A disk for tests: it fills up, or hangs.")
       .def(nb::init<std::size_t>(), "free_bytes"_a)
-      .def("hang", &FaultyDisk::hang, nb::call_guard<nb::gil_scoped_release>())
-      .def("release", &FaultyDisk::release, nb::call_guard<nb::gil_scoped_release>());
+      .def("hang", &FaultyDisk::hang)
+      .def("release", &FaultyDisk::release);
   nb::class_<PythonPool>(module, "WriterPool",
                          "Threads outside the GIL; see csrc/writer/pool.h.")
       .def(nb::init<unsigned, std::size_t, std::size_t, std::shared_ptr<FaultyDisk>>(),

@@ -78,6 +78,7 @@ struct WriterPool::State {
     }
     --running;
     has_ended.notify_all();
+    has_done.notify_all();
   }
 };
 
@@ -115,9 +116,11 @@ bool WriterPool::cancel(JobId id) {
 }
 
 std::vector<Done> WriterPool::take(Duration timeout) {
-  std::unique_lock lock(state_->mutex);
-  state_->has_done.wait_for(lock, timeout, [this] { return !state_->done.empty(); });
-  return std::exchange(state_->done, {});
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.has_done.wait_for(lock, timeout,
+                          [&] { return !state.done.empty() || state.running == 0; });
+  return std::exchange(state.done, {});
 }
 
 bool WriterPool::close(Duration timeout) {

@@ -46,7 +46,8 @@ class WriterPool {
   /// True if the job will leave nothing; false if it has committed or is done.
   bool cancel(JobId id);
 
-  /// Jobs that are done; waits up to `timeout` for the first. Empty if there is none.
+  /// Jobs that are done; waits up to `timeout` for the first. None if there is none
+  /// by then, or there will be none as the pool has closed.
   std::vector<Done> take(Duration timeout);
 
   /// Works off the queue; false if that takes longer than `timeout`. The jobs left

@@ -11,10 +11,11 @@ from vllm.v1.capture.consumers.arrow.shard import TableShard
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.names import path_part, place_of
-from vllm.v1.capture.consumers.storage.pool import Job
+from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import ShardSet
 from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
+from vllm.v1.capture.consumers.storage.submission import Submission
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
@@ -74,7 +75,9 @@ class _Tables:
         self._params = params
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+    def publish(
+        self, request: StoredRequest, workspace: Workspace, submission: Submission
+    ) -> None:
         """Append a request's rows to a table, or write its own file."""
         finalizes = request.writable()
         if not finalizes:
@@ -95,6 +98,6 @@ class _Tables:
             lambda shard: shard.append(request, name, finalizes),
         )
 
-    def due(self, now: float, closing: bool) -> Sequence[Job]:
+    def due(self, now: float, closing: bool) -> Sequence[Task]:
         """Tables whose time has come."""
         return self._shards.due(now, closing)

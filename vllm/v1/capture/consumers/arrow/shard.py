@@ -94,7 +94,7 @@ class TableShard(Shard):
             raise OSError(f"only {done} of {wanted} rows are there")
 
     def _abandon(self) -> None:
-        self.sealed = True
+        self.sealed = self.written_out = True
         for request, _ in self._waiting:
             request.settle_error("the table it shared with others was not written")
         self._drop()

@@ -14,9 +14,10 @@ from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.names import path_part, place_of
-from vllm.v1.capture.consumers.storage.pool import Job
+from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
+from vllm.v1.capture.consumers.storage.submission import Submission
 from vllm.v1.capture.selectors import fail, parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
@@ -35,6 +36,7 @@ class FilesystemConsumer(StorageSink):
 
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
+    claims_request_id: ClassVar[bool] = True
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)
@@ -84,8 +86,10 @@ class _Layouts:
         self._params = params
         self._sharded = ShardedLayout(params)
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write a request's rows."""
+    def publish(
+        self, request: StoredRequest, workspace: Workspace, submission: Submission
+    ) -> None:
+        """Have a request's rows written."""
         finalizes = request.writable()
         sidecars = [finalize.sidecar for finalize in request.finalizes.values()]
         if not sidecars:
@@ -95,14 +99,14 @@ class _Layouts:
         layout = client.get("layout") or self._params.default_layout
         tag, name = place_of(sidecars[0], self._params.default_tag)
         codec = codec_for(self._params, client)
-        writing = Writing(self._params, workspace, tag, name, codec)
+        writing = Writing(self._params, workspace, tag, name, codec, submission)
         if layout == "sharded":
             self._sharded.write(request, finalizes, writing)
         elif layout == "packed":
-            request.settle(write_packed(request, finalizes, writing))
+            write_packed(request, finalizes, writing)
         else:
-            request.settle(write_per_file(request, finalizes, writing))
+            write_per_file(request, finalizes, writing)
 
-    def due(self, now: float, closing: bool) -> Sequence[Job]:
+    def due(self, now: float, closing: bool) -> Sequence[Task]:
         """Shards whose time has come."""
         return self._sharded.shards.due(now, closing)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the layouts share: a key's bytes as they go to a file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,11 @@ from vllm.v1.capture.consumers.storage.codecs import Codec, parse_codec
 from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Bytes, Workspace
 from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.submission import Submission
 from vllm.v1.capture.types import CaptureFinalize
+
+HELD_BYTES = 16 << 20
+"""Rows up to this size are encoded as a whole before they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,38 @@ class Writing:
     name: str
     """The request's name, as a part of a path."""
     codec: Codec
+    submission: Submission
 
     def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
         """An encoder for a key."""
         sidecar = finalize.sidecar
         dtype = getattr(torch, sidecar["dtype"])
         return KeyEncoder(self.codec, sidecar["hidden_size"], dtype)
+
+    @property
+    def replace(self) -> bool:
+        """Whether files that are there already are replaced."""
+        return self.params.on_collision == "overwrite"
+
+    def fits_in_memory(self, request: StoredRequest) -> bool:
+        """Whether the encoded rows may be held until they are written.
+
+        Raw rows are, in the memory where they lie anyway.
+        """
+        rows = request.rows
+        if rows.spilled:
+            return False
+        return self.codec.name == "raw" or rows.memory_bytes <= HELD_BYTES
+
+    def placed(
+        self, request: StoredRequest, data: Iterable[Bytes]
+    ) -> tuple[str, list[Bytes] | None]:
+        """A path aside and what is to be written there; None if it has been."""
+        if self.fits_in_memory(request):
+            return self.workspace.aside(), list(data)
+        params = self.params
+        path = self.workspace.write(data, params.coalesce_max_bytes, params.fsync)
+        return path, None
 
     def encoded(
         self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.capture.consumers.filesystem.layout import Writing, stage_suffix
-from vllm.v1.capture.consumers.filesystem.per_file import publish_pair
+from vllm.v1.capture.consumers.filesystem.per_file import publication, said
 from vllm.v1.capture.consumers.filesystem.sidecar import entry, request_facts
 from vllm.v1.capture.consumers.storage.files import Bytes
 from vllm.v1.capture.consumers.storage.request import StoredRequest
@@ -15,35 +15,36 @@ from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 def write_packed(
     request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
-) -> list[CaptureResult]:
-    """Write the request's keys one after the other.
+) -> None:
+    """Have the request's keys written one after the other.
 
     Raises:
         OSError: nothing was written.
 
     """
     if not finalizes:
-        return []
-    params, workspace = writing.params, writing.workspace
-    folder = workspace.folder(writing.tag, writing.name)
+        request.settle(())
+        return
+    folder = writing.workspace.folder(writing.tag, writing.name)
     base = f"{folder}/packed{stage_suffix(finalizes[0].sidecar)}"
     shared = request_facts([finalize.sidecar for finalize in finalizes])
     entries: list[dict[str, Any]] = []
-    rows = workspace.write(
-        keys_in_turn(request, finalizes, writing, shared, entries, 0),
-        params.coalesce_max_bytes,
-        params.fsync,
+    aside, rows = writing.placed(
+        request, keys_in_turn(request, finalizes, writing, shared, entries, 0)
     )
     index = {"layout": "packed", "request_id": writing.name, **shared}
     text = json.dumps({**index, "entries": entries}).encode()
-    replace = params.on_collision == "overwrite"
-    publish_pair(writing, rows, f"{base}.bin", text, f"{base}.json", replace)
-    first, *others = (finalize.key for finalize in finalizes)
-    # The file is named once: the request's payload is the list of its files.
-    return [
-        CaptureResult(first, "ok", payload=[f"{base}.bin"]),
-        *(CaptureResult(key, "ok") for key in others),
-    ]
+
+    def answer(error: OSError | None) -> None:
+        if error is not None:
+            request.settle_error(said(error, f"{base}.bin"))
+            return
+        first, *others = (finalize.key for finalize in finalizes)
+        # The file is named once: the request's payload is the list of its files.
+        named = CaptureResult(first, "ok", payload=[f"{base}.bin"])
+        request.settle([named, *(CaptureResult(key, "ok") for key in others)])
+
+    writing.submission.submit(publication(writing, aside, rows, base, text), answer)
 
 
 def keys_in_turn(
@@ -58,8 +59,5 @@ def keys_in_turn(
     for finalize in finalizes:
         encoder = writing.encoder(finalize)
         yield from writing.encoded(request, finalize, encoder)
-        description = encoder.describe()
-        entries.append(
-            entry(finalize.sidecar, shared, offset, encoder.num_bytes, description)
-        )
+        entries.append(entry(finalize.sidecar, shared, offset, encoder))
         offset += encoder.num_bytes

@@ -1,83 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout `per_file`: `{tag}/{request_id}/{layer}_{hook}.bin` with a `.json`."""
-
-import contextlib
-import os
-from pathlib import Path
+"""Layout `per_file`: one file of rows per key, with its JSON beside it."""
 
 from vllm.v1.capture.consumers.filesystem.layout import Writing
 from vllm.v1.capture.consumers.filesystem.sidecar import key_json
-from vllm.v1.capture.consumers.storage.files import publish
+from vllm.v1.capture.consumers.storage.files import Bytes
+from vllm.v1.capture.consumers.storage.jobs import Publication
 from vllm.v1.capture.consumers.storage.request import StoredRequest
-from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.capture.consumers.storage.submission import Gathering
+from vllm.v1.capture.consumers.storage.writers import Answer
+from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 
 def write_per_file(
     request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
-) -> list[CaptureResult]:
-    """Write each key to a file of its own; a key's failure is its own."""
-    results = []
+) -> None:
+    """Have each key written to a file of its own; a key's failure is its own."""
+    if not finalizes:
+        request.settle(())
+        return
+    results: list[CaptureResult] = []
+    gathering = Gathering(len(finalizes), lambda: request.settle(results))
+
+    def answered(key: CaptureKey, name: str) -> Answer:
+        def answer(error: OSError | None) -> None:
+            results.append(result_of(key, name, error))
+            gathering.arrived()
+
+        return answer
+
     folder = writing.workspace.folder(writing.tag, writing.name)
     for finalize in finalizes:
         if request.settled.is_set():  # given up: it took too long
-            break
+            return
+        _, layer, hook = finalize.key
+        base = f"{folder}/{layer}_{hook}"
+        answer = answered(finalize.key, f"{base}.bin")
         try:
-            path = _write(request, finalize, writing, folder)
+            writing.submission.submit(_job(request, finalize, writing, base), answer)
         except OSError as error:
-            message = f"{type(error).__name__}: {error}"
-            results.append(CaptureResult(finalize.key, "error", message))
-        else:
-            results.append(CaptureResult(finalize.key, "ok", payload=[path]))
-    return results
+            answer(error)
 
 
-def _write(
-    request: StoredRequest, finalize: CaptureFinalize, writing: Writing, folder: Path
-) -> str:
-    params, workspace = writing.params, writing.workspace
-    _, layer, hook = finalize.key
-    base = f"{folder}/{layer}_{hook}"
-    replace = params.on_collision == "overwrite"
+def result_of(key: CaptureKey, name: str, error: OSError | None) -> CaptureResult:
+    """What a writer's answer means for a key whose file is `name`."""
+    if error is None:
+        return CaptureResult(key, "ok", payload=[name])
+    return CaptureResult(key, "error", said(error, name))
+
+
+def said(error: OSError, name: str) -> str:
+    """Why the file `name` is not there, as results have it."""
+    if isinstance(error, FileExistsError):
+        return f"FileExistsError: {name} exists already (on_collision=error)"
+    return f"{type(error).__name__}: {error}"
+
+
+def _job(
+    request: StoredRequest, finalize: CaptureFinalize, writing: Writing, base: str
+) -> Publication:
     encoder = writing.encoder(finalize)
-    rows = workspace.write(
-        writing.encoded(request, finalize, encoder),
-        params.coalesce_max_bytes,
-        params.fsync,
+    aside, rows = writing.placed(request, writing.encoded(request, finalize, encoder))
+    return publication(
+        writing, aside, rows, base, key_json(writing.name, finalize.sidecar, encoder)
     )
-    text = key_json(writing.name, finalize.sidecar, encoder.describe())
-    publish_pair(writing, rows, f"{base}.bin", text, f"{base}.json", replace)
-    return f"{base}.bin"
 
 
-def publish_pair(
-    writing: Writing, rows: str, final: str, text: bytes, index: str, replace: bool
-) -> None:
-    """Publish rows and then what describes them; neither stays without the other.
-
-    Raises:
-        FileExistsError: there are such rows, and they are not to be replaced.
-
-    """
-    fsync = writing.params.fsync
-    try:
-        aside = writing.workspace.write([text], len(text), fsync)
-    except BaseException:
-        os.unlink(rows)
-        raise
-    try:
-        if replace and os.path.lexists(final):
-            # A reader must not find old facts beside new rows.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(index)
-        publish(rows, final, replace=replace, fsync=False)
-    except FileExistsError:
-        os.unlink(aside)
-        raise FileExistsError(f"{final} exists already (on_collision=error)") from None
-    except BaseException:
-        os.unlink(aside)
-        raise
-    try:
-        publish(aside, index, replace=True, fsync=fsync)
-    except BaseException:
-        os.unlink(final)
-        raise
+def publication(
+    writing: Writing,
+    aside: str,
+    rows: list[Bytes] | None,
+    base: str,
+    index: bytes,
+) -> Publication:
+    """The job that makes `{base}.bin` and `{base}.json`."""
+    return Publication(
+        rows_aside=aside,
+        rows_name=f"{base}.bin",
+        rows=rows,
+        index_aside=writing.workspace.aside(),
+        index_name=f"{base}.json",
+        index=index,
+        replace=writing.replace,
+        fsync=writing.params.fsync,
+    )

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,8 +14,10 @@ from zlib import crc32
 from vllm.v1.capture.consumers.filesystem.layout import Writing, stage_suffix
 from vllm.v1.capture.consumers.filesystem.packed import keys_in_turn
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
+from vllm.v1.capture.consumers.filesystem.per_file import said
 from vllm.v1.capture.consumers.filesystem.sidecar import request_facts
-from vllm.v1.capture.consumers.storage.files import Workspace, publish, write_all
+from vllm.v1.capture.consumers.storage.files import Bytes, Workspace, publish, write_all
+from vllm.v1.capture.consumers.storage.jobs import Append
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
@@ -41,22 +44,62 @@ class FileShard(Shard):
     def append(
         self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
     ) -> None:
-        """Write a request's keys to the end; on failure the shard is as before."""
+        """Have a request's keys written to the end; the lock is held.
+
+        Raises:
+            OSError: the shard is as before.
+
+        """
         shared = request_facts([finalize.sidecar for finalize in finalizes])
         entries: list[dict[str, Any]] = []
-        data = keys_in_turn(
-            request, finalizes, writing, shared, entries, self.num_bytes
-        )
+        start = self.num_bytes
+        data = keys_in_turn(request, finalizes, writing, shared, entries, start)
+        facts = {"request_id": writing.name, **shared}
+        if not writing.fits_in_memory(request):
+            self.num_bytes += self._write(data, start)
+            self._accept(request, finalizes, facts, entries)
+            return
+        job = Append(self._fd, start, list(data))
+        self.num_bytes += job.num_bytes
+        self.pending += 1
+
+        def answer(error: OSError | None) -> None:
+            with self.lock:
+                self.pending -= 1
+                if error is None:
+                    self._accept(request, finalizes, facts, entries)
+            if error is not None:
+                request.settle_error(said(error, self._path))
+
         try:
-            written = write_all(self._fd, data, self._params.coalesce_max_bytes)
-        except BaseException:
-            os.ftruncate(self._fd, self.num_bytes)
-            os.lseek(self._fd, self.num_bytes, os.SEEK_SET)
+            writing.submission.submit(job, answer)
+        except OSError:
+            self.pending -= 1
+            self.num_bytes = start
             raise
-        self.num_bytes += written
-        which = {"request_id": writing.name, "request": len(self._requests)}
+
+    def _write(self, data: Iterable[Bytes], start: int) -> int:
+        try:
+            return write_all(self._fd, data, self._params.coalesce_max_bytes, start)
+        except BaseException:
+            if not self.pending:  # nobody writes behind it: give the space back
+                os.ftruncate(self._fd, start)
+            raise
+
+    def _accept(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        facts: dict[str, Any],
+        entries: list[dict[str, Any]],
+    ) -> None:
+        """The request's bytes are in the file."""
+        which = {
+            "request_id": facts["request_id"],
+            "request": len(self._requests),
+        }
         self._entries += [{**which, **entry} for entry in entries]
-        self._requests.append({"request_id": writing.name, **shared})
+        self._requests.append(facts)
         # One result carries the file's name, which is known once it is sealed.
         first, *others = (finalize.key for finalize in finalizes)
         named = CaptureResult(first, "ok")
@@ -67,12 +110,17 @@ class FileShard(Shard):
 
     def write_out(self) -> None:
         """Claim the next free number, then write the index."""
+        if not self._requests:  # none of them could be written
+            os.close(self._fd)
+            os.unlink(self._path)
+            return
         fsync = self._params.fsync
         index = None
         try:
+            # Behind the last row may be what was left of a write that failed.
+            os.ftruncate(self._fd, self._end())
             if fsync:
                 os.fsync(self._fd)
-            os.close(self._fd)
             text = json.dumps(
                 {
                     "layout": "sharded",
@@ -91,6 +139,8 @@ class FileShard(Shard):
                     with contextlib.suppress(OSError):
                         os.unlink(path)
             raise
+        finally:
+            os.close(self._fd)
         try:
             publish(index, f"{base}.json", replace=True, fsync=fsync)
         except BaseException:
@@ -98,6 +148,9 @@ class FileShard(Shard):
             raise
         for result in self._results:
             result.payload = [f"{base}.bin"]
+
+    def _end(self) -> int:
+        return max((e["offset"] + e["nbytes"] for e in self._entries), default=0)
 
     def _claim(self) -> str:
         for sequence in count(self._next_sequence()):

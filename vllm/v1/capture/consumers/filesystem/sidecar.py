@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.capture.consumers.storage.encode import KeyEncoder
+
 REQUEST_FACTS = (
     "layer_convention",
     "model",
@@ -24,8 +26,8 @@ ROW_FACTS = ("positions", "token_ids")
 """What there is one of per row."""
 
 
-def key_json(request_id: str, sidecar: dict[str, Any], codec: dict[str, Any]) -> bytes:
-    """The sidecar of one key's own file."""
+def key_json(request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder) -> bytes:
+    """The sidecar of one key's own file, whose bytes went through `encoder`."""
     content = {
         "request_id": request_id,
         "layer": sidecar["layer"],
@@ -33,7 +35,7 @@ def key_json(request_id: str, sidecar: dict[str, Any], codec: dict[str, Any]) ->
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
         **_note(sidecar),
-        "codec": codec,
+        **_encoding(encoder),
     }
     return json.dumps(content).encode()
 
@@ -52,8 +54,7 @@ def entry(
     sidecar: dict[str, Any],
     shared: dict[str, Any],
     offset: int,
-    num_bytes: int,
-    codec: dict[str, Any],
+    encoder: KeyEncoder,
 ) -> dict[str, Any]:
     """Where one key lies in a file that holds several."""
     own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
@@ -61,11 +62,19 @@ def entry(
         "layer": sidecar["layer"],
         "hook": sidecar["hook"],
         "offset": offset,
-        "nbytes": num_bytes,
+        "nbytes": encoder.num_bytes,
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
-        "codec": codec,
+        **_encoding(encoder),
         **own,
         **_note(sidecar),
+    }
+
+
+def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
+    checksum = encoder.checksum
+    return {
+        "codec": encoder.describe(),
+        **({} if checksum is None else {"crc32c": checksum}),
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vllm.v1.capture.consumers.storage.checksum import crc32c
 from vllm.v1.capture.consumers.storage.codecs import Codec
 from vllm.v1.capture.consumers.storage.files import Bytes
 
@@ -22,6 +23,8 @@ class KeyEncoder:
         self._blocks: list[tuple[int, int]] = []
         self.num_bytes = 0
         """Bytes that `encode` has yielded so far."""
+        self.checksum: int | None = crc32c(b"")
+        """CRC32C of them; None if it is not computed here."""
 
     def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
         """The encoded blocks, one after the other."""
@@ -29,6 +32,8 @@ class KeyEncoder:
         for block in blocks if plain else joined(blocks, BLOCK_BYTES):
             data = self._codec.encode(block)
             self.num_bytes += len(data)
+            if self.checksum is not None:
+                self.checksum = crc32c(data, self.checksum)
             if not self._fixed:
                 self._blocks.append((len(block), len(data)))
             yield data

@@ -30,10 +30,29 @@ def raw_bytes(rows: torch.Tensor) -> memoryview:
     return memoryview(contiguous.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
-def write_all(fd: int, buffers: Iterable[Bytes], max_bytes: int) -> int:
+def create_file(path: str) -> int:
+    """A new file in a process's folder aside, open for writing.
+
+    The folder is made again if it is gone with the one above, which happens when the
+    root was emptied; the root itself is not, as it may be a mount point.
+    """
+    try:
+        return os.open(path, _NEW, 0o644)
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        for missing in (os.path.dirname(folder), folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(missing)
+        return os.open(path, _NEW, 0o644)
+
+
+def write_all(
+    fd: int, buffers: Iterable[Bytes], max_bytes: int, offset: int | None = None
+) -> int:
     """Write the buffers one after the other, up to `max_bytes` per system call.
 
-    Returns the number of bytes written.
+    They go to `offset`, else to where the file stands. Returns the number of bytes
+    written.
     """
     total = 0
     batch: list[memoryview] = []
@@ -41,16 +60,28 @@ def write_all(fd: int, buffers: Iterable[Bytes], max_bytes: int) -> int:
     for buffer in buffers:
         view = memoryview(buffer)
         if batch and (size + len(view) > max_bytes or len(batch) == _MAX_BUFFERS):
-            total += _write_batch(fd, batch)
+            total += _write_batch(fd, batch, _after(offset, total))
             batch, size = [], 0
         batch.append(view)
         size += len(view)
-    return total + (_write_batch(fd, batch) if batch else 0)
+    if batch:
+        total += _write_batch(fd, batch, _after(offset, total))
+    return total
 
 
-def _write_batch(fd: int, batch: list[memoryview]) -> int:
+def _after(offset: int | None, size: int) -> int | None:
+    return None if offset is None else offset + size
+
+
+def _write(fd: int, batch: list[memoryview], offset: int | None) -> int:
+    if offset is None:
+        return os.writev(fd, batch)
+    return os.pwritev(fd, batch, offset)
+
+
+def _write_batch(fd: int, batch: list[memoryview], offset: int | None) -> int:
     total = sum(map(len, batch))
-    written = os.writev(fd, batch)
+    written = _write(fd, batch, offset)
     rest = total - written
     while rest:  # a full disk or a signal: the next call says which
         skipped = written
@@ -60,7 +91,7 @@ def _write_batch(fd: int, batch: list[memoryview]) -> int:
                 left.append(view[skipped:])
             skipped = max(skipped - len(view), 0)
         batch = left
-        written = os.writev(fd, batch)
+        written = _write(fd, batch, _after(offset, total - rest))
         rest -= written
     return total
 
@@ -100,13 +131,7 @@ class Workspace:
     def create(self) -> tuple[str, int]:
         """A new file aside: its path and its descriptor, open for writing."""
         path = self.aside()
-        try:
-            return path, os.open(path, _NEW, 0o644)
-        except FileNotFoundError:
-            # The root was emptied, or taken away and put back.
-            self.own.parent.mkdir(exist_ok=True)
-            self.own.mkdir(exist_ok=True)
-            return path, os.open(path, _NEW, 0o644)
+        return path, create_file(path)
 
     def folder(self, *parts: str) -> Path:
         """The folder `parts` below the root, made if it is not there.

@@ -9,6 +9,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.rows import RequestRows
+from vllm.v1.capture.consumers.storage.submission import Submission
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 logger = init_logger(__name__)
@@ -30,6 +31,8 @@ class StoredRequest:
     """Why rows of the request were lost before it ended."""
     ended_at: float | None = None
     spilling: bool = False
+    submission: Submission | None = None
+    """The jobs that write it, once there are some."""
     results: dict[CaptureKey, CaptureResult] = field(default_factory=dict)
     settled: threading.Event = field(default_factory=threading.Event)
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
@@ -69,12 +72,20 @@ class StoredRequest:
 
     def settle_error(self, error: str) -> None:
         """Make every key that has no result yet an error."""
+        if self.settled.is_set():
+            return
         logger.error("The capture of %s was not written: %s", self.request_id, error)
         self.settle(
             CaptureResult(key, "error", error)
             for key in self.finalizes
             if key not in self.results
         )
+
+    def give_up(self, error: str) -> None:
+        """Make what is not written yet an error, and have it not be written."""
+        self.settle_error(error)
+        if self.submission is not None:
+            self.submission.cancel()
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call back once the results are final; at once if they are."""

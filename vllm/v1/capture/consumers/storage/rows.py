@@ -46,6 +46,11 @@ class RequestRows:
         self.memory_bytes = 0
         """Bytes of rows that lie in memory."""
 
+    @property
+    def spilled(self) -> bool:
+        """Whether some rows do not lie in memory."""
+        return self._spill_path is not None
+
     def add(self, tap: Tap, rows: torch.Tensor) -> None:
         """Append rows `[rows, width]`, which are not copied."""
         with self._lock:

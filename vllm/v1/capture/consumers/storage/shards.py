@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Generic, TypeVar
 
-from vllm.v1.capture.consumers.storage.pool import Job
+from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.types import CaptureResult
 
@@ -29,7 +29,11 @@ class Shard(ABC):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sealed = False
+        """Whether it takes no more requests."""
+        self.written_out = False
         self.num_bytes = 0
+        self.pending = 0
+        """Requests whose bytes are on their way to the file."""
         self._waiting: list[tuple[StoredRequest, list[CaptureResult]]] = []
         self._first = self._last = self._asked = 0.0
 
@@ -43,19 +47,26 @@ class Shard(ABC):
         self._waiting.append((request, results))
 
     def is_due(self, now: float, closing: bool) -> bool:
-        """Whether it is time to seal; true once a second until that has happened."""
-        if not self._waiting or (now - self._asked < 1.0 and not closing):
+        """Whether `seal` has something to do; true once a second until it is done."""
+        if self.written_out or (now - self._asked < 1.0 and not closing):
             return False
-        late = now - self._last > IDLE_SECONDS or now - self._first > AGE_SECONDS
-        if late or closing:
+        if self.sealed:
+            is_due = not self.pending
+        else:
+            idle = not self.pending and now - self._last > IDLE_SECONDS
+            is_late = closing or idle or now - self._first > AGE_SECONDS
+            is_due = bool(self._waiting) and is_late
+        if is_due:
             self._asked = now
-        return late or closing
+        return is_due
 
     def seal(self) -> None:
-        """Finish the file and settle the requests in it; the lock is held."""
-        if self.sealed:
-            return
+        """Take no more; finish the file once all bytes are there. The lock is held."""
         self.sealed = True
+        if self.pending or self.written_out:
+            self._asked = 0.0
+            return
+        self.written_out = True
         try:
             self.write_out()
         except Exception as error:
@@ -79,6 +90,8 @@ class ShardSet(Generic[S]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._open: dict[tuple[str, int], S] = {}
+        self._full: list[S] = []
+        """Sealed, with bytes still on their way."""
         self._lock = threading.Lock()
 
     def add(
@@ -92,6 +105,7 @@ class ShardSet(Generic[S]):
             with self._lock:
                 shard = self._open.get(key)
                 if shard is None or shard.sealed:
+                    self._retire(key)
                     shard = self._open[key] = new()
             with shard.lock:
                 if shard.sealed:
@@ -103,16 +117,22 @@ class ShardSet(Generic[S]):
                         shard.seal()
                 return
 
-    def due(self, now: float, closing: bool) -> Sequence[Job]:
-        """Jobs that seal the shards whose time has come."""
+    def _retire(self, key: tuple[str, int]) -> None:
+        shard = self._open.pop(key, None)
+        if shard is not None and not shard.written_out:
+            self._full.append(shard)
+
+    def due(self, now: float, closing: bool) -> Sequence[Task]:
+        """Tasks that seal the shards whose time has come."""
         with self._lock:
             for key in [key for key, shard in self._open.items() if shard.sealed]:
-                del self._open[key]
-            shards = list(self._open.values())
+                self._retire(key)
+            self._full = [shard for shard in self._full if not shard.written_out]
+            shards = [*self._open.values(), *self._full]
         return [_sealing(shard) for shard in shards if shard.is_due(now, closing)]
 
 
-def _sealing(shard: Shard) -> Job:
+def _sealing(shard: Shard) -> Task:
     def seal() -> None:
         with shard.lock:
             shard.seal()

@@ -13,8 +13,14 @@ from zlib import crc32
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.memory import MemoryBudget
-from vllm.v1.capture.consumers.storage.pool import Job, WriterPool
+from vllm.v1.capture.consumers.storage.pool import Task, TaskPool
 from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.writers import (
+    WriterLimits,
+    Writers,
+    open_writers,
+)
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -33,7 +39,7 @@ class StorageLimits:
 
     writer_threads: int
     queue_size: int
-    """Jobs that may wait for one writer thread."""
+    """Requests that may wait for one thread that prepares them."""
     timeout_seconds: float
     """How long a request's rows may take to be written, from its end."""
     coalesce_max_bytes: int
@@ -43,14 +49,16 @@ class StorageLimits:
 
 
 class Publisher(Protocol):
-    """Writes the rows of requests that have ended; its methods run on writers."""
+    """Has the rows of requests written that have ended; runs on the pool's threads."""
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write, and settle the request now or in a later job."""
+    def publish(
+        self, request: StoredRequest, workspace: Workspace, submission: Submission
+    ) -> None:
+        """Submit what writes the request and settles it, or do so at once."""
         ...
 
-    def due(self, now: float, closing: bool) -> Sequence[Job]:
-        """Jobs that complete what waits for more; asked several times a second."""
+    def due(self, now: float, closing: bool) -> Sequence[Task]:
+        """Tasks that complete what waits for more; asked several times a second."""
         ...
 
 
@@ -76,7 +84,8 @@ class StorageSink:
         self._workspace = Workspace(root)
         # An instance also exists in the front end, where it only validates:
         # threads and folders are made with the first row.
-        self._pool: WriterPool | None = None
+        self._pool: TaskPool | None = None
+        self._writers: Writers | None = None
         self._clock: threading.Thread | None = None
         self._closing = threading.Event()
         self._waiting = threading.Event()
@@ -175,23 +184,32 @@ class StorageSink:
             )
             self._budget.release(request.rows.discard())
 
-    def _put(self, request: StoredRequest, job: Job) -> bool:
+    def _put(self, request: StoredRequest, task: Task) -> bool:
         if self._pool is None:  # the workspace could not be opened
-            job()
+            task()
             return True
         slot = crc32(request.request_id.encode())
-        return self._pool.put(slot, job, self._limits.timeout_seconds)
+        return self._pool.put(slot, task, self._limits.timeout_seconds)
 
     def _publish(self, request: StoredRequest) -> None:
+        def forget() -> None:
+            self._budget.release(request.rows.discard())
+
+        if self._writers is None:
+            request.settle_error(self._unusable or "there are no writers")
+            forget()
+            return
+        submission = Submission(self._writers, self._limits.timeout_seconds, forget)
+        request.submission = submission
         try:
             if not request.settled.is_set():
-                self._publisher.publish(request, self._workspace)
+                self._publisher.publish(request, self._workspace, submission)
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("Writing the capture of %s", request.request_id)
             request.settle_error(_said(error))
         finally:
-            self._budget.release(request.rows.discard())
+            submission.finish()
 
     # Results.
 
@@ -229,10 +247,18 @@ class StorageSink:
             self._unusable = _said(error)
             logger.error("%s cannot write: %s", self._name, self._unusable)
         else:
-            self._pool = WriterPool(
-                f"capture-{self._name}-writer",
+            self._pool = TaskPool(
+                f"capture-{self._name}-prepare",
                 self._limits.writer_threads,
                 self._limits.queue_size,
+            )
+            self._writers = open_writers(
+                f"capture-{self._name}-writer",
+                WriterLimits(
+                    num_threads=self._limits.writer_threads,
+                    max_bytes=self._limits.buffer_bytes,
+                    max_call_bytes=self._limits.coalesce_max_bytes,
+                ),
             )
         self._clock = threading.Thread(
             target=self._run_clock, name=f"capture-{self._name}-clock", daemon=True
@@ -257,15 +283,15 @@ class StorageSink:
             for request in pending:
                 assert request.ended_at is not None
                 if now - request.ended_at > self._limits.timeout_seconds:
-                    request.settle_error(
+                    request.give_up(
                         f"not written within {self._limits.timeout_seconds:g} s "
                         "(timeout_seconds)"
                     )
 
     def _complete_due(self, now: float, closing: bool) -> None:
-        for slot, job in enumerate(self._publisher.due(now, closing)):
+        for slot, task in enumerate(self._publisher.due(now, closing)):
             if self._pool is not None:
-                self._pool.put(slot, job, 0.0)
+                self._pool.put(slot, task, 0.0)
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Write what has ended within `timeout` seconds; remove the rest."""
@@ -278,6 +304,8 @@ class StorageSink:
         if self._pool is not None:
             self._settle_all(deadline)
             self._pool.close(max(deadline - monotonic(), 0.0))
+        if self._writers is not None:
+            self._writers.close(max(deadline - monotonic(), 0.0))
         for request in list(self._requests.values()):
             if request.ended_at is None:
                 logger.error(
@@ -286,7 +314,7 @@ class StorageSink:
                 )
                 request.rows.discard()
             elif not request.settled.is_set():
-                request.settle_error(f"the server stopped {timeout:g} s before")
+                request.give_up(f"the server stopped {timeout:g} s before")
         self._workspace.close()
 
     def _settle_all(self, deadline: float) -> None:
