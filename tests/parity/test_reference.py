@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference is right: its hooks see what the library itself says of the stream."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.parity.cases import Case, common
 from tests.parity.comparison import neighbours, relative
@@ -33,18 +36,27 @@ CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[c.architecture for c in CASES])
-def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reference:
-    case: Case = request.param
-    library, _ = case.save(tmp_path_factory.mktemp("model"))
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def library(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return case.save(tmp_path_factory.mktemp("model"))[0]
+
+
+@pytest.fixture(scope="module")
+def reference(case: Case, library: Path) -> Reference:
     return Reference(library, case.torch_dtype, case.recipe)
 
 
-def test_layers_begin_and_end_with_the_hidden_states(reference: Reference) -> None:
+def test_layers_begin_and_end_with_the_hidden_states(
+    reference: Reference, library: Path
+) -> None:
     rows, _ = reference.run(TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(library, attn_implementation="eager")
     with torch.no_grad():
-        output = reference.model(torch.tensor([TOKENS]), output_hidden_states=True)
+        output = model(torch.tensor([TOKENS]), output_hidden_states=True)
     for layer, hidden in enumerate(output.hidden_states[:-1]):
         assert torch.equal(rows[layer, "pre_attn"], hidden[0])
         if layer:
