@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fork.architectures.accounting import architecture_faults
 from fork.contents import Contents, added_files, assemble, shadowing_faults
 from fork.failure import BuildFailure
 from fork.faults import Fault
@@ -95,6 +96,8 @@ def build(order: Order) -> Built:
         results = weave_release(order.checkout, release, order.jobs)
     faults = [fault for woven in results for fault in woven.faults]
     faults += shadowing_faults(added_files(order.checkout), release)
+    with step("architectures"):
+        faults += architecture_faults(release, results)
     if faults:
         raise Faulty(faults)
     woven = {w.module: w.source for w in results if w.source is not None}

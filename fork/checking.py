@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from fork.architectures.accounting import architecture_faults
 from fork.contents import added_files, shadowing_faults
 from fork.edit_files import edit_paths
 from fork.faults import Fault
@@ -11,8 +12,9 @@ from fork.release import Release
 from fork.weaver import WovenFile, has_layer_weave, weave_release
 
 TESTED = (
-    "each edit's anchor matches as often as it says, each woven file compiles, and no "
-    "added file shadows an upstream one; nothing was imported or run"
+    "each edit's anchor matches as often as it says, each woven file compiles, each "
+    "architecture leads to decoder layers or has a reason, and no added file shadows "
+    "an upstream one; nothing was imported or run"
 )
 
 
@@ -22,7 +24,7 @@ class FileReport:
 
     module: str
     what: str
-    """`edits`, `decoder layers` or `added`."""
+    """`edits`, `decoder layers`, `added` or `architectures`."""
     faults: tuple[Fault, ...]
 
 
@@ -88,6 +90,9 @@ def check(checkout: Checkout, release: Release, jobs: int) -> Report:
     ]
     shadowing = shadowing_faults(added_files(checkout), release)
     files += [FileReport(fault.module, "added", (fault,)) for fault in shadowing]
+    unlisted = tuple(architecture_faults(release, woven))
+    if unlisted:
+        files.append(FileReport(unlisted[0].module, "architectures", unlisted))
     return Report(
         version=release.version,
         files=tuple(sorted(files, key=lambda file: file.module)),

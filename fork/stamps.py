@@ -47,3 +47,9 @@ def language_digest() -> bytes:
 def weave_digest() -> bytes:
     """Hash of the decoder-layer weave and what it builds on."""
     return digest_of([_digest_of_folder(_HERE / "weave"), language_digest()]).encode()
+
+
+@cache
+def architectures_digest() -> bytes:
+    """Hash of what follows architectures to their layers."""
+    return _digest_of_folder(_HERE / "architectures")

@@ -45,6 +45,8 @@ class WovenFile:
     source: str | None
     """None if nothing changed, or if something does not fit."""
     faults: tuple[Fault, ...]
+    layers: tuple[str, ...] = ()
+    """Names of its decoder-layer classes, refused ones too."""
 
 
 def weave_release(checkout: Checkout, release: Release, jobs: int) -> list[WovenFile]:
@@ -137,6 +139,7 @@ def _weave_and_keep(task: Task) -> WovenFile:
     record = {
         "source": woven.source,
         "faults": [fault.as_dict() for fault in woven.faults],
+        "layers": woven.layers,
     }
     keep(task.key, record)
     return woven
@@ -147,7 +150,7 @@ def _read(task: Task) -> WovenFile | None:
     if record is None:
         return None
     faults = tuple(Fault(**fault) for fault in record["faults"])
-    return WovenFile(task.module, record["source"], faults)
+    return WovenFile(task.module, record["source"], faults, tuple(record["layers"]))
 
 
 def weave_file(task: Task) -> WovenFile:
@@ -167,6 +170,7 @@ def weave_file(task: Task) -> WovenFile:
                 task.module, None, tuple(map(from_problem, woven.problems))
             )
         source = woven.source
+    layers: tuple[str, ...] = ()
     if task.has_layers:
         result = import_module("fork.weave.decoder_layers").weave_module(
             source, task.module
@@ -174,7 +178,9 @@ def weave_file(task: Task) -> WovenFile:
         if result.problems:
             return WovenFile(task.module, None, _layer_faults(task, result.problems))
         source = source if result.source is None else result.source
-    return WovenFile(task.module, None if source == original else source, ())
+        refused = (layer.name for layer in result.refused if layer.is_layer)
+        layers = (*(layer.name for layer in result.layers), *refused)
+    return WovenFile(task.module, None if source == original else source, (), layers)
 
 
 def _layer_faults(task: Task, problems: tuple[str, ...]) -> tuple[Fault, ...]:

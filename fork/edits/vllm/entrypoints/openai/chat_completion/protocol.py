@@ -91,4 +91,15 @@ capture_results: dict[str, Any] | None = Field(
         argument="steering_name=self.steering_name",
         why="Passes the request's steering on.",
     ),
+    add_field(
+        scope="BatchChatCompletionRequest",
+        after="return_token_ids",
+        insert="""
+steering_vectors: dict[str, Any] | None = None
+prefill_steering_vectors: dict[str, Any] | None = None
+decode_steering_vectors: dict[str, Any] | None = None
+steering_name: str | None = None
+""",
+        why="All conversations of a batch are steered alike.",
+    ),
 ]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A miniature release: a registry, and models in the ways that upstream has them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+MODELS = "vllm/model_executor/models"
+LAYER = """
+from torch import nn
+
+class {name}DecoderLayer(nn.Module):
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.attn(self.norm(hidden_states))
+        return hidden_states + self.mlp(self.norm(hidden_states))
+"""
+STACK = """
+class {name}Model(nn.Module):
+    def __init__(self, *, layer_type=None):
+        layer_type = layer_type or {name}DecoderLayer
+        self.layers = make_layers(4, lambda prefix: layer_type(prefix=prefix))
+
+class {name}ForCausalLM(nn.Module):
+    def __init__(self):
+        self.model = self.make()
+
+    def make(self):
+        return {name}Model()
+"""
+
+
+def model(name: str) -> str:
+    """A module with a decoder layer, a stack and a model class."""
+    return (LAYER + STACK).format(name=name)
+
+
+FILES = {
+    "first": model("First"),
+    # Runs the first one's stack with a layer of its own.
+    "chosen": """
+from .first import FirstForCausalLM, FirstModel
+"""
+    + LAYER.format(name="Chosen")
+    + """
+class ChosenForCausalLM(FirstForCausalLM):
+    def make(self):
+        return FirstModel(layer_type=ChosenDecoderLayer)
+""",
+    "wrapping": """
+from torch import nn
+from .utils import init_vllm_registered_model
+
+class NamedForCausalLM(nn.Module):
+    def __init__(self):
+        self.model = init_vllm_registered_model(architectures=["FirstForCausalLM"])
+
+class AnyForCausalLM(nn.Module):
+    def __init__(self, config):
+        self.model = init_vllm_registered_model(hf_config=config)
+""",
+    # Speaks of a layer, but makes none.
+    "empty": """
+from torch import nn
+from .first import FirstDecoderLayer
+
+class EmptyForCausalLM(nn.Module):
+    def is_one(self, layer):
+        return isinstance(layer, FirstDecoderLayer)
+""",
+}
+TABLES: dict[str, dict[str, tuple[str, str]]] = {
+    "_TEXT_GENERATION_MODELS": {
+        "FirstForCausalLM": ("first", "FirstForCausalLM"),
+        "ChosenForCausalLM": ("chosen", "ChosenForCausalLM"),
+        "AnyForCausalLM": ("wrapping", "AnyForCausalLM"),
+    },
+    "_MULTIMODAL_MODELS": {"NamedForCausalLM": ("wrapping", "NamedForCausalLM")},
+    "_EMBEDDING_MODELS": {
+        "FirstModel": ("first", "FirstForCausalLM"),
+        "FirstForCausalLM": ("first", "FirstForCausalLM"),
+    },
+}
+EMPTY = {"EmptyForCausalLM": ("empty", "EmptyForCausalLM")}
+
+
+def registry(tables: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
+    """The text of a registry with these tables."""
+    lines = [f"{name} = {dict(table)!r}" for name, table in tables.items()]
+    merged = ", ".join(f"**{name}" for name in tables)
+    return "\n".join([*lines, f"_VLLM_MODELS = {{{merged}}}", ""])
+
+
+def write(
+    root: Path,
+    tables: Mapping[str, Mapping[str, tuple[str, str]]] | None = None,
+) -> Path:
+    """The release, unpacked below `root`."""
+    folder = root / MODELS
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "registry.py").write_text(registry(TABLES if tables is None else tables))
+    return root

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An architecture that nobody accounts for stops the build."""
+
+from pathlib import Path
+
+import pytest
+
+from fork.architectures.accounting import architecture_faults, unknown_architectures
+from fork.release import Release
+from fork.weaver import WovenFile
+from tests.fork.architectures._release import EMPTY, MODELS, TABLES, write
+
+LAYERS = {
+    f"{MODELS}/first.py": frozenset({"FirstDecoderLayer"}),
+    f"{MODELS}/chosen.py": frozenset({"ChosenDecoderLayer"}),
+}
+TEXT = TABLES["_TEXT_GENERATION_MODELS"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARBOX_CACHE", str(tmp_path / "cache"))
+
+
+def release(root: Path) -> Release:
+    made = Release.__new__(Release)
+    for name, value in {"root": root, "sha256": "0", "version": "1.2.3"}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def woven() -> list[WovenFile]:
+    return [WovenFile(m, None, (), tuple(found)) for m, found in LAYERS.items()]
+
+
+def test_architectures_that_lead_to_layers_are_known(tmp_path: Path) -> None:
+    assert unknown_architectures(write(tmp_path), LAYERS) == []
+
+
+def test_an_architecture_that_leads_nowhere_is_unknown(tmp_path: Path) -> None:
+    root = write(tmp_path, TABLES | {"_TEXT_GENERATION_MODELS": TEXT | EMPTY})
+    place = f"{MODELS}/empty.py:EmptyForCausalLM"
+    assert unknown_architectures(root, LAYERS) == [("EmptyForCausalLM", place)]
+
+
+@pytest.mark.usefixtures("cache")
+def test_it_stops_the_build_each_time(tmp_path: Path) -> None:
+    root = write(tmp_path, TABLES | {"_TEXT_GENERATION_MODELS": TEXT | EMPTY})
+    for _ in range(2):
+        (fault,) = architecture_faults(release(root), woven())
+        assert "has EmptyForCausalLM, but no decoder layer was found" in fault.sentence
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_table_that_nobody_has_heard_of_stops_the_build(tmp_path: Path) -> None:
+    root = write(tmp_path, TABLES | {"_SINGING_MODELS": {}})
+    (fault,) = architecture_faults(release(root), woven())
+    assert "_SINGING_MODELS" in fault.sentence

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from fork.architectures.registry import names
+from fork.failure import BuildFailure
+from tests.fork.architectures._release import MODELS, TABLES, write
+
+
+def test_every_name_is_listed_once_and_as_what_it_can_do_most(tmp_path: Path) -> None:
+    found = {name.architecture: name for name in names(write(tmp_path))}
+    assert {name: found[name].table for name in found} == {
+        "FirstForCausalLM": "text",
+        "ChosenForCausalLM": "text",
+        "AnyForCausalLM": "text",
+        "NamedForCausalLM": "multimodal",
+        "FirstModel": "pooling",
+    }
+    assert found["FirstModel"].place == (f"{MODELS}/first.py", "FirstForCausalLM")
+
+
+def test_names_that_a_table_takes_over_are_not_listed_again(tmp_path: Path) -> None:
+    root = write(tmp_path)
+    path = root / MODELS / "registry.py"
+    path.write_text(path.read_text().replace("_EMBEDDING_MODELS = {", TAKEN, 1))
+    assert len(names(root)) == 5
+
+
+TAKEN = "_EMBEDDING_MODELS = {**{k: v for k, v in _TEXT_GENERATION_MODELS.items()}, "
+
+
+def test_a_table_that_nobody_has_heard_of_is_an_error(tmp_path: Path) -> None:
+    root = write(tmp_path, TABLES | {"_SINGING_MODELS": {}})
+    with pytest.raises(BuildFailure, match="does not know: _SINGING_MODELS"):
+        names(root)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from fork.architectures.page import lines, page
+from fork.architectures.reports import ArchitectureReport, reports, unaccounted
+from tests.fork.architectures._release import EMPTY, TABLES, write
+
+WITH_EMPTY = TABLES | {
+    "_TEXT_GENERATION_MODELS": TABLES["_TEXT_GENERATION_MODELS"] | EMPTY
+}
+POINTS = ("pre_attn", "post_attn", "post_block")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> dict[str, ArchitectureReport]:
+    return {row.architecture: row for row in reports(write(tmp_path, WITH_EMPTY))}
+
+
+def layers(row: ArchitectureReport) -> list[str]:
+    return [layer.name for layer in row.layers]
+
+
+def test_an_architecture_has_the_layers_of_its_stack(rows) -> None:
+    (layer,) = rows["FirstForCausalLM"].layers
+    assert layer.name == "FirstDecoderLayer"
+    assert layer.points[:3] == POINTS
+
+
+def test_a_layer_that_is_chosen_replaces_the_stack_s_own(rows) -> None:
+    assert layers(rows["ChosenForCausalLM"]) == ["ChosenDecoderLayer"]
+
+
+def test_what_wraps_a_named_model_has_its_layers(rows) -> None:
+    row = rows["NamedForCausalLM"]
+    assert row.wraps == ("FirstForCausalLM",)
+    assert row.layers == rows["FirstForCausalLM"].layers
+
+
+def test_what_wraps_any_model_says_so(rows) -> None:
+    row = rows["AnyForCausalLM"]
+    assert (row.layers, row.refused) == ((), "")
+    assert "that its configuration names" in row.note
+
+
+def test_what_does_not_generate_is_refused(rows) -> None:
+    assert "nothing is generated" in rows["FirstModel"].refused
+
+
+def test_an_architecture_without_layers_or_reason_is_unaccounted(rows) -> None:
+    found = unaccounted(list(rows.values()))
+    assert [row.architecture for row in found] == ["EmptyForCausalLM"]
+
+
+def test_the_lines_name_each_architecture_and_class(rows) -> None:
+    text = "\n".join(lines(list(rows.values())))
+    assert all(f"{name} (" in text for name in rows)
+    assert "models/chosen:ChosenDecoderLayer: pre_attn post_attn post_block" in text
+
+
+RESULT = {
+    "architecture": "FirstForCausalLM",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_relative_error": 2e-6,
+    "intervention_error": 3e-6,
+    "tensor_parallel": True,
+}
+
+
+def test_the_page_has_the_proofs(rows) -> None:
+    text = page(list(rows.values()), {"one": RESULT})
+    row = "| FirstForCausalLM | 3 | analysis | float32 2e-06 / 3e-06 | – | yes | – |"
+    assert row in text.replace("| 5 |", "| 3 |").splitlines()
+    assert "| EmptyForCausalLM | refused |" in text
+    assert "- EmptyForCausalLM: no decoder layer was found." in text
