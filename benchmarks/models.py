@@ -2,6 +2,7 @@
 """The models that both sides run: the demo model and tiny ones with random weights."""
 
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,3 +73,30 @@ def random_prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
         [draw.randrange(8, VOCABULARY) for _ in range(draw.randint(shortest, longest))]
         for _ in range(count)
     ]
+
+
+def random_llama(folder: Path, layers: int, width: int) -> Model:
+    """A Llama with random weights and the demo model's tokenizer; written once."""
+    model = Model(
+        f"llama-{layers}x{width}", folder / f"llama-{layers}x{width}", "float32"
+    )
+    if not (model.folder / "model.safetensors").exists():
+        config = transformers.LlamaConfig(
+            vocab_size=1280,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 64,
+            max_position_embeddings=512,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
+        made.save_pretrained(model.folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(demo_model().folder / name, model.folder)
+    return model

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that take turns at the same load, and what a turn costs.
+
+A turn is one batch of completions over HTTP, all of them at once. Its cost is the
+time on the wall, and the CPU time of the server's processes, which other programs on
+the machine disturb less.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import httpx
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The system places the threads: servers bound to one core would be hit by
+    # whatever else runs there.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+START_SECONDS = 400.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one turn."""
+
+    wall: float
+    cpu: float
+
+
+class Server:
+    """`vllm serve`, in a group of processes of its own; close it after use."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        arguments: list[str],
+        threads: int,
+        python: Path = Path(sys.executable),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it; `python` and `environment` decide which vLLM serves."""
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = int(taken.getsockname()[1])
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += [str(model), "--served-model-name", "m"]
+        command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                    **environment,
+                },
+                start_new_session=True,
+            )
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits)
+
+    async def ready(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            RuntimeError: it ended, or stayed silent.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if (await self._client.get("/health")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                await asyncio.sleep(0.5)
+        raise RuntimeError(f"the server did not start; see {self.log}")
+
+    async def turn(self, bodies: list[dict[str, Any]]) -> Cost:
+        """Post all completions at once, and wait for all answers."""
+        wall, cpu = time.perf_counter(), self._cpu_seconds()
+        answers = await asyncio.gather(
+            *(self._client.post("/v1/completions", json=body) for body in bodies)
+        )
+        cost = Cost(time.perf_counter() - wall, self._cpu_seconds() - cpu)
+        for answer in answers:
+            if answer.status_code != 200:
+                raise RuntimeError(f"{self.log.name}: {answer.text[:500]}")
+        return cost
+
+    def _cpu_seconds(self) -> float:
+        """Of all living processes of the server's group."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            if int(fields[2]) == self._process.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / TICKS
+
+    async def __aenter__(self) -> "Server":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.aclose()
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
