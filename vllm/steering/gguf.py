@@ -6,8 +6,9 @@ A file has a tensor `direction.L` for each layer. How both count layers:
 - Applied: repeng and llama.cpp both add `direction.L` to the output of block L, counted
   from 0: our `post_block` of layer L. llama.cpp refuses `direction.0`.
 - Measured: repeng computes `direction.L` from the output of block L, where it applies
-  it. llama.cpp's `cvector-generator` computes it from the output of block L - 1 and so
-  applies it one block later than it was measured.
+  it (for the last block, from that output after the final norm). llama.cpp's
+  `cvector-generator` computes it from the output of block L - 1 and so applies it one
+  block later than it was measured.
 
 The two writers differ in the type of `controlvector.layer_count`: repeng writes an
 unsigned number, llama.cpp a signed one. So a file says which of them wrote it.

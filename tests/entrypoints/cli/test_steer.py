@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.v1.steering import _engine
 from vllm.entrypoints.cli.steer.main import COMMANDS, SteerSubcommand, join_numbers
@@ -96,6 +98,12 @@ class TestOnAnEngine:
         found = read_vectors(file)
         assert found.taps == [(layer, "post_block") for layer in range(6)]
         assert found.provenance.num_layers == 6 and found.provenance.weights
+        expected = _mean_difference(pairs)
+        for layer in range(5):  # transformers' last one is normed
+            vector = torch.from_numpy(found.vectors[layer, "post_block"])
+            torch.testing.assert_close(
+                vector, expected[layer + 1], rtol=1e-3, atol=1e-3
+            )
         assert "mean of 3 pairs, mean token" in found.provenance.origin
 
         options = ("--vectors", file, "--prompt", PROMPT, "--layers", "2")
@@ -156,6 +164,25 @@ class TestOnAnEngine:
         options = ("--vectors", file, "--prompt", PROMPT)
         with pytest.raises(SystemExit, match="--for-model"):
             run(monkeypatch, "apply", "--model", DEMO, *options)
+
+
+def _mean_difference(pairs: Path) -> list[torch.Tensor]:
+    """By entry of transformers' hidden states, what the pairs differ by on average."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def means(text: str) -> list[torch.Tensor]:
+        ids = torch.tensor([tokenizer.encode(text)])
+        states = model(ids, output_hidden_states=True).hidden_states
+        return [state[0].mean(dim=0) for state in states]
+
+    lines = [json.loads(line) for line in pairs.read_text().splitlines()]
+    differences = [
+        torch.stack(means(line["positive"])) - torch.stack(means(line["negative"]))
+        for line in lines
+    ]
+    return list(torch.stack(differences).mean(dim=0))
 
 
 def _split(line: str) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 COMMANDS = {
     "extract": "Extract vectors from pairs of contrasting texts.",
@@ -16,6 +17,8 @@ COMMANDS = {
     "show": "Tell what a file of vectors holds.",
 }
 """Each has a module of its name here, with `add_arguments` and `run`."""
+
+OPERANDS = {"convert": "SOURCE TARGET ", "show": "SOURCE "}
 
 
 class SteerSubcommand(CLISubcommand):
@@ -36,9 +39,13 @@ class SteerSubcommand(CLISubcommand):
         commands = parser.add_subparsers(required=True, dest="steer_command")
         called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
         for name, summary in COMMANDS.items() if called == self.name else ():
-            usage = f"vllm {self.name} {name} [options]"
+            words = f"{self.name} {name}"
             command = commands.add_parser(
-                name, help=summary, description=summary, usage=usage
+                name,
+                help=summary,
+                description=summary,
+                usage=f"vllm {words} {OPERANDS.get(name, '')}[options]",
+                epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=words),
             )
             # Engine options take long to declare; only one command is run.
             if name in sys.argv:
