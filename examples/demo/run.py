@@ -1,27 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: serve a small model, capture its residual stream, look at it.
+"""The demo: serve a small model, capture its residual stream, steer it, look at it.
 
     make demo        or, in the environment:  python examples/demo/run.py
 
 Takes one to two minutes; the first time torch.compile adds up to one. It ends with
-a table of what was captured and one picture, build/demo/residual_norm.png.
+a table of what was captured and one picture, build/demo/residual_norm.png. Before that
+it extracts a vector from what it captured, and shows how stories change under it.
 """
 
 import argparse
 import json
+import secrets
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from types import FrameType
 
+import httpx
 from asking import TAG, Answer, Client
 from comparing import Line, Rows, compare, hidden_states, load_reference
 from picture import draw
-from serving import HOST, ServerFailure, free_port, running, serve_command
+from serving import (
+    ENVIRONMENT,
+    HOST,
+    ServerFailure,
+    free_port,
+    running,
+    serve_command,
+)
+from toning import COEFFICIENTS, HOOK, LAYER, MODULES, Steerer, bar, rises
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from vllm.steering.tables import side_by_side
 from vllm.v1.capture.consumers.filesystem import read_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"Port {options.port} is taken; using {port}.")
     url = f"http://{HOST}:{port}"
     captures = out / "captures"
+    key = secrets.token_hex(16)
     serve = [str(WEIGHTS), "--served-model-name", MODEL, "--max-num-seqs", "8"]
+    serve += ["--enable-steering"]
     serve += ["--capture-consumers", f"filesystem:root={json.dumps(str(captures))}"]
     serve += ["--enforce-eager"] if options.eager else []
 
@@ -64,21 +79,24 @@ def main(arguments: list[str] | None = None) -> int:
     log = out / "server.log"
     try:
         command = serve_command(port, serve)
-        with running(command, url, log, START_SECONDS, _show_progress):
+        environment = {**ENVIRONMENT, "VLLM_STEERING_API_KEY": key}
+        with running(command, url, log, START_SECONDS, _show_progress, environment):
             print(f"\n  ready after {time.monotonic() - start:.0f} s")
             answers = ask(Client(url, MODEL), options.tokens)
-            step("5. Stopping the server")
+            with httpx.Client(base_url=url) as http:
+                steered = steer(Steerer(http, MODEL, key), captures)
+            step("8. Stopping the server")
         print("  stopped")
     except ServerFailure as failure:
         print(f"\ndemo: {failure}", file=sys.stderr)
         return 1
     agree = inspect(answers, captures)
     picture(answers[0], captures, out / "residual_norm.png")
-    return 0 if agree else 1
+    return 0 if agree and steered else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Capture a small model's stream.")
+    parser = argparse.ArgumentParser(description="Capture and steer a small model.")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
     parser.add_argument("--port", type=int, default=8000, help="tried first")
     parser.add_argument("--tokens", type=int, default=32, help="generated at most")
@@ -124,6 +142,33 @@ def ask(client: Client, tokens: int) -> list[Answer]:
     return [*answers, chat]
 
 
+def steer(steerer: Steerer, captures: Path) -> bool:
+    """Extract a vector and use it; whether the tone rises with its coefficient."""
+    step(f"5. A tone vector, from captured rows of stories ({HOOK} of layer {LAYER})")
+    found = steerer.extract(captures)
+    share = found.norm / found.stream_norm
+    print(f"  cheerful less gloomy: norm {found.norm:.2f}, {share:.0%} of the stream's")
+    for name, norm in steerer.register(found).items():
+        print(f"  registered: {name!r}, norm {norm:.2f}")
+    step("6. The same prompts, unsteered and steered")
+    names = [None, *MODULES]
+    texts = [steerer.told(list(PROMPTS.values()), name) for name in names]
+    width = shutil.get_terminal_size((110, 24)).columns
+    titles = [f"steering_name: {name}" if name else "unsteered" for name in names]
+    for prompt, *columns in zip(PROMPTS.values(), *texts):
+        print(f"\n  {prompt}\n{side_by_side(titles, columns, width)}")
+    step("7. The mean tone of stories, from -1 (gloomy) to 1 (cheerful)")
+    scores = []
+    for coefficient in COEFFICIENTS:
+        scores.append(steerer.score(found, coefficient))
+        print(
+            f"  vector times {coefficient:+.1f}  {scores[-1]:+.2f}  {bar(scores[-1])}"
+        )
+    if not rises(scores):
+        print("demo: the tone does not rise with the coefficient", file=sys.stderr)
+    return rises(scores)
+
+
 def _outcome(answer: Answer) -> str:
     result = answer.results["filesystem"]
     if result["status"] != "ok":
@@ -133,7 +178,7 @@ def _outcome(answer: Answer) -> str:
 
 def inspect(answers: list[Answer], captures: Path) -> bool:
     """Compare with HF transformers; whether every row points the same way."""
-    step("6. Computing the same hidden states with HF transformers, in float32")
+    step("9. Computing the same hidden states with HF transformers, in float32")
     disable_progress_bar()
     model = load_reference(WEIGHTS)
     lines: list[Line] = []
@@ -168,7 +213,7 @@ def _print_table(lines: list[Line], name: str) -> None:
 
 def picture(answer: Answer, captures: Path, path: Path) -> None:
     """Draw one request."""
-    step("7. Drawing the norm of the residual stream over layers and tokens")
+    step("10. Drawing the norm of the residual stream over layers and tokens")
     rows, token_ids, num_prompt_tokens = _read(captures, answer.name)
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     tokens = [tokenizer.decode([token]).strip() or "_" for token in token_ids]

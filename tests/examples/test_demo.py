@@ -2,6 +2,7 @@
 """The demo: its server handling, its comparison, its picture, and a real run."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,6 +24,7 @@ import asking  # noqa: E402
 import comparing  # noqa: E402
 import picture  # noqa: E402
 import serving  # noqa: E402
+import toning  # noqa: E402
 
 # Answers /health once it listens; the port comes as the first argument.
 HEALTHY = """
@@ -170,9 +173,34 @@ def test_every_point_of_the_stream_is_asked_for() -> None:
     assert asked["request_id"] == "one" and asked["positions"] == "all"
 
 
+def test_both_tones_have_as_many_stories() -> None:
+    found = toning.stories(5)
+    assert {tone: len(texts) for tone, texts in found.items()} == {
+        "cheerful": 5,
+        "gloomy": 5,
+    }
+    for tone, texts in found.items():
+        sign = 1 if tone == "cheerful" else -1
+        assert all(sign * toning.tone_score(text) > 0 for text in texts)
+
+
+def test_a_packed_vector_is_the_vector() -> None:
+    from vllm.v1.steering.vectors import SteeredModel, parse_vectors
+
+    vector = np.array([1.0, -2.0], np.float32)
+    model = SteeredModel({toning.LAYER: [toning.HOOK]}, 2, torch.float32)
+    found = parse_vectors(toning.packed(vector, -0.5), model, "vectors").vectors
+    assert found[toning.LAYER, toning.HOOK].tolist() == [-0.5, 1.0]
+
+
+def test_scores_rise_only_if_each_does() -> None:
+    assert toning.rises([-1, 0, 0.5]) and not toning.rises([-1, 0, 0])
+    assert toning.bar(-1, 4) == "####|    " and toning.bar(0.5, 4) == "    |##  "
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_the_demo_runs_and_leaves_a_picture_and_no_server(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind((serving.HOST, 0))
@@ -185,6 +213,10 @@ def test_the_demo_runs_and_leaves_a_picture_and_no_server(tmp_path: Path) -> Non
     assert "HTTP 400" in done.stdout
     for name in ("story-anna", "story-max", "chat"):
         assert len(list((tmp_path / "captures" / "demo" / name).glob("*.bin"))) == 18
+    assert "registered: 'gloomy'" in done.stdout
+    lines = re.findall(r"vector times ([+-][\d.]+) +([+-][\d.]+)", done.stdout)
+    scores = [float(score) for _, score in lines]
+    assert len(scores) == 5 and scores == sorted(scores) and scores[0] < 0 < scores[-1]
     assert (tmp_path / "residual_norm.png").read_bytes().startswith(b"\x89PNG")
 
 
