@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from vllm.v1.capture.channel import (
     Message,
     ResultMessage,
 )
+from vllm.v1.capture.claims import Claims
 from vllm.v1.capture.cli import ready_instances
 from vllm.v1.capture.driver import DriverLanes
 from vllm.v1.capture.engine import end_captures_now
@@ -27,9 +27,9 @@ from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.registry import build_consumer
-from vllm.v1.capture.results import merge, merge_samples
 from vllm.v1.capture.selectors import fail
 from vllm.v1.capture.status import CaptureStatus
+from vllm.v1.capture.tracking import Sample, Tracked
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.capture.wire import CaptureEnd
 
@@ -52,77 +52,6 @@ LOOK_SECONDS = 1.0
 
 KEPT_RESULTS = 4096
 """Results of requests that nobody waited for are kept for this many requests."""
-
-
-@dataclass
-class _Sample:
-    """What is known of one sample's results: per instance, per stage."""
-
-    instances: tuple[str, ...]
-    stages: int
-    results: dict[str, dict[int, CaptureResult]] = field(default_factory=dict)
-    ended_at: float = 0.0
-    """When its client's output was complete, by the monotonic clock."""
-
-    def complete(self) -> bool:
-        return all(
-            len(self.results.get(name, ())) == self.stages for name in self.instances
-        )
-
-    def lose(self, why: str, stages: int) -> None:
-        """Results that have not come will not."""
-        key: Any = ("", -1, "*")
-        for name in self.instances:
-            got = self.results.setdefault(name, {})
-            for stage in range(stages):
-                got.setdefault(stage, CaptureResult(key, "error", why))
-
-    def merged(self, request_id: str) -> dict[str, CaptureResult]:
-        merged = {}
-        for name in self.instances:
-            got = self.results.get(name, {})
-            if len(got) < self.stages:
-                key: Any = (request_id, -1, "*")
-                merged[name] = CaptureResult(key, "pending")
-            else:
-                merged[name] = merge(request_id, [got[s] for s in sorted(got)])
-        return merged
-
-
-@dataclass
-class _Tracked:
-    """A request as the client knows it: one id, one or more samples."""
-
-    samples: dict[int, _Sample] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    """Bytes of rows that may come back with the results, per instance."""
-    waits: bool = False
-    """Whether a consumer's rows come back with the output, which waits for them."""
-    idle: tuple[str, ...] = ()
-    """Instances that the request names and that want nothing of it."""
-    aborted: bool = False
-    """Whether it may be that nobody comes for the results."""
-
-    def complete(self) -> bool:
-        return all(sample.complete() for sample in self.samples.values())
-
-    def merged(self, request_id: str) -> dict[str, CaptureResult]:
-        each = {
-            index: sample.merged(request_id) for index, sample in self.samples.items()
-        }
-        if len(each) == 1:
-            results = next(iter(each.values()))
-        else:
-            names = sorted({name for results in each.values() for name in results})
-            results = {
-                name: merge_samples(
-                    request_id, {index: each[index][name] for index in sorted(each)}
-                )
-                for name in names
-            }
-        key: Any = (request_id, -1, "*")
-        idle = {name: CaptureResult(key, "not_requested") for name in self.idle}
-        return results | idle
 
 
 class NoCapture:
@@ -204,7 +133,8 @@ class CaptureFrontend(NoCapture):
         self._send_ends = send_ends
         self._live = live
         self._alive = alive
-        self._tracked: dict[str, _Tracked] = {}
+        self._claims = Claims(admission.consumers)
+        self._tracked: dict[str, Tracked] = {}
         self._reserved = Reservations()
         self._owner: dict[str, tuple[str, int]] = {}
         self._ends: list[CaptureEnd] = []
@@ -250,6 +180,7 @@ class CaptureFrontend(NoCapture):
             self._live.instances(params),
         )
         if params._capture_plan is not None:
+            self._claims.check(params.capture)
             self._make_room(params._capture_plan, params)
 
     def _make_room(self, plan: CapturePlan, params: "SamplingParams") -> None:
@@ -304,7 +235,7 @@ class CaptureFrontend(NoCapture):
             return
         parent = state.parent_req.request_id if state.parent_req else state.request_id
         with self._changed:
-            tracked = self._tracked.setdefault(parent, _Tracked())
+            tracked = self._tracked.setdefault(parent, Tracked())
             tracked.waits = any(
                 getattr(self._admission.consumers[name], "waits", False)
                 for name in params.capture or {}
@@ -313,7 +244,8 @@ class CaptureFrontend(NoCapture):
             self._reserved.take(plan)
             named = set(params.capture or {})
             tracked.idle = tuple(sorted(named - set(plan.instances)))
-            tracked.samples[state.request_index] = _Sample(plan.instances, self._stages)
+            tracked.samples[state.request_index] = Sample(plan.instances, self._stages)
+            self._claims.take(params.capture, parent)
             state.capture_id = parent
             self._owner[state.request_id] = (parent, state.request_index)
         self._live.open(parent, plan, state.prompt_token_ids, params)
@@ -504,6 +436,7 @@ class CaptureFrontend(NoCapture):
             if len(sample.results[instance]) == self._stages:
                 self._status.finalized(instance, monotonic() - sample.ended_at)
             if tracked.complete():
+                self._claims.release(parent)
                 for wake in self._waiters.pop(parent, []):
                     wake()
                 self._changed.notify_all()
@@ -520,6 +453,7 @@ class CaptureFrontend(NoCapture):
                     return
 
     def _forget(self, parent: str) -> None:
+        self._claims.release(parent)
         self._tracked.pop(parent, None)
         self._live.close(parent)
         for request_id in [r for r, (p, _) in self._owner.items() if p == parent]:

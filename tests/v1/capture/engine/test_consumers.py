@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -211,3 +212,20 @@ def test_a_consumer_that_wants_nothing_is_told_apart(several: CapturedEngine) ->
     (output,) = several.run([prompt(9, seed=507)], params(nothing={}))
     found = {name: result.status for name, result in results(output).items()}
     assert found == {"keeper": "ok", "nothing": "not_requested"}
+
+
+def test_requests_of_one_call_cannot_share_a_request_id(
+    several: CapturedEngine, root: Path
+) -> None:
+    spec = {"request_id": "shared", "tag": "t", "hooks": {"post_block": [0]}}
+    asked = params(filesystem=spec | {"positions": "all_prompt"})
+    with pytest.raises(ValueError, match="request_id: a request that is under way"):
+        several.run([prompt(9, seed=520), prompt(5, seed=521)], asked)
+    capture = several.llm.llm_engine.capture  # type: ignore[attr-defined]
+    for _ in range(100):  # The first of them was aborted, which takes a moment.
+        if not capture.describe()["counters"]["requests_under_way"]:
+            break
+        sleep(0.1)
+    (output,) = several.run([prompt(5, seed=521)], asked)
+    assert results(output)["filesystem"].status == "ok"
+    assert read_request(root, "t", "shared")[0, "post_block"].shape == (5, 64)
