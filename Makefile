@@ -9,13 +9,14 @@ TREE := build/$(DEVICE)
 # Our modules, checked where upstream's types are known: in the woven tree.
 MODULES = $(shell find vllm -name '*.py' | sort | \
 	sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' -e 's|^|-m |')
+CPP = $(shell find csrc tests/csrc -name '*.h' -o -name '*.cpp')
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
 	fork/metadata.py $(wildcard requirements/*.txt)
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu wheel models docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu test-native wheel models docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -38,10 +39,12 @@ check: $(INSTALLED)  ## Try every edit on the pinned release
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 type: venv
 	$(BIN)/mypy
@@ -59,6 +62,13 @@ test-multiprocess: venv  ## Models over several processes, features in combinati
 
 parity: venv  ## Every architecture against Transformers, recorded; 20 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity
+
+test-native: $(INSTALLED)  ## The C++ tests, under the address and UB sanitizers
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/native-tests -G Ninja \
+		-DCLEARBOX_MODULE=OFF -DCLEARBOX_TESTS=ON
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/native-tests --parallel 2
+	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/native-tests \
+		--output-on-failure
 
 test-gpu:  ## What needs a GPU
 	$(MAKE) venv DEVICE=cuda

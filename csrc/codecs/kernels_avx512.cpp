@@ -13,7 +13,8 @@ constexpr std::size_t kLanes = 16;
 /// The lanes of the step at `i` that lie within the row.
 __mmask16 lanes_at(std::size_t i, std::size_t n) {
   const std::size_t left = n - i;
-  return left >= kLanes ? 0xFFFF : static_cast<__mmask16>((1U << left) - 1);
+  if (left >= kLanes) return 0xFFFF;
+  return static_cast<__mmask16>((1U << left) - 1);
 }
 
 __m512 sizes_of(__m512 values) {
