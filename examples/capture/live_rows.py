@@ -3,16 +3,16 @@
 
 python examples/capture/live_rows.py "The old house by the river"
 
-  position  token        layer 0   layer 5
-         0  '<|story|>'     1.83     21.40
+  position  token          layer 0   layer 5
+         0  '<|bos|>'        53.69    951.89
+         1  'The'            32.34    160.60
   ...
 """
 
 import argparse
 import asyncio
-import os
 
-from small import DEMO_MODEL
+from small import DEMO_MODEL, SMALL
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -46,8 +46,7 @@ async def show(engine: AsyncLLM, prompt: str, layers: list[int]) -> None:
 
 async def main(prompt: str) -> None:
     """Start an engine with the consumer that returns rows."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    arguments = AsyncEngineArgs(str(DEMO_MODEL), capture_consumers=["inline"])
+    arguments = AsyncEngineArgs(str(DEMO_MODEL), capture_consumers=["inline"], **SMALL)
     engine = AsyncLLM.from_engine_args(arguments)
     await show(engine, prompt, [0, 5])
     engine.shutdown()

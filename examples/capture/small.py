@@ -3,19 +3,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM
 
 DEMO = Path(__file__).parents[1] / "demo_model"
 DEMO_MODEL = DEMO / "weights"
 
+# It takes little memory and starts soon.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+SMALL: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
+
 
 def small_engine(model: Path, consumer: str) -> LLM:
-    """An engine that takes little memory and starts soon."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    return LLM(
-        str(model),
-        capture_consumers=[consumer],
-        max_model_len=256,
-        enforce_eager=True,
-    )
+    """An engine with one consumer."""
+    return LLM(str(model), capture_consumers=[consumer], **SMALL)

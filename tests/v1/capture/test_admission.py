@@ -121,6 +121,7 @@ def test_a_request_overrides_what_its_consumer_captures_globally() -> None:
         CaptureSpec({"pre_attn": [LAYERS]}, "all"),
         CaptureSpec({"mlp_in": [0]}, "all"),
         CaptureSpec({"pre_attn": [0]}, "everything"),  # type: ignore[arg-type]
+        CaptureSpec("pre_attn", "all"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_global_spec_stops_the_start(spec: CaptureSpec) -> None:

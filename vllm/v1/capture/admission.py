@@ -216,12 +216,20 @@ class Admission:
                 f"capture.{name}",
                 spec,
             )
+        hooks = plain(spec.hooks)
+        if not isinstance(hooks, dict):
+            raise fail(
+                f"capture.{name}: hooks must map hook points to layers, for example "
+                '{"post_block": [0]}',
+                f"capture.{name}.hooks",
+                hooks,
+            )
         where = f"capture.{name}.positions"
         ranges = resolve_positions(plain(spec.positions), ctx, where)
         return {
             (layer, str(hook)): ranges
-            for hook, layers in spec.hooks.items()
-            for layer in self._layers(hook, plain(layers), name)
+            for hook, layers in hooks.items()
+            for layer in self._layers(hook, layers, name)
         }
 
     def _layers(self, hook: str, layers: Any, name: str) -> list[int]:
