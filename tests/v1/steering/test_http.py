@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from examples.demo import serving
+from vllm.steering.vectors import load_vectors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -142,6 +143,45 @@ def test_chat_and_streams_are_steered(client: httpx.Client) -> None:
     assert "".join(json.loads(ln)["choices"][0]["text"] for ln in lines) == expected
 
 
+def test_every_prompt_of_a_list_is_steered(client: httpx.Client) -> None:
+    prompts = ["The dog went", "Anna has a"]
+    body = {"model": "m", "max_tokens": 8, "temperature": 0, "steering_name": "loud"}
+
+    def texts(prompt: Any, **changes: Any) -> list[str]:
+        sent = {**body, "prompt": prompt, **changes}
+        response = client.post("/v1/completions", json=sent)
+        assert response.status_code == 200, response.text
+        return [choice["text"] for choice in response.json()["choices"]]
+
+    alone = texts(prompts[0]) + texts(prompts[1])
+    assert texts(prompts) == alone
+    assert texts(prompts, steering_name=None) != alone
+
+
+def test_every_conversation_of_a_batch_is_steered(client: httpx.Client) -> None:
+    conversations = [
+        [{"role": "user", "content": text}]
+        for text in ("Tell me about the dog.", "Where is Anna?")
+    ]
+    body = {"model": "m", "max_tokens": 8, "temperature": 0, "steering_name": "loud"}
+
+    def texts(path: str, messages: Any, **changes: Any) -> list[str]:
+        sent = {**body, "messages": messages, **changes}
+        response = client.post(f"/v1/chat/completions{path}", json=sent)
+        assert response.status_code == 200, response.text
+        choices = response.json()["choices"]
+        return [choice["message"]["content"] for choice in choices]
+
+    alone = texts("", conversations[0]) + texts("", conversations[1])
+    assert texts("/batch", conversations) == alone
+    assert texts("/batch", conversations, steering_name=None) != alone
+    inline = {"steering_name": None, "steering_vectors": packed()}
+    assert texts("/batch", conversations, **inline) == alone
+    bad = {**body, "messages": conversations, "steering_name": "nobody"}
+    refused = client.post("/v1/chat/completions/batch", json=bad)
+    assert refused.status_code == 400 and "nobody" in refused.text
+
+
 def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) -> None:
     plain = answer(complete(client))
     steered = answer(complete(client, steering_vectors=spec()))
@@ -153,6 +193,10 @@ def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) ->
     first = post("set", {"vectors": spec()})
     assert first.status_code == 200, first.text
     assert list(first.json()["vectors"]["post_block"]) == ["2"]
+    (applied,) = first.json()["applied"]
+    assert applied["norm"] == pytest.approx(float(np.linalg.norm(VECTOR)), rel=1e-5)
+    assert (applied["hook"], applied["layer"], applied["scale"]) == ("post_block", 2, 1)
+    assert first.json()["rows_in_use"] == 2
     assert same(answer(complete(client)), steered)
     merged = post("set", {"vectors": {"pre_attn": {"0": VECTOR.tolist()}}}).json()
     assert sorted(merged["vectors"]) == ["post_block", "pre_attn"]
@@ -243,3 +287,24 @@ def test_a_number_that_is_none_is_refused(client: httpx.Client) -> None:
         headers = {"Content-Type": "application/json"}
         response = client.post("/v1/completions", content=broken, headers=headers)
         assert response.status_code == 400, response.text
+
+
+def test_the_example_of_openais_client_runs(client: httpx.Client, capsys: Any) -> None:
+    from examples.steering import openai_client
+
+    spec = load_vectors(openai_client.TONE).spec()["post_block"][2]
+    body = {"post_block": {"2": {**spec, "vector": spec["vector"].tolist()}}}
+    module = {"name": "tone", "vectors": body}
+    url = "/v1/steering/modules/register"
+    assert client.post(url, json=module, headers=by(NEW_KEY)).status_code == 200
+    options = ["--url", f"{client.base_url}/v1", "--model", "m"]
+    openai_client.main([*options, "--api-key", SERVER_KEY])
+    said = dict(
+        line.split(":", 1) for line in capsys.readouterr().out.splitlines() if line
+    )
+    assert list(said) == ["unsteered", "by name", "by vector", "chat", "refused"]
+    texts = [text.strip() for text in said.values()]
+    assert all(texts) and texts[2] not in texts[:2]
+    assert "layer 99" in said["refused"]
+    url = "/v1/steering/modules/unregister"
+    client.post(url, json={"name": "tone"}, headers=by(NEW_KEY))

@@ -42,8 +42,9 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
             )
         if name in data and name not in model_class.model_fields:
             raise _error(name)(
-                f"{name}: {model_class.__name__} can neither be captured nor steered; "
-                "only /v1/completions and /v1/chat/completions can",
+                f"{name}: {model_class.__name__} has no such field; only "
+                "/v1/completions and /v1/chat/completions can be captured, and these "
+                "and /v1/chat/completions/batch steered",
                 parameter=name,
             )
     _refuse_shared_request_id(data)
