@@ -87,6 +87,7 @@ CASES = [
         architecture="GPTNeoXForCausalLM",
         model_type="gpt_neox",
         variant="sequential",
+        representative=True,
         options=common(use_parallel_residual=False, num_key_value_heads=2),
         recipe=Recipe(layers="gpt_neox.layers"),
     ),

@@ -85,7 +85,6 @@ CASES = [
         "PhiMoEForCausalLM",
         "phimoe",
         attention_bias=True,
-        lm_head_bias=True,
         **LOCAL,
     ),
     Case(
@@ -163,7 +162,14 @@ CASES = [
     case(
         "MiniMaxM2ForCausalLM",
         "minimax_m2",
-        twin=Twin(options={"rotary_dim": 32, "scoring_func": "sigmoid"}),
+        cannot=SIGMOID,
+        twin=Twin(
+            options={
+                "rotary_dim": 32,
+                "scoring_func": "sigmoid",
+                "use_routing_bias": True,
+            }
+        ),
         **LOCAL,
     ),
     case(
@@ -212,11 +218,17 @@ CASES = [
                 "sliding_window_size": 16,
                 "rope_theta": 10000.0,
                 "swa_rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "attention_value_scale": 0.707,
             }
         ),
         v_head_dim=32,
         rope_parameters={
-            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            kind: {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
             for kind in ("full_attention", "sliding_attention")
         },
         layer_types=WINDOWED,
