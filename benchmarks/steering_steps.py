@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steering costs one decode step, for machines too busy for `steering_cost.py`.
+
+    python benchmarks/steering_steps.py    about 5 minutes on idle cores
+
+Two processes with an engine each, one of them with steering, take turns at single
+decode steps of the same batch: a turn is so short that both share what else the
+machine does. The figure of a round is the ratio of the medians of CPU time per step.
+Model, modes and the two starts in either order are those of `steering_cost.py`; what
+HTTP and other processes of a server cost is not in it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `benchmarks`
+
+from benchmarks.models import random_llama, random_prompts  # noqa: E402
+from benchmarks.overhead import _machine  # noqa: E402
+from benchmarks.served import ENVIRONMENT  # noqa: E402
+from benchmarks.steering_cost import (  # noqa: E402
+    CONFIGS,
+    LAYERS,
+    TARGETS,
+    WIDTH,
+    WORK,
+    write_modules,
+)
+
+STEPS = 100
+
+
+class Engine:
+    """The parent's end of a process with an engine."""
+
+    def __init__(self, model: Path, modules: dict[str, Path] | None) -> None:
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        given = {name: str(path) for name, path in (modules or {}).items()}
+        with (WORK / "steering_steps.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(model), json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        self.ask("nothing")
+
+    def ask(self, what: str) -> float:
+        """Have a batch added (a mode's name), one step run or all steps finished."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(what.encode() + b"\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def serve(model: str, modules: dict[str, str]) -> None:
+    """The process's end: one line in, one number out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {}
+    if modules:
+        options = {"enable_steering": True, "max_steering_configs": CONFIGS}
+        options["steering_modules"] = modules
+    engine = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=32,
+        enable_prefix_caching=False,
+        distributed_executor_backend="uni",
+        **options,
+    ).llm_engine
+    added = 0
+    for line in sys.stdin:
+        what = line.strip()
+        before = time.process_time()
+        if what == "step":
+            engine.step()
+        elif what == "finish":
+            while engine.has_unfinished_requests():
+                engine.step()
+        elif what != "nothing":
+            for i, prompt in enumerate(random_prompts(CONFIGS, 32, 32)):
+                named = {"one": "one", "all": f"all{i}"}.get(what)
+                params = SamplingParams(
+                    temperature=0,
+                    ignore_eos=True,
+                    max_tokens=STEPS + 20,
+                    detokenize=False,
+                    **({"steering_name": named} if named else {}),
+                )
+                added += 1
+                engine.add_request(str(added), {"prompt_token_ids": prompt}, params)
+        answers.write(f"{time.process_time() - before}\n")
+        answers.flush()
+
+
+def compare(off: Engine, on: Engine, mode: str) -> float:
+    """The median step's CPU time with steering over that without."""
+    off.ask("idle")
+    on.ask(mode)
+    times: dict[Engine, list[float]] = {off: [], on: []}
+    for number in range(STEPS):
+        for side in (off, on) if number % 2 else (on, off):
+            times[side].append(side.ask("step"))
+    for side in (off, on):
+        side.ask("finish")
+    # The first steps hold the prompts.
+    return statistics.median(times[on][5:]) / statistics.median(times[off][5:])
+
+
+def main() -> int:
+    """Measure and report; 1 if a cost is above its target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6, help="per start")
+    parser.add_argument("--out", type=Path, default=WORK / "steering_steps.json")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve[0], json.loads(options.serve[1]))
+        return 0
+    load_before = os.getloadavg()
+    model = random_llama(WORK / "models", LAYERS, WIDTH).folder
+    modules = write_modules(WORK / "modules")
+    starts: list[dict[str, list[float]]] = []
+    for first in ("off", "on"):
+        made = {}
+        for name in ("off", "on") if first == "off" else ("on", "off"):
+            made[name] = Engine(model, modules if name == "on" else None)
+        found: dict[str, list[float]] = {mode: [] for mode in TARGETS}
+        for number in range(options.rounds):
+            for mode, ratios in found.items():
+                ratios.append(compare(made["off"], made["on"], mode))
+            print(f"{first} first, {number + 1}: {found}", flush=True)
+        starts.append(found)
+        for engine in made.values():
+            engine.close()
+    costs = {
+        mode: statistics.geometric_mean([statistics.median(s[mode]) for s in starts])
+        for mode in TARGETS
+    }
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": _machine(load_before),
+        "starts": {"off first": starts[0], "on first": starts[1]},
+        "cost": costs,
+    }
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for mode, cost in costs.items():
+        print(f"{mode:<5} {cost:.4f}, target {TARGETS[mode]}")
+    return 0 if all(costs[mode] <= TARGETS[mode] for mode in TARGETS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
