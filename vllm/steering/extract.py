@@ -10,6 +10,7 @@ import numpy as np
 from vllm.steering.directions import Direction, Method, Rows, direction
 from vllm.steering.pairs import Pair, Prompt
 from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.capture.geometry import row_bytes
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.identity import identity_of
 from vllm.v1.steering.plan import Tap
@@ -23,11 +24,12 @@ Position = Literal["last", "mean"]
 GIB = 1 << 30
 CONSUMER: dict[str, Any] = {
     "name": "inline",
-    "params": {"max_request_bytes": 2 * GIB, "max_inflight_bytes": 8 * GIB},
+    "params": {"max_request_bytes": 2 * GIB, "max_inflight_bytes": 4 * GIB},
 }
 """The capture consumer that an engine needs for extraction."""
 
 _AT_A_TIME = 64
+_MOST_HELD = 3 * GIB  # less than the limit: templates add a few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,37 @@ def _run(
         "positions": "last_prompt" if position == "last" else "all_prompt",
     }
     params = SamplingParams(max_tokens=1, detokenize=False, capture={"inline": spec})
-    for start in range(0, len(prompts), _AT_A_TIME):
-        yield from ask(llm, prompts[start : start + _AT_A_TIME], params)
+    config = llm.llm_engine.vllm_config
+    num_layers = len(config.capture_config.hook_points or ()) if layers is None else 0
+    per_token = row_bytes(config) * max(num_layers, len(layers or ()))
+    for some in in_groups(prompts, per_token if position == "mean" else 0):
+        yield from ask(llm, some, params)
+
+
+def in_groups(prompts: Sequence[Prompt], per_token: int) -> Iterator[Sequence[Prompt]]:
+    """Prompts in order, as many at a time as the engine lets be captured at once.
+
+    Args:
+        prompts: texts or chats.
+        per_token: bytes that are captured of each token.
+
+    """
+    group: list[Prompt] = []
+    held = 0
+    for prompt in prompts:
+        size = _most_tokens(prompt) * per_token
+        if group and (len(group) == _AT_A_TIME or held + size > _MOST_HELD):
+            yield group
+            group, held = [], 0
+        group.append(prompt)
+        held += size
+    yield group
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    """No tokenizer makes more tokens than a text has bytes."""
+    text = prompt if isinstance(prompt, str) else str(prompt)
+    return len(text.encode())
 
 
 def ask(llm: "LLM", prompts: Sequence[Prompt], params: Any) -> "list[RequestOutput]":
