@@ -55,7 +55,9 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
 
 def _tool(name: str) -> str | None:
     # pip's scripts lie beside Python, which need not be on the path.
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    beside = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
     return shutil.which(name, path=beside)
 
 

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import duckdb
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
@@ -12,6 +15,9 @@ import torch
 from safetensors import safe_open
 
 from tests.v1.capture.consumers._drive import deliver, rows_of
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    example_hidden_states_connector as connector,
+)
 from vllm.v1.capture.consumers.arrow import ArrowConsumer
 from vllm.v1.capture.consumers.storage import files
 from vllm.v1.capture.errors import CaptureValidationError
@@ -52,6 +58,49 @@ def test_a_dataset_has_every_row_once(
         for r in table.to_pylist()
     }
     assert len(keys) == table.num_rows
+
+
+def values_by_pandas(frame: Any) -> dict[tuple[str, int, str, int], list[float]]:
+    return {
+        (row.request_id, row.layer, row.hook, row.position): list(row.values_)
+        for row in frame.rename(columns={"values": "values_"}).itertuples()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["parquet", "ipc"])
+def test_data_tools_open_the_files_as_they_are(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    requests = {f"r{i}": some(3, dtype) for i in range(2)}
+    results = deliver(consumer_at(tmp_path / "captures", format=kind), requests)
+    paths = sorted({path for r in results.values() for path in r.payload})
+    frames = [datasets_frame(paths, kind, tmp_path / "cache")]
+    if kind == "parquet":
+        frames.append(pd.read_parquet(paths))
+        frames.append(duckdb.read_parquet(paths).df())
+    else:
+        frames.append(pd.concat(map(pd.read_feather, paths)))
+        if dtype is not torch.float16:  # which DuckDB has in Parquet only
+            with duckdb.connect() as connection:
+                connection.register("captured", ds.dataset(paths, format="ipc"))
+                frames.append(connection.sql("select * from captured").df())
+    want = {
+        (name, *tap, position): row
+        for name, rows in requests.items()
+        for tap, tensor in rows.items()
+        for position, row in enumerate(tensor.float().tolist())
+    }
+    for frame in frames:
+        assert values_by_pandas(frame) == want
+
+
+def datasets_frame(paths: list[str], kind: str, cache: Path) -> Any:
+    name = "parquet" if kind == "parquet" else "arrow"
+    loaded = datasets.load_dataset(
+        name, data_files=paths, split="train", cache_dir=str(cache)
+    )
+    return loaded.to_pandas()
 
 
 def test_the_schema_says_what_was_widened(tmp_path: Path) -> None:
@@ -101,6 +150,20 @@ def test_safetensors_has_hidden_states_and_token_ids(tmp_path: Path) -> None:
     assert taps == sorted(TAPS)
     for index, tap in enumerate(taps):
         assert torch.equal(states[:, index], rows[tap])
+
+
+def test_upstreams_reader_of_hidden_states_reads_the_safetensors(
+    tmp_path: Path,
+) -> None:
+    rows = some(5, torch.bfloat16)
+    results = deliver(consumer_at(tmp_path, format="safetensors"), {"r": rows})
+    (path,) = results["r"].payload
+    loaded = connector.load_hidden_states(path)
+    assert loaded["hidden_states"].shape == (5, 3, 16)
+    assert torch.equal(loaded["hidden_states"][:, 2], rows[2, "post_block"])
+    assert loaded["token_ids"].tolist() == [100, 101, 102, 103, 104]
+    connector.cleanup_hidden_states(path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "ipc", "safetensors"])

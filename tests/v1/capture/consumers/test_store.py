@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from tests.v1.capture.consumers._drive import deliver, rows_of
-from vllm.v1.capture.consumers.filesystem import CaptureStore, FilesystemConsumer
+from vllm.v1.capture.consumers.filesystem import (
+    CaptureStore,
+    FilesystemConsumer,
+    read_request,
+)
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 
 Captured = dict[str, dict[tuple[int, str], torch.Tensor]]
@@ -103,3 +107,18 @@ def test_a_later_capture_of_a_request_replaces_the_earlier(tmp_path: Path) -> No
     assert len(store) == 6
     got = store.one("r2", 0, "post_block").to_torch()
     assert torch.equal(got, second["r2"][0, "post_block"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", ["raw", "full8"])
+def test_damage_is_noticed(tmp_path: Path, layout: str, codec: str) -> None:
+    params = {"root": str(tmp_path), "default_layout": layout, "codec": codec}
+    rows = {(0, "post_block"): rows_of(4, 8, 0, torch.float32)}
+    results = deliver(FilesystemConsumer(None, params), {"r": rows})
+    (path,) = map(Path, results["r"].payload)
+    read_request(tmp_path, "default", "r")
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        read_request(tmp_path, "default", "r")

@@ -3,12 +3,14 @@
 
 `hidden_states` is `[rows, taps, hidden_size]` and `token_ids` `[rows]`, the shapes
 that upstream's own connector for hidden states writes; `positions` is `[rows]`, and
-the metadata names the taps in their order.
+the metadata names the taps in their order. Upstream's reader waits for the lock of a
+file `{path}.lock`, so an empty one lies beside each, never locked: the file is whole.
 """
 
 import contextlib
 import json
 import os
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -62,7 +64,12 @@ def write_safetensors(
         save_file(tensors, path, metadata)
         if fsync:
             os.fsync(fd)
-        publish(path, final, replace=True, fsync=fsync)
+        Path(f"{final}.lock").touch()
+        try:
+            publish(path, final, replace=True, fsync=fsync)
+        except BaseException:
+            os.unlink(f"{final}.lock")
+            raise
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm.v1.capture.consumers.storage.checksum import crc32c
 from vllm.v1.capture.consumers.storage.codecs import codec_of
 from vllm.v1.capture.plan import Tap
 
@@ -142,7 +143,7 @@ def decode(
     """The rows of one key from its bytes.
 
     Raises:
-        ValueError: there are more or fewer bytes than the entry says.
+        ValueError: there are more or fewer bytes than the entry says, or others.
 
     """
     dtype = getattr(torch, dtype_name)
@@ -160,6 +161,10 @@ def decode(
             f"{where} has {len(data)} bytes, but {num_rows} rows of {width} "
             f"{dtype_name} values have {expected} ({description['name']})"
         )
+    stored = entry.get("crc32c")
+    found = None if stored is None else crc32c(data)
+    if found not in (None, stored):
+        raise ValueError(f"{where} is damaged: CRC32C is {found}, was {stored}")
     view, start, parts = memoryview(data), 0, []
     for count, size in blocks:
         part = view[start : start + size]
