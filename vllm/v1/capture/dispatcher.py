@@ -97,18 +97,20 @@ class Dispatcher:
                 logger.exception("Captured rows could not be handed on")
 
     def _take(self, staged: StagedStep) -> None:
+        chunks: dict[str, list[CaptureChunk]] = {}
         try:
             if staged.copied is not None:
                 staged.copied.synchronize()
             base = staged.segment.start
-            shifts = staged.true_starts.shifts() if staged.true_starts else {}
             for block in staged.blocks:
-                base = self._take_block(block, base, staged.step, shifts)
+                base = self._take_block(block, base, staged.step, chunks)
         finally:
             self._staging.ring.release(staged.segment)
+        # One packet a step and instance: each wakes a thread.
+        self._submit(chunks)
 
     def _take_block(
-        self, block: Block, base: int, step: int, shifts: Mapping[str, int]
+        self, block: Block, base: int, step: int, chunks: dict[str, list[CaptureChunk]]
     ) -> int:
         taps = len(block.columns)
         stop = base + taps * block.num_rows
@@ -117,9 +119,11 @@ class Dispatcher:
         for pick in block.picks:
             request = self._requests.get(pick.req_id)
             if request is not None:
+                # A copy of its own: rows that are kept must not keep those of others.
                 part = rows[:, offset : offset + pick.num_rows].clone()
-                start = pick.start + shifts.get(pick.req_id, 0)
-                self._submit(request.add(pick.group, Rows(start, part, step)))
+                settled = request.add(pick.group, Rows(pick.start, part, step))
+                for instance, batch in settled.items():
+                    chunks.setdefault(instance, []).extend(batch)
             offset += pick.num_rows
         return stop
 
