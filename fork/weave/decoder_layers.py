@@ -189,8 +189,14 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
     own = [plan for plan in plans if plan.sites]
     if not own:
         return parsed
-    sites = [site for plan in own for site in (*plan.sites, *plan.mlp_sites)]
-    records = {p.cls.node: Decoration(p.points(), p.rule.unless) for p in own}
+    sites = [
+        replace(site, run=plan.rule.run)
+        for plan in own
+        for site in (*plan.sites, *plan.mlp_sites)
+    ]
+    records = {
+        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs) for p in own
+    }
     return Module(insert(parsed.tree, sites, records))
 
 

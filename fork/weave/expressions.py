@@ -153,9 +153,10 @@ class Expressions(ABC):
             callee = callee.body if self.decide(callee.test) else callee.orelse
         method = code(callee).rpartition(".")[2]
         point = code(node.args[1].value).strip("\"'")
-        values = [self.value(arg.value) for arg in node.args[2:]]
+        given = [arg.value for arg in node.args[2:] if arg.keyword is None]
+        values = [self.value(part) for part in given]
         tensors = tuple(v.copy() if isinstance(v, Tensor) else None for v in values)
-        names = tuple(code(arg.value) for arg in node.args[2:])
+        names = tuple(map(code, given))
         if method == "value":
             self.event("value", names, tensors, point)
             reads = read(t for t in tensors if t is not None)

@@ -19,6 +19,10 @@ def hook_points_unless(self) -> tuple[str, ...]:
 {pairs}    )
     return tuple(reason for met, reason in reasons if met)
 """
+_RUNS = """@property
+def hook_points_runs(self) -> dict[int, str]:
+    return {{int(run): attention.layer_name for run, attention in {runs}}}
+"""
 _IMPORT = "from vllm.model_executor.layers import residual_tap\n"
 
 
@@ -28,6 +32,7 @@ class Decoration:
 
     points: tuple[str, ...]
     unless: Mapping[str, str]
+    runs: str = ""
 
     def decorator(self) -> cst.Decorator:
         """The decorator that records the points."""
@@ -35,13 +40,13 @@ class Decoration:
         return cst.Decorator(cst.parse_expression(f"residual_tap.tapped({points})"))
 
     def members(self) -> list[cst.BaseStatement]:
-        """A property with the reasons that hold for one layer, if there can be any."""
-        if not self.unless:
-            return []
+        """Properties: the reasons against one layer, and the runs, if there are any."""
         pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
-        statement = cst.parse_statement(_PROPERTY.format(pairs=indent(pairs, " " * 8)))
-        assert isinstance(statement, cst.FunctionDef)
-        return [statement.with_changes(leading_lines=[cst.EmptyLine(indent=False)])]
+        texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
+        texts += [_RUNS.format(runs=self.runs)] if self.runs else []
+        statements = [cst.parse_statement(text) for text in texts]
+        line = cst.EmptyLine(indent=False)
+        return [node.with_changes(leading_lines=[line]) for node in statements]
 
 
 def insert(
@@ -76,7 +81,8 @@ def _with_import(
 
 def call(site: Site) -> str:
     """The call as source text."""
-    arguments = ", ".join(("self", f'"{site.point}"', *site.arguments))
+    run = (f"run={site.run}",) if site.run else ()
+    arguments = ", ".join(("self", f'"{site.point}"', *site.arguments, *run))
     method = f"residual_tap.{site.method}"
     if site.condition:
         method = f"(residual_tap.partial if {site.condition} else {method})"

@@ -33,6 +33,8 @@ class Site:
     """When true the method is `partial`, otherwise `pair`."""
     then: tuple[str, ...] = ()
     """Statements that go in behind the call."""
+    run: str = ""
+    """The parameter of `forward` that says which run it is, if there are several."""
 
     @property
     def is_first(self) -> bool:

@@ -45,6 +45,11 @@ class Rule:
     """Submodules that add to the stream after the MLP and are neither of the two."""
     inline: tuple[str, ...] = ()
     """Methods of the class to look into where `forward` calls them."""
+    run: str = ""
+    """The parameter of `forward` that counts the layer's runs in one pass."""
+    runs: str = ""
+    """Expression over `self`: each run with the attention that it uses, whose
+    `layer_name` has the index that the layer counts as."""
     partial_when: Mapping[str, str] = field(default_factory=dict)
     """Point to the expression that tells whether the branch is a partial sum."""
     first: tuple[str, ...] = ()
@@ -186,6 +191,16 @@ RULES: Mapping[str, Rule] = {
         unless={"self.enable_ihc": "hyper-connections: several streams in one tensor"},
         inline=("_forward_normal",),
     ),
+    f"{_MODELS}hrm_text:HrmTextDecoderLayer": Rule(
+        reason="two stacks of layers run several times a pass: each run is a layer",
+        run="current_step",
+        runs="self.self_attn.attn_per_step.items()",
+    ),
+    f"{_MODELS}iquest_loopcoder:LoopCoderDecoderLayer": Rule(
+        reason="all layers run several times a pass: each run is a layer",
+        run="loop_idx",
+        runs="enumerate(self.self_attn.attn)",
+    ),
     f"{_MODELS}falcon:FalconDecoderLayer": Rule(
         reason="sequential and parallel blocks in one forward; only these flags occur "
         "together (reduce_row_parallel_results says that the block is sequential)",
@@ -310,8 +325,6 @@ _DEFERRED = (
 REFUSED: Mapping[str, str] = {
     f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: four streams are predicted and "
     "corrected in every block, no single tensor is the residual stream",
-    f"{_MODELS}hrm_text:HrmTextDecoderLayer": "two stacks share the layer indices and "
-    "run several times a pass: a hook point has no single value",
     "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
     "models/inkling/nvidia/model:InklingDecoderLayer": _DEFERRED,
     "models/deepseek_v4/amd/model:DeepseekV4DecoderLayer": _HYPER,
@@ -377,8 +390,10 @@ LOOPS: Mapping[str, str] = {
     f"vllm/{_MODELS}granite4_vision.py:Granite4VisionLLMModel": _DEEPSTACK,
     f"vllm/{_MODELS}moss_audio.py:MossQwen3Model": _DEEPSTACK,
     f"vllm/{_MODELS}iquest_loopcoder.py:IQuestLoopCoderModel": "all layers run "
-    "several times a pass: every run passes the hook points, and a capture keeps the "
-    "last run",
+    "several times a pass: layer l of n is number r * n + l in run r, counted from 0",
+    f"vllm/{_MODELS}hrm_text.py:HrmTextModel": "its two stacks run several times a "
+    "pass: layer l of a stack of n is number s * n + l in step s, as the Transformers "
+    "library counts; between steps the stream is normed and added to the other one's",
 }
 """Model class to what it does to the stream between or around its layers."""
 

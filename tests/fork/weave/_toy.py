@@ -145,7 +145,7 @@ class Taps:
     def tapped(self, *points: str) -> Callable[[type], type]:
         return lambda cls: cls
 
-    def stream(self, layer: object, point: str, hidden: Toy) -> Toy:
+    def stream(self, layer: object, point: str, hidden: Toy, run: object = 0) -> Toy:
         self.seen[point] = hidden.number
         self.paired[point] = False
         return Toy(hidden.number + self.change.get(point, 0.0))
@@ -153,7 +153,12 @@ class Taps:
     value = stream
 
     def pair(
-        self, layer: object, point: str, hidden: Toy, residual: Toy | None
+        self,
+        layer: object,
+        point: str,
+        hidden: Toy,
+        residual: Toy | None,
+        run: object = 0,
     ) -> tuple[Toy, Toy | None]:
         if residual is None:
             return self.stream(layer, point, hidden), None

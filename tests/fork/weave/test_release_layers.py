@@ -18,7 +18,7 @@ from fork.weave.layer_class import Module
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
 from tests.fork.weave._checks import check, subjects
 
-TAPPED, REFUSED_COUNT = 109, 12
+TAPPED, REFUSED_COUNT = 110, 11
 """Decoder-layer classes of upstream 0.32.0: of language models 121 in all."""
 
 
@@ -104,7 +104,7 @@ def test_nearly_all_text_generation_models_have_hook_points(
     rows: list[ArchitectureReport],
 ) -> None:
     text = [row for row in rows if row.table == "text"]
-    assert sum(not row.refused for row in text) >= 0.94 * len(text)
+    assert sum(not row.refused for row in text) >= 0.95 * len(text)
 
 
 def test_the_page_of_supported_models_is_up_to_date(

@@ -190,6 +190,21 @@ def test_a_refused_layer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.refused == (RefusedLayer("MiniDecoderLayer", "several streams"),)
 
 
+def test_a_layer_that_runs_several_times_says_at_each_call_which_run_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = Rule(reason="each run", run="step", runs="enumerate(self.attn.parts)")
+    source = mini.PLAIN.replace("(self, hidden_states)", "(self, hidden_states, step)")
+    result = weave_with(monkeypatch, source, {KEY: rule})
+    assert result.problems == ()
+    text = result.source or ""
+    calls = [line for line in text.splitlines() if "residual_tap." in line]
+    calls = [line for line in calls if "tapped" not in line]
+    assert len(calls) == 5
+    assert all("run=step)" in line for line in calls)
+    assert "attention in enumerate(self.attn.parts)}" in text
+
+
 def test_every_rule_and_refusal_gives_a_reason() -> None:
     for rule in rules.RULES.values():
         assert len(rule.reason.split()) > 3

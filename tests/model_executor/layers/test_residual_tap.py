@@ -52,3 +52,11 @@ def test_taps_belong_to_one_layer_and_one_point() -> None:
     assert residual_tap.stream(one, "post_block", x) is x
     assert residual_tap.stream(other, "pre_attn", x) is x
     assert Layer.residual_taps is None  # type: ignore[attr-defined]
+
+
+def test_each_run_of_a_layer_has_taps_of_its_own() -> None:
+    layer, x = Layer(), torch.ones(1)
+    residual_tap.attach(layer, "pre_attn", Counting(), run=2)  # type: ignore[arg-type]
+    assert residual_tap.stream(layer, "pre_attn", x, run=2).item() == 11
+    assert residual_tap.stream(layer, "pre_attn", x, run=1) is x
+    assert residual_tap.stream(layer, "pre_attn", x) is x

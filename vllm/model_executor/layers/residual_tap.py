@@ -5,6 +5,9 @@ The build weaves calls of `pair`, `partial`, `stream` and `value` into the
 `forward` of every decoder layer, and the decorator `tapped` onto its class.
 With capture and steering off, `layer.residual_taps` is None: the calls return
 their arguments, and nothing of them is left in a compiled graph.
+
+Layers that run several times a pass say at each call which run it is, and have hook
+points for every run.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,8 @@ from torch import nn
 
 from vllm.model_executor.layers.residual_ops import ResidualTap
 
-Taps: TypeAlias = dict[str, ResidualTap] | None
+Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
+"""By point and run."""
 
 LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
@@ -44,11 +48,11 @@ def hook_points(layer: nn.Module) -> tuple[str, ...]:
     return tuple(type(layer).hook_points)  # type: ignore[attr-defined]
 
 
-def attach(layer: nn.Module, point: str, tap: ResidualTap) -> None:
-    """Give `layer` something to do at one of its hook points."""
+def attach(layer: nn.Module, point: str, tap: ResidualTap, run: int = 0) -> None:
+    """Give `layer` something to do at one of its hook points, in one of its runs."""
     # Straight into the instance's dictionary: the class attribute that says
     # "nothing to do" must stay visible to `torch.compile` on other instances.
-    layer.__dict__.setdefault("residual_taps", {})[point] = tap
+    layer.__dict__.setdefault("residual_taps", {})[point, run] = tap
 
 
 def pair(
@@ -56,15 +60,16 @@ def pair(
     point: str,
     hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
     residual: torch.Tensor | None,  # same shape
+    run: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A hook point where the stream is `hidden_states + residual`.
 
     Without a residual `hidden_states` is the stream.
     """
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
-    if taps is None or point not in taps:
+    if taps is None or (point, run) not in taps:
         return hidden_states, residual
-    return taps[point](hidden_states, residual)
+    return taps[point, run](hidden_states, residual)
 
 
 def partial(
@@ -72,20 +77,23 @@ def partial(
     point: str,
     hidden_states: torch.Tensor,
     residual: torch.Tensor | None,
+    run: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `pair`, where `hidden_states` is not yet summed over tensor-parallel ranks."""
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
-    if taps is None or point not in taps:
+    if taps is None or (point, run) not in taps:
         return hidden_states, residual
-    return taps[point].on_partial(hidden_states, residual)
+    return taps[point, run].on_partial(hidden_states, residual)
 
 
-def stream(layer: nn.Module, point: str, hidden_states: torch.Tensor) -> torch.Tensor:
+def stream(
+    layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
+) -> torch.Tensor:
     """A hook point where `hidden_states` is the stream itself."""
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
-    if taps is None or point not in taps:
+    if taps is None or (point, run) not in taps:
         return hidden_states
-    return taps[point](hidden_states, None)[0]
+    return taps[point, run](hidden_states, None)[0]
 
 
 value = stream

@@ -195,8 +195,8 @@ def open_residual_stream(
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     if steering is not None:
         steering.attach(made)
-    for place, module in layers.modules.items():
-        residual_tap.attach(module, place[1], made[place])
+    for place, (module, run) in layers.modules.items():
+        residual_tap.attach(module, place[1], made[place], run)
     logger.info(
         "Residual stream: %d hook points in %d layers; %s; %s",
         len(taps),

@@ -22,8 +22,8 @@ Place = tuple[int, str]
 class TappedLayers:
     """The hook points of one process's part of the model."""
 
-    modules: dict[Place, nn.Module]
-    """The module to attach to, per place."""
+    modules: dict[Place, tuple[nn.Module, int]]
+    """Per place the module to attach to, and in which of its runs."""
     refusals: tuple[str, ...]
     """Why the model, as it is configured, must not be tapped."""
 
@@ -52,7 +52,7 @@ def find_tapped_layers(
     """
     decoder = _decoder_of(model)
     refusals = dict.fromkeys(_weave_the_rest(decoder, num_layers) if weaves else ())
-    modules: dict[Place, nn.Module] = {}
+    modules: dict[Place, tuple[nn.Module, int]] = {}
     for name, module in decoder.named_modules():  # a parent comes before its parts
         points = residual_tap.hook_points(module)
         if not mlp_points:
@@ -63,9 +63,10 @@ def find_tapped_layers(
         if reasons:
             refusals |= dict.fromkeys(reasons)
             continue
-        layer = extract_layer_index(name)
-        for point in points:
-            modules.setdefault((layer, point), module)
+        for run, numbered in _runs(module, name).items():
+            layer = extract_layer_index(numbered)
+            for point in points:
+                modules.setdefault((layer, point), (module, run))
     return TappedLayers(modules, tuple(refusals))
 
 
@@ -108,6 +109,15 @@ def _reason_of_the_release(cls: type[nn.Module]) -> str:
     where = cls.__module__.removeprefix("vllm.").replace(".", "/")
     key = f"{where}:{cls.__name__}"
     return REFUSED.get(key) or NOT_TAPPED.get(key) or "the build knows no such layer"
+
+
+def _runs(module: nn.Module, name: str) -> dict[int, str]:
+    """Each run of a module in a pass, with a name that has the layer's index.
+
+    A layer that runs several times counts as one layer each time, as it does for
+    the cache of keys and values.
+    """
+    return getattr(module, "hook_points_runs", {0: name})
 
 
 def _reasons_against(module: nn.Module) -> Iterator[str]:
