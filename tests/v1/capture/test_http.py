@@ -33,9 +33,7 @@ SPEC = {"filesystem": {"request_id": "x", "hooks": {"post_block": [0]}}}
 
 @pytest.mark.parametrize("field", ["capture", "capture_wait"])
 def test_a_request_without_our_fields_refuses_them(field: str) -> None:
-    with pytest.raises(
-        CaptureValidationError, match="Embeds has no such field"
-    ) as e:
+    with pytest.raises(CaptureValidationError, match="Embeds has no such field") as e:
         refuse_unsupported(Embeds, {field: SPEC})
     assert e.value.parameter == field
 

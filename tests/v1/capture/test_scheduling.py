@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, wanted
 from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.scheduling import CaptureScheduling, cacheable_tokens
+from vllm.v1.capture.scheduling import (
+    CaptureScheduling,
+    cacheable_tokens,
+    loadable_tokens,
+)
 from vllm.v1.capture.wire import CaptureEnd
 
 PROMPT, END = 6, 20
@@ -79,3 +83,13 @@ def test_ends_travel_once() -> None:
     scheduling.add_ends([end])
     assert scheduling.take_ends() == [end]
     assert scheduling.take_ends() is None
+
+
+@given(plans, st.integers(0, PROMPT), st.integers(0, PROMPT))
+def test_nothing_is_loaded_from_outside_that_has_captured_rows(
+    plan: CapturePlan, local: int, external: int
+) -> None:
+    loaded = loadable_tokens(request(plan), local, external)
+    first = plan.first_prompt_row
+    fits = first is None or local + external <= first
+    assert loaded == (external if fits else 0)

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.steering.plan import SteeringTiers, pack
+from vllm.v1.steering.caching import EngineSteering, extra_keys
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 from vllm.v1.steering.scheduling import SteeringScheduling
 
 
@@ -140,3 +141,22 @@ def step_of(
     assert steering.slots.in_use == len(held) <= num_slots
     sent = steering.take_step()
     assert sent is None or len(sent.loads) <= len(sent.uses)
+
+
+def test_a_session_shares_no_block_once_phases_are_steered_differently() -> None:
+    steering = SteeringScheduling(num_slots=1)
+    vector = pack({(0, "post_block"): np.ones(4, dtype=np.float32)})
+    try:
+        for tiers, alone in [
+            (SteeringTiers(), False),
+            (SteeringTiers(base=vector), False),
+            (SteeringTiers(prefill=vector), True),
+            (SteeringTiers(decode=vector), True),
+        ]:
+            EngineSteering.set(tiers)
+            session = request("session", None)
+            steering.continued(session)
+            keys = extra_keys(session, 0, 16)
+            assert (("steering-changed", "session:session") in keys) == alone
+    finally:
+        EngineSteering.set(NO_STEERING)

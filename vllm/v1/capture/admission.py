@@ -57,6 +57,11 @@ class Admission:
         self.held = HeldRows(self.consumers, row_bytes(vllm_config))
         self._global_specs = self._read_global_specs()
 
+    @property
+    def captures_everything(self) -> list[str]:
+        """The instances that capture every request, sorted."""
+        return sorted(self._global_specs)
+
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
         specs = {}
         for name, consumer in self.consumers.items():

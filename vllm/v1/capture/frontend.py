@@ -172,6 +172,14 @@ class CaptureFrontend(NoCapture):
                 "capture",
                 params.capture,
             )
+        if resumable and (everyone := self._admission.captures_everything):
+            raise fail(
+                f"capture: {everyone} capture every request, and one with streaming "
+                "input cannot be captured yet; send the whole prompt, or start the "
+                "server without their global capture",
+                "capture",
+                everyone,
+            )
         params._capture_plan = self._admission.plan(
             request_id,
             params,

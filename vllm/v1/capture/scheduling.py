@@ -56,6 +56,19 @@ def note_forgone(
         request.capture_forgone = reachable - num_cached  # type: ignore[attr-defined]
 
 
+def loadable_tokens(request: "Request", local: int, external: int) -> int:
+    """How many of `external` tokens a cache outside of the engine may serve.
+
+    They follow `local` tokens of the engine's own cache. All or none: a connector has
+    made its plan for what it offered.
+    """
+    return (
+        external
+        if cacheable_tokens(request, local + external) >= (local + external)
+        else 0
+    )
+
+
 class CaptureScheduling:
     """Bounds the captured rows of a step, and carries ends to the workers."""
 

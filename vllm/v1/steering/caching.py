@@ -112,6 +112,21 @@ def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
     request.update_block_hashes()
 
 
+def continue_session(request: "Request") -> None:
+    """A session's prompt goes on behind tokens that were generated.
+
+    Where the engine steers the two differently, its blocks were steered by phases that
+    end elsewhere than the prompt does now: nobody may share those that follow.
+    """
+    engine = EngineSteering
+    if engine.prefill_digest != engine.decode_digest or _by_phase(engine.tiers):
+        request.steering_salt = f"session:{request.request_id}"  # type: ignore[attr-defined]
+
+
+def _by_phase(tiers: SteeringTiers) -> bool:
+    return bool(tiers.prefill_operations or tiers.decode_operations)
+
+
 def forget(request: "Request") -> None:
     """A preempted request computes all its blocks anew, under one set of vectors."""
     if getattr(request, "steering_salt", None) is None:

@@ -3,7 +3,13 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.steering.caching import EngineSteering, forget, tiers_of
+from vllm.v1.steering.caching import (
+    EngineSteering,
+    continue_session,
+    forget,
+    tiers_of,
+)
+from vllm.v1.steering.external import check_external_caches
 from vllm.v1.steering.plan import NO_STEERING
 from vllm.v1.steering.slots import Slots
 from vllm.v1.steering.wire import SlotUse, SteeringStep
@@ -61,6 +67,10 @@ class SteeringScheduling:
         self.release(request)
         forget(request)
 
+    def continued(self, request: "Request") -> None:
+        """A request whose prompt comes in parts is given the next one."""
+        continue_session(request)
+
     def take_step(self) -> SteeringStep | None:
         """What to send with this step, None where there is nothing."""
         step, self._step = self._step, SteeringStep()
@@ -69,5 +79,6 @@ class SteeringScheduling:
 
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """The scheduler's part of steering for a configuration."""
+    check_external_caches(vllm_config)
     EngineSteering.set(NO_STEERING)
     return SteeringScheduling(vllm_config.steering_config.max_configs)

@@ -5,7 +5,7 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.scheduling import capture_scheduling",
+        "from vllm.v1.capture.scheduling import capture_scheduling, loadable_tokens",
         why="The scheduler's part of capture.",
     ),
     add_import(
@@ -124,5 +124,22 @@ if not self.steering.admits(request):
         scope="Scheduler._preempt_request",
         insert="self.steering.preempted(request)",
         why="A preempted request frees its slot for those ahead of it.",
+    ),
+    after(
+        scope="Scheduler.schedule",
+        anchor="""
+if request.skip_reading_prefix_cache:
+    ext_tokens, load_kv_async = 0, False
+""",
+        insert="""
+if ext_tokens and not loadable_tokens(request, block_aligned_local, ext_tokens):
+    ext_tokens, load_kv_async = 0, False
+""",
+        why="What is loaded is not computed, so no row of it can be captured.",
+    ),
+    first(
+        scope="Scheduler._update_request_as_session",
+        insert="self.steering.continued(session)",
+        why="Before the blocks of the next part are hashed.",
     ),
 ]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models that can be split: two heads of everything, and four layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.engines.models import VOCABULARY, save
+from tests.engines.reference import Places, decoder
+
+LAYERS = 4
+HIDDEN = 64
+
+
+def _common(**options: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    } | options
+
+
+def _hybrid() -> transformers.PretrainedConfig:
+    """Attention, and Mamba-2 mixers; also a factor on what a layer adds."""
+    return transformers.GraniteMoeHybridConfig(
+        **_common(
+            num_local_experts=0,
+            shared_intermediate_size=96,
+            layer_types=["mamba", "attention", "mamba", "attention"],
+            mamba_n_heads=4,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_chunk_size=16,
+            residual_multiplier=0.4,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            logits_scaling=2.0,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model to be split."""
+
+    name: str
+    config: Callable[[], transformers.PretrainedConfig]
+    places: Places = field(default_factory=lambda: Places(decoder))
+
+    def save(self, folder: Path) -> Path:
+        """A checkpoint with random weights."""
+        return save(self.config(), folder)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM", lambda: transformers.LlamaConfig(**_common())
+    ),
+    "parallel": Architecture(
+        "CohereForCausalLM",
+        lambda: transformers.CohereConfig(**_common(tie_word_embeddings=True)),
+        Places(decoder, mid=None),
+    ),
+    "experts": Architecture(
+        "MixtralForCausalLM",
+        lambda: transformers.MixtralConfig(
+            **_common(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        ),
+    ),
+    "hybrid": Architecture("GraniteMoeHybridForCausalLM", _hybrid),
+}

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run an engine over several processes, and write down what it captures and says.
+
+    python -m tests.multiprocess.observe ORDER.json
+
+A process of its own, because an engine leaves a process group behind, and because
+the runner must be chosen before vllm is imported.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # Here, since workers import this module anew before they import vllm.
+    import tests.engines.interpreted  # noqa: F401
+
+HOOKS = ("pre_attn", "post_attn", "post_block")
+EVERYWHERE = dict.fromkeys(HOOKS, "all")
+LAYOUTS = ("per_file", "packed", "sharded")
+NEW_TOKENS = 6
+PROMPT_LENGTHS = (5, 40, 21)
+"""Some of them are computed in several steps, beside others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run."""
+
+    model: str
+    root: str
+    """Where consumers write."""
+    found: str
+    """Where to write what was found."""
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process needs; on a CPU only the V2 runner has several stages."""
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def steering(layer: int, hook: str) -> dict[str, Any]:
+    """Vectors of all three tiers at one hook point."""
+    import torch
+
+    def vector(seed: int) -> list[float]:
+        generator = torch.Generator().manual_seed(100 * layer + seed)
+        return torch.randn(64, generator=generator).tolist()
+
+    tiers = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+    return {tier: {hook: {layer: vector(i)}} for i, tier in enumerate(tiers)}
+
+
+STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn")]
+"""Where each steered request is; on either stage."""
+
+
+def observe(order: Order) -> dict[str, Any]:
+    """Rows, log-probabilities, results and files of an engine's requests."""
+    from tests.engines.captured import CapturedEngine, prompt
+
+    storage = [
+        f"filesystem:root={order.root}/files",
+        f"arrow:root={order.root}/tables",
+        "inline",
+    ]
+    engine = CapturedEngine(
+        Path(order.model),
+        reference="none",
+        skip_tokenizer_init=True,
+        capture_consumers=storage,
+        tensor_parallel_size=order.tensor,
+        pipeline_parallel_size=order.pipeline,
+        max_num_batched_tokens=24,
+        max_logprobs=-1,
+        enable_steering=True,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.2,
+        distributed_executor_backend="uni"
+        if order.tensor * order.pipeline == 1
+        else "mp",
+    )
+    prompts = [prompt(length, seed=length) for length in PROMPT_LENGTHS]
+    found = {
+        "plain": _requests(engine, prompts, [{} for _ in prompts]),
+        "steered": _requests(
+            engine, prompts[:1] * len(STEERED), [steering(*tap) for tap in STEERED]
+        ),
+        "stored": _stored(engine, prompts[1]),
+    }
+    engine.close()
+    return found
+
+
+def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
+    from tests.engines.captured import asking
+
+    params = [
+        asking("all", None, NEW_TOKENS, logprobs=-1, detokenize=False, **f)
+        for f in fields
+    ]
+    found = []
+    for output in engine.run(prompts, params):
+        rows = output.outputs[0].logprobs
+        found.append(
+            {
+                "prompt": list(output.prompt_token_ids),
+                "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [[row[t].logprob for t in sorted(row)] for row in rows],
+                "rows": engine.rows(output),
+                "sidecars": engine.sidecars(output),
+                "statuses": {k: r.status for k, r in output.capture_results.items()},
+            }
+        )
+    return found
+
+
+def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:
+    """One request in every form in which rows are kept."""
+    from vllm import SamplingParams
+
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        spec = {"hooks": EVERYWHERE, "positions": "all"}
+        place = {"request_id": layout, "tag": "t"}
+        params = SamplingParams(
+            max_tokens=NEW_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            capture={
+                "filesystem": spec | place | {"layout": layout},
+                "arrow": spec | place,
+                "inline": spec,
+            },
+        )
+        (output,) = engine.run([prompt], params)
+        results = output.capture_results
+        found[layout] = {
+            "statuses": {k: (r.status, r.error) for k, r in results.items()},
+            "files": sorted(map(str, results["filesystem"].payload)),
+            "tables": sorted(map(str, results["arrow"].payload)),
+            "inline": dict(results["inline"].payload),
+        }
+    return found
+
+
+def main() -> None:
+    """Carry out the order whose file is named on the command line."""
+    order = Order(**json.loads(Path(sys.argv[1]).read_text()))
+    import torch
+
+    torch.save(observe(order), order.found)
+
+
+def run(order: Order, timeout: float = 300) -> dict[str, Any]:
+    """Carry out an order in another process."""
+    import subprocess
+
+    import torch
+
+    note = Path(order.found).with_suffix(".json")
+    note.write_text(json.dumps(asdict(order)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.multiprocess.observe", str(note)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | order.environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found: dict[str, Any] = torch.load(order.found, weights_only=False)
+    return found
+
+
+if __name__ == "__main__":
+    main()

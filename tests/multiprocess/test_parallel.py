@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks, or two pipeline stages, give what one process gives."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset
+import pytest
+import torch
+
+from tests.engines.reference import Reference, Tap, relative_error
+from tests.multiprocess.architectures import ARCHITECTURES, HIDDEN, LAYERS
+from tests.multiprocess.observe import (
+    HOOKS,
+    LAYOUTS,
+    NEW_TOKENS,
+    PROMPT_LENGTHS,
+    STEERED,
+    Order,
+    run,
+    steering,
+)
+from tests.multiprocess.record import record
+from vllm.v1.capture.consumers.filesystem import read_request
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(900),
+]
+
+SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2)}
+Found = dict[str, Any]
+TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+
+
+class Workbench:
+    """Models, and engines' findings, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[str, str], Found] = {}
+
+    def model(self, name: str) -> Path:
+        folder = self._folder / name
+        return folder if folder.exists() else ARCHITECTURES[name].save(folder)
+
+    def reference(self, name: str) -> Reference:
+        return Reference(self.model(name), places=ARCHITECTURES[name].places)
+
+    def found(self, name: str, split: str) -> Found:
+        if (name, split) not in self._found:
+            base = self._folder / f"{name}-{split}"
+            order = Order(
+                str(self.model(name)), str(base), f"{base}.pt", *SPLITS[split]
+            )
+            self._found[name, split] = run(order, timeout=800)
+        return self._found[name, split]
+
+    def root(self, name: str, split: str) -> Path:
+        return self._folder / f"{name}-{split}"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(tmp_path_factory.mktemp("parallel"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+def fed(request: Found) -> list[int]:
+    return [*request["prompt"], *request["tokens"]][:-1]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_are_those_of_the_library(bench: Workbench, name: str, split: str) -> None:
+    reference = bench.reference(name)
+    for request in bench.found(name, split)["plain"]:
+        expected = reference.stream(fed(request))
+        assert set(request["rows"]) == TAPS
+        for tap, rows in request["rows"].items():
+            assert relative_error(rows, expected[tap]) < 1e-4, tap
+            sidecar = request["sidecars"][tap]
+            assert sidecar["positions"] == list(range(len(fed(request))))
+            assert sidecar["token_ids"] == fed(request)
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["plain", "steered"])
+def test_a_split_model_gives_what_one_process_gives(
+    bench: Workbench, name: str, split: str, kind: str
+) -> None:
+    whole, parts = bench.found(name, "one")[kind], bench.found(name, split)[kind]
+    assert (
+        len(whole) == len(parts) == len(PROMPT_LENGTHS if kind == "plain" else STEERED)
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert other["statuses"] == {"keeper": "ok"}
+        assert relative_error(logits(other), logits(one)) < 1e-4
+        assert one["rows"].keys() == other["rows"].keys() == TAPS
+        for tap, rows in one["rows"].items():
+            assert relative_error(other["rows"][tap], rows) < 1e-4, tap
+    if kind == "steered" and os.environ.get("PARITY_RECORD"):
+        record(ARCHITECTURES[name].name, split)
+
+
+def logits(request: Found) -> torch.Tensor:
+    return torch.tensor(request["logprobs"])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_steered_logits_are_those_of_the_library(
+    bench: Workbench, name: str, split: str
+) -> None:
+    reference = bench.reference(name)
+    model: Any = reference.model
+    for tap, request in zip(STEERED, bench.found(name, split)["steered"], strict=True):
+        if tap[1] == "post_attn":
+            continue  # Against one process; the library has no module there.
+        prompt = len(request["prompt"])
+        with ExitStack() as stack, torch.no_grad():
+            stack.callback(steer(model.model.layers, tap, prompt).remove)
+            out = model(torch.tensor([fed(request)])).logits[0, prompt - 1 :]
+        expected = torch.log_softmax(out, -1)
+        assert len(expected) == NEW_TOKENS
+        assert relative_error(logits(request), expected) < 1e-4
+        with torch.no_grad():
+            plain = model(torch.tensor([fed(request)])).logits[0, prompt - 1 :]
+        assert relative_error(torch.log_softmax(plain, -1), expected) > 1e-2
+
+
+def steer(layers: Any, tap: Tap, num_prompt: int) -> Any:
+    """The library's model with the request's vectors added."""
+    layer, hook = tap
+    base, prefill, decode = (
+        torch.tensor(field[hook][layer]) for field in steering(layer, hook).values()
+    )
+
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        stream = stream + base
+        stream[..., :num_prompt, :] += prefill
+        stream[..., num_prompt:, :] += decode
+        return stream
+
+    if hook == "pre_attn":
+        return layers[layer].register_forward_pre_hook(
+            lambda _, args, kwargs: ((changed(args[0]), *args[1:]), kwargs),
+            with_kwargs=True,
+        )
+    return layers[layer].register_forward_hook(lambda _, __, out: over(out, changed))
+
+
+def over(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_stage_writes_its_files_and_they_are_read_as_one(
+    bench: Workbench, name: str, split: str, layout: str
+) -> None:
+    stored = bench.found(name, split)["stored"][layout]
+    assert stored["statuses"] == dict.fromkeys(
+        ["arrow", "filesystem", "inline"], ("ok", None)
+    )
+    root, stages = bench.root(name, split) / "files", SPLITS[split][1]
+    assert all(Path(file).is_relative_to(root) for file in stored["files"])
+    assert len(stored["files"]) == (len(TAPS) if layout == "per_file" else stages)
+    assert all(Path(file).is_file() for file in stored["files"])
+    rows = read_request(root, "t", layout)
+    expected = bench.found(name, "one")["plain"][1]["rows"]
+    assert rows.keys() == expected.keys() == TAPS
+    for tap, found in rows.items():
+        assert relative_error(found, expected[tap]) < 1e-4
+        assert torch.equal(found, stored["inline"][tap])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_tables_of_all_stages_are_one_data_set(
+    bench: Workbench, name: str, split: str
+) -> None:
+    stored = bench.found(name, split)["stored"]["packed"]
+    assert len(stored["tables"]) == SPLITS[split][1]
+    table = pyarrow.dataset.dataset(stored["tables"]).to_table()
+    for (layer, hook), rows in stored["inline"].items():
+        mask = (table["layer"].to_numpy() == layer) & (
+            table["hook"].to_numpy(zero_copy_only=False) == hook
+        )
+        part = table.filter(pyarrow.array(mask)).sort_by("position")
+        assert part["position"].to_pylist() == list(range(len(rows)))
+        assert part["values"].to_pylist() == rows.tolist()
+    assert table.num_rows == len(TAPS) * (PROMPT_LENGTHS[1] + NEW_TOKENS - 1)
+    assert rows.shape[1] == HIDDEN
