@@ -95,6 +95,10 @@ def consumer(folder: Path, layout: str, total: int, fresh: bool = False) -> floa
         under_way.release()
         if getattr(result, "status", None) != "ok":
             bad.append(result)
+        elif fresh:  # so that much may be captured on a small disk
+            for path in map(Path, getattr(result, "payload", ())):
+                path.unlink()
+                path.with_suffix(".json").unlink()
 
     begin = perf_counter()
     for request_id, block in items:
