@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.steering.admission import SteeringAdmission
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.vectors import MAX_ENTRIES, SteeredModel
 
@@ -215,3 +216,15 @@ def test_what_adds_nothing_is_not_steering(entry: Any) -> None:
 def test_numpy_integers_are_positions() -> None:
     tiers = admit(admission(), **{BASE: edited(list(np.arange(2)))})
     assert tiers.base.operations[0].positions == (0, 1)
+
+
+@pytest.mark.parametrize("name", [BASE, PREFILL, DECODE, "steering_name"])
+def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
+    names = (BASE, PREFILL, DECODE, "steering_name")
+    params: Any = SimpleNamespace(**dict.fromkeys(names))
+    NO_STEERING_FRONTEND.admit(params, PROMPT)
+    setattr(params, name, {})
+    with pytest.raises(ValueError, match="--enable-steering") as found:
+        NO_STEERING_FRONTEND.admit(params, PROMPT)
+    assert isinstance(found.value, SteeringValidationError)
+    assert found.value.parameter == name
