@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A multimodal model: rows of a picture's tokens, and steering of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.engines.pictures import (
+    IMAGE_TOKENS,
+    WIDTH,
+    PictureReference,
+    blip,
+    picture,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CapturedEngine]:
+    folder = blip(tmp_path_factory.mktemp("blip"))
+    engine = CapturedEngine(
+        folder,
+        reference=PictureReference(folder),
+        enable_steering=True,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        max_model_len=128,
+    )
+    yield engine
+    engine.close()
+
+
+def ask(engine: CapturedEngine, texts: Any, pictures: Any, params: Any) -> Any:
+    given = [
+        {"prompt_token_ids": text}
+        | ({} if seed is None else {"multi_modal_data": {"image": picture(seed)}})
+        for text, seed in zip(texts, pictures, strict=True)
+    ]
+    return engine.llm.generate(given, params, use_tqdm=False)
+
+
+def check(engine: CapturedEngine, output: Any, seed: int | None, **wanted: Any) -> None:
+    reference: Any = engine.reference
+    reference.picture = None if seed is None else picture(seed)
+    engine.check(output, **wanted)
+
+
+@pytest.mark.parametrize("positions", ["all", [0, 3, 4, 9]])
+def test_rows_of_pictures_and_text_are_those_of_the_library(
+    seeing: CapturedEngine, positions: Any
+) -> None:
+    texts = [prompt(6, seed=1), prompt(40, seed=2), prompt(6, seed=1)]
+    seeds = [7, None, 8]
+    outputs = ask(seeing, texts, seeds, asking(positions, max_tokens=6))
+    for output, text, seed in zip(outputs, texts, seeds, strict=True):
+        images = 0 if seed is None else IMAGE_TOKENS
+        assert len(output.prompt_token_ids) == len(text) + images
+        wanted = None if positions == "all" else positions
+        check(seeing, output, seed, positions=wanted)
+    with pytest.raises(AssertionError):
+        check(seeing, outputs[0], seed=9)
+
+
+def test_a_vector_acts_on_a_pictures_tokens(seeing: CapturedEngine) -> None:
+    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(3))
+    asked = asking("all", max_tokens=4)
+    asked.prefill_steering_vectors = {"pre_attn": {1: vector}}
+    text = prompt(5, seed=3)
+    (output,) = ask(seeing, [text], [5], asked)
+    prompt_length = len(text) + IMAGE_TOKENS
+
+    def changed(module: Any, args: Any, kwargs: Any) -> Any:
+        stream = args[0].clone()
+        stream[:, :prompt_length] += vector
+        return (stream, *args[1:]), kwargs
+
+    reference: Any = seeing.reference
+    layer = reference.layers[1]
+    handle = layer.register_forward_pre_hook(changed, with_kwargs=True)
+    check(seeing, output, 5)
+    handle.remove()
+    with pytest.raises(AssertionError):
+        check(seeing, output, 5)
+
+
+def test_the_same_picture_again_is_found_in_the_cache(seeing: CapturedEngine) -> None:
+    text = prompt(70, seed=4)
+    first, second, other = (
+        ask(seeing, [text], [seed], asking("last_prompt", max_tokens=2))[0]
+        for seed in (11, 11, 12)
+    )
+    assert (second.num_cached_tokens, other.num_cached_tokens) == (64, 0)
+    for output, seed in ((first, 11), (second, 11), (other, 12)):
+        check(seeing, output, seed, positions=[len(text) + IMAGE_TOKENS - 1])
