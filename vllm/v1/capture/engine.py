@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.logger import init_logger
 from vllm.v1.capture.wire import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
+logger = init_logger(__name__)
 
 
 def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
@@ -39,6 +42,19 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
     from vllm.v1.worker import residual_stream
 
     core.model_executor.collective_rpc(residual_stream.end_captures, args=(ends,))
+
+
+def deliver_ends(core: "EngineCore") -> None:
+    """The engine stops: tell the workers of the ends that wait for a step."""
+    scheduler = getattr(core, "scheduler", None)
+    capture = getattr(scheduler, "capture", None)
+    ends = None if capture is None else capture.take_ends()
+    if not ends:
+        return
+    try:
+        end_captures_now(core, ends)
+    except Exception:
+        logger.exception("%d requests lose their captures: no worker", len(ends))
 
 
 def note_hook_points(core: "EngineCore") -> None:

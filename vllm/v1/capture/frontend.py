@@ -3,11 +3,10 @@
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.admission import Admission
@@ -19,14 +18,11 @@ from vllm.v1.capture.channel import (
     ResultMessage,
 )
 from vllm.v1.capture.claims import Claims
-from vllm.v1.capture.cli import ready_instances
 from vllm.v1.capture.driver import DriverLanes
-from vllm.v1.capture.engine import end_captures_now
 from vllm.v1.capture.held import Reservations
 from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE, CapturePlan
-from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import fail
 from vllm.v1.capture.status import CaptureStatus
 from vllm.v1.capture.tracking import Sample, Tracked
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.loggers import StatLoggerManager
 
@@ -50,8 +44,21 @@ WAIT_SECONDS = 120.0
 LOOK_SECONDS = 1.0
 """So often one who waits looks whether the engine lives."""
 
+SETTLE_SECONDS = 2.0
+"""An engine that is about to stop has so long to take what was sent to it."""
+
 KEPT_RESULTS = 4096
 """Results of requests that nobody waited for are kept for this many requests."""
+
+
+class EndsSender(Protocol):
+    """Gives an engine the ends of requests."""
+
+    def __call__(self, ends: list[CaptureEnd]) -> None:
+        """Send them, now or soon."""
+
+    def wait(self, timeout: float) -> None:
+        """Until all that were sent have arrived, `timeout` seconds at most."""
 
 
 class NoCapture:
@@ -100,6 +107,9 @@ class NoCapture:
         """Consumers, limits and counters, as plain data."""
         return {"consumers": [], "limits": {}, "hook_points": {}, "counters": {}}
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -114,7 +124,7 @@ class CaptureFrontend(NoCapture):
         self,
         vllm_config: "VllmConfig",
         admission: Admission,
-        send_ends: Callable[[list[CaptureEnd]], None],
+        send_ends: EndsSender,
         live: LiveRows,
         alive: Callable[[], bool],
     ) -> None:
@@ -400,6 +410,14 @@ class CaptureFrontend(NoCapture):
             )
         return {**self._admission.describe(), "counters": counters}
 
+    def settle(self) -> None:
+        """Wait until the engine knows the end of every request that has ended.
+
+        What it does not know when it stops is lost. Not to be called on an event
+        loop's thread.
+        """
+        self._send_ends.wait(SETTLE_SECONDS)
+
     def close(self) -> None:
         """Shut driver-side consumers down and stop listening."""
         self._drivers.close(30.0)
@@ -466,66 +484,3 @@ class CaptureFrontend(NoCapture):
         self._live.close(parent)
         for request_id in [r for r, (p, _) in self._owner.items() if p == parent]:
             del self._owner[request_id]
-
-
-def _open(
-    engine: "LLMEngine | AsyncLLM",
-    send: Callable[[list[CaptureEnd]], None],
-    streams: bool,
-) -> NoCapture:
-    config = engine.vllm_config.capture_config
-    if not config.enabled:
-        return NO_CAPTURE
-    consumers = {
-        entry.instance_name: build_consumer(entry, engine.vllm_config)
-        for entry in config.consumers
-    }
-    consumers.update(ready_instances(config))
-    points = {
-        layer: tuple(names) for layer, names in (config.hook_points or {}).items()
-    }
-    admission = Admission(engine.vllm_config, consumers, points)
-    resources = getattr(engine.engine_core, "resources", None)
-    frontend = CaptureFrontend(
-        engine.vllm_config,
-        admission,
-        send,
-        LiveRows(consumers if streams else {}),
-        lambda: not getattr(resources, "engine_dead", False),
-    )
-    engine.input_processor.capture = frontend
-    engine.output_processor.capture = frontend
-    weakref.finalize(engine, frontend.close)
-    return frontend
-
-
-def open_for_engine(engine: "LLMEngine") -> NoCapture:
-    """The front end of an offline engine, whose core may run in this process."""
-    core = engine.engine_core
-
-    def send(ends: list[CaptureEnd]) -> None:
-        if hasattr(core, "call_utility"):
-            core.call_utility("end_captures", ends)
-        else:
-            end_captures_now(core.engine_core, ends)  # type: ignore[attr-defined]
-
-    return _open(engine, send, streams=False)
-
-
-def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
-    """The front end of a serving engine, whose core runs in other processes."""
-    core = engine.engine_core
-    # The loop keeps only weak references to tasks.
-    sending: set[asyncio.Task[Any]] = set()
-
-    def send(ends: list[CaptureEnd]) -> None:
-        task = asyncio.ensure_future(core.call_utility_async("end_captures", ends))
-        sending.add(task)
-        task.add_done_callback(_sent)
-
-    def _sent(task: "asyncio.Task[Any]") -> None:
-        sending.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("The end of captures was not sent: %s", task.exception())
-
-    return _open(engine, send, streams=True)

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from vllm.v1.capture.rows import (
 )
 from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
+from vllm.v1.capture.stopping import flush_seconds
 from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.capture.wire import CaptureEnd
 
 logger = init_logger(__name__)
-
-SHUTDOWN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +371,9 @@ class WorkerCapture:
             )
         for req_id, plan in self._plans.items():
             self._give_up(req_id, plan)
-        self._dispatcher.close(SHUTDOWN_SECONDS)
+        deadline = monotonic() + flush_seconds()
+        self._dispatcher.close(deadline - monotonic())
         for lane in self._lanes.values():
-            lane.close(SHUTDOWN_SECONDS)
+            lane.close(max(deadline - monotonic(), 0.0))
         self._reporter.close()
         self._outbox.close()

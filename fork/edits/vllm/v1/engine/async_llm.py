@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving engine has front ends of capture and steering."""
 
-from fork.language import add_import, before, first, last
+from fork.language import add_import, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import frontend as capture_frontend",
+        "from vllm.v1.capture import attaching as capture_attaching",
         why="Opens the front end.",
     ),
     add_import(
@@ -29,7 +29,7 @@ get_steering = steering_api.async_get_steering
         scope="AsyncLLM.__init__",
         anchor="self.logger_manager: StatLoggerManager | None = None",
         insert="""
-self.capture = capture_frontend.open_for_async_engine(self)
+self.capture = capture_attaching.open_for_async_engine(self)
 self.steering = AsyncSteeringControl(self)
 """,
         why="The core is up, so the model's hook points are known.",
@@ -46,12 +46,22 @@ self.steering = AsyncSteeringControl(self)
         insert="await self.capture.complete(out, sampling_params)",
         why="Outputs carry rows, and the last one results, which it may wait for.",
     ),
-    first(
+    before(
         scope="AsyncLLM.shutdown",
+        anchor='if engine_core := getattr(self, "engine_core", None):',
+        insert="""
+if capture := getattr(self, "capture", None):
+    capture.settle()
+""",
+        why="A request that was answered must not lose its capture.",
+    ),
+    before(
+        scope="AsyncLLM.shutdown",
+        anchor='handler = getattr(self, "output_handler", None)',
         insert="""
 if capture := getattr(self, "capture", None):
     capture.close()
 """,
-        why="Stops the thread that listens for results.",
+        why="Stops the thread that listens: the engine has stopped, so nothing comes.",
     ),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core knows hook points, ends captures and changes steering."""
 
-from fork.language import add_argument, add_import, after, last
+from fork.language import add_argument, add_import, after, first, last
 
 EDITS = [
     add_import(
@@ -26,6 +26,20 @@ set_steering = steering_engine.set_steering
 get_steering = steering_engine.get_steering
 """,
         why="Front ends call it by name.",
+    ),
+    after(
+        scope="EngineCore.shutdown",
+        anchor="self.structured_output_manager.clear_backend()",
+        insert="capture_engine.deliver_ends(self)",
+        why="No step follows that would carry them to the workers.",
+    ),
+    first(
+        scope="EngineCoreProc._reject_utility_in_shutdown",
+        insert="""
+if method_name == "end_captures":
+    return False
+""",
+        why="Requests that end while the engine drains were captured.",
     ),
     add_argument(
         scope="EngineCoreProc._make_ready_response",

@@ -5,7 +5,7 @@ from fork.language import add_import, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import frontend as capture_frontend",
+        "from vllm.v1.capture import attaching as capture_attaching",
         why="Opens the front end.",
     ),
     add_import(
@@ -16,7 +16,7 @@ EDITS = [
         scope="LLMEngine.__init__",
         anchor="self._profile_session_active = False",
         insert="""
-self.capture = capture_frontend.open_for_engine(self)
+self.capture = capture_attaching.open_for_engine(self)
 self.steering = SteeringControl(self)
 """,
         why="The core is up, so the model's hook points are known.",

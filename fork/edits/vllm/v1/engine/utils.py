@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's process that stops has time to deliver what it has captured."""
+
+from fork.language import add_import, after, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture import stopping",
+        why="How long that may take.",
+    ),
+    after(
+        scope="CoreEngineProcManager.__init__",
+        anchor="self._request_shutdown_timeout = vllm_config.shutdown_timeout",
+        insert="self._vllm_config = vllm_config",
+        why="It says whether anything is captured.",
+    ),
+    before(
+        scope="CoreEngineProcManager.shutdown",
+        anchor="shutdown(self.processes, timeout=process_timeout)",
+        insert="""
+process_timeout = stopping.process_seconds(self._vllm_config, process_timeout)
+""",
+        why="Upstream kills at once unless --shutdown-timeout asks for more.",
+    ),
+]
