@@ -35,3 +35,8 @@ def test_the_v2_runner_with_other_models() -> None:
 @pytest.mark.soak
 def test_the_v2_runners_prefix_cache() -> None:
     run_interpreted("prefix_cache", f"{HERE}/test_prefix_cache.py")
+
+
+def test_compiled_passes() -> None:
+    # Upstream cannot start an engine on a CPU once llvmlite is loaded, which others do.
+    run_tests(f"{HERE}/apart/test_compiled.py", timeout=1200)
