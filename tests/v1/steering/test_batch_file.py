@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a batch file are steered as single requests are."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.demo import serving
+from vllm.v1.steering.files import save_module
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MODEL = Path(__file__).parents[3] / "examples/demo_model/weights"
+HIDDEN = 192
+VECTOR = (np.random.default_rng(0).normal(size=HIDDEN) * 3).astype(np.float32)
+SPEC = {"post_block": {"2": VECTOR.tolist()}}
+CHAT = {"messages": [{"role": "user", "content": "Tell me about the dog."}]}
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": CHAT,
+    "named": {**CHAT, "steering_name": "loud"},
+    "inline": {**CHAT, "steering_vectors": SPEC},
+    "bad name": {**CHAT, "steering_name": "nobody"},
+    "bad hook": {**CHAT, "steering_vectors": {"middle": {"0": [0.0]}}},
+}
+
+
+def line(name: str) -> str:
+    body = {"model": "m", "max_tokens": 8, "temperature": 0, **REQUESTS[name]}
+    url = "/v1/chat/completions"
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: Any) -> dict[str, Any]:
+    """By name, the lines that a batch file's run wrote."""
+    folder = tmp_path_factory.mktemp("batch")
+    module = folder / "loud.safetensors"
+    save_module(module, {"post_block": {2: VECTOR}})
+    (folder / "in.jsonl").write_text("\n".join(map(line, REQUESTS)) + "\n")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
+    command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    command += ["--model", str(MODEL), "--served-model-name", "m", "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "256", "--enable-steering"]
+    command += ["--steering-modules", f"loud={module}"]
+    done = subprocess.run(
+        command,
+        env={
+            **os.environ,
+            **serving.ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
+    return {one["custom_id"]: one for one in lines}
+
+
+def text(answers: dict[str, Any], name: str) -> str:
+    content: str = answers[name]["response"]["body"]["choices"][0]["message"]["content"]
+    return content
+
+
+def test_a_batch_file_is_steered(answers: dict[str, Any]) -> None:
+    assert text(answers, "named") == text(answers, "inline")
+    assert text(answers, "named") != text(answers, "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("bad name", "nobody"), ("bad hook", "middle")]
+)
+def test_a_bad_line_is_refused_alone(
+    answers: dict[str, Any], name: str, said: str
+) -> None:
+    refused = answers[name]
+    assert refused["response"]["status_code"] == 400, refused
+    assert said in json.dumps(refused)
