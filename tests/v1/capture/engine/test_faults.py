@@ -34,7 +34,6 @@ class Spoken(CaptureConsumer):
     reads_client_spec = True
 
     def __init__(self, vllm_config, params):
-        self.location = params.get("location", "worker")
         self.specs = {}
 
     def validate_client_spec(self, raw, ctx):
@@ -62,7 +61,6 @@ class Sink:
     reads_client_spec = True
 
     def __init__(self, vllm_config, params):
-        self.location = params.get("location", "worker")
         self.rows = {}
 
     def validate_client_spec(self, raw, ctx):
@@ -89,6 +87,14 @@ class Sink:
 
     def shutdown(self, timeout=30.0):
         maybe("shutdown")
+
+
+class SpokenBeside(Spoken):
+    location = "driver"
+
+
+class SinkBeside(Sink):
+    location = "driver"
 '''
 
 
@@ -97,19 +103,15 @@ def troubled(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CapturedEngine]:
     packages = tmp_path_factory.mktemp("packages")
-    names = {"spoken": "plug_trouble:Spoken", "sink": "plug_trouble:Sink"}
+    names = {
+        "spoken_worker": "plug_trouble:Spoken",
+        "spoken_driver": "plug_trouble:SpokenBeside",
+        "sink_worker": "plug_trouble:Sink",
+        "sink_driver": "plug_trouble:SinkBeside",
+    }
     install(packages, "plug_trouble", PLUGIN, **names)
     sys.path.insert(0, str(packages))
-    entries = [
-        {
-            "name": name,
-            "instance_name": f"{name}_{location}",
-            "params": {"location": location},
-        }
-        for name in names
-        for location in ("worker", "driver")
-    ]
-    engine = CapturedEngine(model, capture_consumers=entries)
+    engine = CapturedEngine(model, capture_consumers=list(names))
     yield engine
     # That every consumer's shutdown raises must not keep the engine from stopping.
     importlib.import_module("plug_trouble").WRONG.add("shutdown")
