@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.demo import serving
 from vllm.v1.steering.files import save_module
@@ -42,7 +43,7 @@ def answers(tmp_path_factory: Any) -> dict[str, Any]:
     """By name, the lines that a batch file's run wrote."""
     folder = tmp_path_factory.mktemp("batch")
     module = folder / "loud.safetensors"
-    save_module(module, {"post_block": {2: VECTOR}})
+    save_module(module, {"post_block": {2: torch.from_numpy(VECTOR)}})
     (folder / "in.jsonl").write_text("\n".join(map(line, REQUESTS)) + "\n")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
     command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
