@@ -73,3 +73,11 @@ def test_graphsafe_keys_are_accepted() -> None:
         "0:pre_attn",
     )
     assert config.graphsafe_keys == ["3:post_block", "0:pre_attn"]
+
+
+def test_the_front_end_that_drops_the_fields_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(CaptureValidationError, match="Rust front end"):
+        configured()

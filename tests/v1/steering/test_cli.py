@@ -72,3 +72,12 @@ def test_what_changes_the_graph_changes_the_hash() -> None:
     assert len(hashes) == 3
     named = config("--enable-steering", "--steering-modules", "a=1")
     assert named.compute_hash() == config("--enable-steering").compute_hash()
+
+
+def test_the_front_end_that_drops_the_fields_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(SteeringValidationError, match="Rust front end"):
+        config("--enable-steering")
+    assert not config().enabled

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.errors import fail
 
@@ -75,6 +76,13 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             "--max-steering-configs must be at least 1",
             "max_steering_configs",
             args.max_steering_configs,
+        )
+    if args.enable_steering and envs.VLLM_USE_RUST_FRONTEND:
+        raise fail(
+            "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
+            "the fields of steering; unset it to steer",
+            "enable_steering",
+            True,
         )
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
