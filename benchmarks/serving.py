@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: what capture and steering cost a server on a GPU, against upstream's.
+
+    python benchmarks/serving.py --fork FORK_PATH --upstream UPSTREAM_PATH \
+        [--model 1b|8b] [--rounds 3] [--out serving.json]
+
+Two servers share the GPU: upstream's, and the fork's with both features enabled. The
+paths become PYTHONPATH. They take turns at the same load, with upstream's own
+`vllm bench serve` as the client; a round goes through all cases and back, so that a
+machine that gets slower or faster meanwhile cancels out. Each figure is a ratio to
+upstream at the same load in the same round. Weights are random.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `benchmarks`
+
+from benchmarks.decode_step import MODELS, model_folder  # noqa: E402
+from benchmarks.served import Server  # noqa: E402
+
+WORK = ROOT / "build" / "benchmarks" / "serving"
+HOOKS = ("pre_attn", "post_attn", "post_block")
+MODULE_FORMAT = "clearbox-steering-v1"
+"""As `vllm.v1.steering.files` names it; this process may have no vLLM to import."""
+FIGURES = ("mean_tpot_ms", "mean_ttft_ms", "total_token_throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the client sends."""
+
+    input_len: int
+    output_len: int
+    requests: int
+    at_once: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load, and what each of its requests asks of the fork."""
+
+    load: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def capture(positions: str, layers: Any, hooks: tuple[str, ...]) -> dict[str, Any]:
+    """Request fields that capture with the consumer that only counts rows."""
+    spec = {"positions": positions, "hooks": dict.fromkeys(hooks, layers)}
+    return {"capture": {"logging": spec}}
+
+
+def cases(layers: int) -> dict[str, Case]:
+    """By name; `plain` comes after captures, as on a server that others use."""
+    middle = layers // 2
+    one = ("post_block",)
+    return {
+        "plain": Case("decode"),
+        "steered, one layer": Case("decode", {"steering_name": "one"}),
+        "steered, all layers and hooks": Case("decode", {"steering_name": "all"}),
+        "captured, one layer": Case("decode", capture("all_generated", [middle], one)),
+        "captured, all layers": Case("decode", capture("all_generated", "all", one)),
+        "plain prompts": Case("prefill"),
+        "captured prompts": Case("prefill", capture("all_prompt", "all", one)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One vLLM: the interpreter, and what leads it there."""
+
+    python: Path
+    environment: Mapping[str, str]
+
+
+def client(side: Side, url: str, model: Path, load: Load, body: Any) -> dict[str, Any]:
+    """One run of `vllm bench serve`; its figures."""
+    result = WORK / "result.json"
+    result.unlink(missing_ok=True)
+    command = [str(side.python), "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    command += ["--base-url", url, "--model", "m", "--tokenizer", str(model)]
+    command += ["--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
+    command += ["--random-input-len", str(load.input_len)]
+    command += ["--random-output-len", str(load.output_len)]
+    command += ["--num-prompts", str(load.requests)]
+    command += ["--max-concurrency", str(load.at_once), "--temperature", "0"]
+    command += ["--save-result", "--result-filename", str(result)]
+    if body:
+        command += ["--extra-body", json.dumps(body)]
+    with (WORK / "client.log").open("ab") as log:
+        subprocess.run(
+            command,
+            env={**os.environ, **side.environment},
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(result.read_text())
+    assert found["completed"] == load.requests, found
+    return {name: found[name] for name in FIGURES}
+
+
+def write_modules(width: int, layers: int) -> list[str]:
+    """Two named configurations, as arguments of the server."""
+    import torch
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(0)
+    places = {
+        "one": [(layers // 2, "post_block")],
+        "all": [(layer, hook) for layer in range(layers) for hook in HOOKS],
+    }
+    arguments = []
+    for name, taps in places.items():
+        path = WORK / f"{name}.safetensors"
+        tensors = {
+            f"{hook}.{layer}": torch.randn(width, generator=draw) * 0.01
+            for layer, hook in taps
+        }
+        save_file(tensors, path, metadata={"format": MODULE_FORMAT})
+        arguments.append(f"{name}={path}")
+    return arguments
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Start both servers, let them take turns, stop them."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    size = MODELS[options.model]
+    layers, width = size["num_hidden_layers"], size["hidden_size"]
+    model = Path(model_folder(options.model))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples" / "demo_model" / "weights" / name, model)
+    sides = {
+        "upstream": Side(options.upstream_python, {"PYTHONPATH": options.upstream}),
+        "fork": Side(options.fork_python, {"PYTHONPATH": options.fork}),
+    }
+    common = ["--load-format", "dummy", "--max-model-len", str(options.model_len)]
+    common += ["--max-num-seqs", "256", "--no-enable-prefix-caching", *options.serve]
+    features = ["--capture-consumers", "logging", "--enable-steering"]
+    features += ["--max-steering-configs", "16", "--steering-modules"]
+    features += write_modules(width, layers)
+    loads = {
+        "decode": Load(64, options.output_len, options.requests, options.at_once),
+        "prefill": Load(options.model_len - 8, 1, options.requests // 2, 8),
+    }
+
+    def serve(name: str, more: list[str]) -> Server:
+        side = sides[name]
+        log = WORK / f"{name}.log"
+        return Server(model, log, common + more, 0, side.python, dict(side.environment))
+
+    async with serve("upstream", []) as upstream:
+        await upstream.ready()
+        async with serve("fork", features) as fork:
+            await fork.ready()
+            urls = {"upstream": upstream.url, "fork": fork.url}
+            order = [("upstream", Case(load)) for load in loads]
+            order += [("fork", case) for case in cases(layers).values()]
+            names = [f"upstream, {load}" for load in loads] + list(cases(layers))
+            rounds = []
+            for number in range(-1, options.rounds):
+                figures: dict[str, list[dict[str, Any]]] = {}
+                turns = list(zip(names, order, strict=True))
+                for name, (side, case) in turns + turns[::-1]:
+                    found = await asyncio.to_thread(
+                        client,
+                        sides["upstream"],
+                        urls[side],
+                        model,
+                        loads[case.load],
+                        case.body,
+                    )
+                    figures.setdefault(name, []).append(found)
+                if number >= 0:  # the first one warms up
+                    rounds.append(figures)
+                    print(f"  round {number + 1} of {options.rounds}", flush=True)
+                elif options.rounds == 0:
+                    rounds.append(figures)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": options.model,
+        "loads": {name: repr(load) for name, load in loads.items()},
+        "rounds": rounds,
+    }
+
+
+def ratio(
+    figures: Mapping[str, list[dict[str, float]]], name: str, load: str, figure: str
+) -> float:
+    """Both turns of a case over both turns of upstream."""
+
+    def total(which: str) -> float:
+        return sum(each[figure] for each in figures[which])
+
+    return total(name) / total(f"upstream, {load}")
+
+
+def print_table(report: dict[str, Any], layers: int) -> None:
+    """Medians over the rounds, with their ranges."""
+    print(f"{'case':<32}{'TPOT':>24}{'TTFT':>24}{'tokens/s':>24}")
+    for name, case in cases(layers).items():
+        cells = []
+        for figure in FIGURES:
+            if case.load == "prefill" and figure == "mean_tpot_ms":
+                cells.append("-")  # one token has no time between tokens
+                continue
+            found = [ratio(r, name, case.load, figure) for r in report["rounds"]]
+            median = statistics.median(found)
+            cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
+        print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+def main() -> None:
+    """Parse the command line, measure, write, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fork", required=True, help="PYTHONPATH of the fork")
+    parser.add_argument("--upstream", required=True, help="PYTHONPATH of upstream")
+    parser.add_argument("--fork-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--upstream-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--model", choices=MODELS, default="1b")
+    parser.add_argument("--model-len", type=int, default=4104)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=WORK / "serving.json")
+    parser.add_argument("serve", nargs="*", help="more arguments for both servers")
+    options = parser.parse_args()
+    report = asyncio.run(run(options))
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report, MODELS[options.model]["num_hidden_layers"])
+    print(f"Written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
