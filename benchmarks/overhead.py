@@ -84,7 +84,7 @@ def main() -> int:
         rounds = _measure(upstream, fork, load)
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": "python benchmarks/overhead.py" + " --quick" * options.quick,
         "machine": _machine(load_before),
         "threads": options.threads,
         "upstream": identities[0]["distributions"],
