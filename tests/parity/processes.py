@@ -11,8 +11,10 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -36,11 +38,15 @@ class CaseFailed(Exception):
         return (raised or lines or ["no message"])[-1][:300]
 
 
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""For the server's processes alone, unless this process has other wishes."""
+
+
 def _server() -> Any:
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.parity.preload"])
+    with patch.dict(os.environ, ENVIRONMENT | dict(os.environ)):
+        forkserver.ensure_running()
     return context
 
 

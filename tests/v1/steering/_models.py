@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -88,6 +89,16 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt2": gpt2_config,
     "cohere": cohere_config,
 }
+
+QUICK = ("llama", "gpt2")
+"""Those that `make test` takes: the stream as a pair, and as one tensor."""
+
+
+def matrix() -> list[Any]:
+    """The kinds as parameters of a fixture; `make test-soak` has the other ones."""
+    marks = {kind: () if kind in QUICK else (pytest.mark.soak,) for kind in CONFIGS}
+    return [pytest.param(kind, marks=marks[kind]) for kind in sorted(CONFIGS)]
+
 
 ATTENTION = {"gpt2": "attn", "gemma3": "post_attention_layernorm"}
 """The module whose output is added as the attention branch, if not `self_attn`."""

@@ -17,7 +17,7 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 
 
-@pytest.fixture(scope="module", params=sorted(_models.CONFIGS))
+@pytest.fixture(scope="module", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any
 ) -> Iterator[tuple[Any, _models.Reference]]:

@@ -44,6 +44,7 @@ def client(tmp_path_factory: Any) -> Iterator[httpx.Client]:
     options += ["--steering-modules", f"loud={module}", "--api-key", SERVER_KEY]
     options += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     environment = {**serving.ENVIRONMENT, "VLLM_STEERING_API_KEY": ENV_KEY}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"  # its log is read, whatever else ran
     with serving.running(
         serving.serve_command(port, options),
         url,

@@ -67,7 +67,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], Row]] = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(_models.CONFIGS))
+@pytest.fixture(scope="module", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any
 ) -> Iterator[tuple[Any, _models.Reference]]:
