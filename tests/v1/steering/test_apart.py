@@ -40,3 +40,14 @@ def test_the_v2_runners_prefix_cache() -> None:
 def test_compiled_passes() -> None:
     # Upstream cannot start an engine on a CPU once llvmlite is loaded, which others do.
     run_tests(f"{HERE}/apart/test_compiled.py", timeout=1200)
+
+
+@pytest.mark.multiprocess
+def test_speculation() -> None:
+    # Apart, because upstream cannot start an engine after numba was imported.
+    run_tests(f"{HERE}/apart/test_drafts.py")
+
+
+@pytest.mark.multiprocess
+def test_the_v2_runners_speculation() -> None:
+    run_interpreted("speculation", f"{HERE}/apart/test_drafts.py")

@@ -140,8 +140,24 @@ def test_chat_and_streams_are_steered(client: httpx.Client) -> None:
     assert not np.allclose(chat()[:3], chat(steering_name="loud")[:3], atol=1e-3)
     expected = answer(complete(client, steering_vectors=spec()))[0]
     response = complete(client, steering_vectors=spec(), stream=True)
+    chunks = events(response)
+    assert "".join(one["choices"][0]["text"] for one in chunks) == expected
+    for fields in ({"steering_name": "loud"}, {"steering_vectors": packed()}):
+        sent = {**body, **fields, "stream": True}
+        chunks = events(client.post("/v1/chat/completions", json=sent))
+        found = [
+            entry["logprob"]
+            for one in chunks
+            for entry in (one["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        assert np.allclose(found, chat(steering_name="loud"), atol=1e-4), fields
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """What a stream holds, less its end."""
+    assert response.status_code == 200, response.text
     lines = [ln[6:] for ln in response.text.splitlines() if ln.startswith("data: {")]
-    assert "".join(json.loads(ln)["choices"][0]["text"] for ln in lines) == expected
+    return [json.loads(line) for line in lines]
 
 
 def test_every_prompt_of_a_list_is_steered(client: httpx.Client) -> None:

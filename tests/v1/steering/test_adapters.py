@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters, steered requests and plain ones share batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.adapters import RANK, adapter
+from tests.engines.models import llama
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import logprobs, params, tokens
+from vllm.lora.request import LoRARequest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
+SIZE = len(PROMPT)
+ADAPTERS = (None, 1, 2)
+TAP = (1, "post_attn")
+
+
+def vector(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(64, generator=generator)
+
+
+def replaced(stream: torch.Tensor) -> torch.Tensor:
+    """The last two tokens of the prompt become a vector."""
+    two = vector(4).to(stream.dtype).expand(2, -1)
+    return torch.cat([stream[: SIZE - 2], two, stream[SIZE:]])
+
+
+def at(entry: Any) -> dict[str, Any]:
+    layer, hook = TAP
+    return {hook: {layer: entry}}
+
+
+WAYS: dict[str, tuple[dict[str, Any], _models.Change | None]] = {
+    "plain": ({}, None),
+    "every token": (
+        {"steering_vectors": at(vector(1))},
+        _models.add_by_phase(SIZE, vector(1), vector(1)),
+    ),
+    "prompt": (
+        {"prefill_steering_vectors": at(vector(2))},
+        _models.add_by_phase(SIZE, vector(2), None),
+    ),
+    "generated": (
+        {"decode_steering_vectors": at(vector(3))},
+        _models.add_by_phase(SIZE, None, vector(3)),
+    ),
+    "replaced": (
+        {
+            "prefill_steering_vectors": at(
+                {"vector": vector(4), "op": "replace", "positions": {"last": 2}}
+            )
+        },
+        replaced,
+    ),
+}
+"""By name, a request's fields and what hooks do instead."""
+
+CASES = [(number, way) for number in ADAPTERS for way in WAYS]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine, the models its adapters make, and their requests."""
+
+    llm: Any
+    references: dict[int | None, _models.Reference]
+    adapters: dict[int | None, LoRARequest | None]
+
+    def run(self, cases: list[tuple[int | None, str]]) -> list[Any]:
+        """The outputs of requests with an adapter and steering each."""
+        prompts = [{"prompt_token_ids": PROMPT} for _ in cases]
+        sampling = [params(**WAYS[way][0]) for _, way in cases]
+        lora = [self.adapters[number] for number, _ in cases]
+        found: list[Any] = self.llm.generate(
+            prompts, sampling, lora_request=lora, use_tqdm=False
+        )
+        return found
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    path = llama(tmp_path_factory.mktemp("llama"))
+    references = {None: _models.Reference(str(path))}
+    adapters: dict[int | None, LoRARequest | None] = {None: None}
+    for number in (1, 2):
+        folder = tmp_path_factory.mktemp("adapter")
+        references[number] = adapted(path, folder, number)
+        adapters[number] = LoRARequest(f"adapter {number}", number, str(folder))
+    llm = _engine.engine(
+        str(path),
+        enable_lora=True,
+        max_lora_rank=RANK,
+        # One more than there are: upstream's CPU kernels apply the last one's slot to
+        # requests without an adapter.
+        max_loras=3,
+        max_num_seqs=len(CASES),
+        max_steering_configs=len(WAYS),
+    )
+    yield Bench(llm, references, adapters)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def adapted(path: Path, folder: Path, seed: int) -> _models.Reference:
+    """The library's model with an adapter's weights added to its own."""
+    made = _models.Reference(str(path))
+    made.model = adapter(path, folder, seed).model
+    made.layers = made.model.model.layers
+    return made
+
+
+def test_each_of_a_batch_equals_its_solo_run_and_the_library(bench: Bench) -> None:
+    outputs = bench.run(CASES)
+    different = {tuple(logprobs(output).flatten().tolist()) for output in outputs}
+    assert len(different) == len(CASES), "two of the cases do the same"
+    for (number, way), output in zip(CASES, outputs, strict=True):
+        (alone,) = bench.run([(number, way)])
+        assert tokens(alone) == tokens(output), (number, way)
+        found = logprobs(output)
+        assert torch.allclose(found, logprobs(alone), rtol=1e-5, atol=1e-5)
+        change = WAYS[way][1]
+        expected = bench.references[number].logprobs(
+            [*PROMPT, *tokens(output)][:-1], {} if change is None else {TAP: change}
+        )[SIZE - 1 :]
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4, (number, way, float(error))
+
+
+def test_the_engines_vectors_steer_adapters_too(bench: Bench) -> None:
+    llm = bench.llm
+    llm.set_steering(at(vector(7)))
+    try:
+        outputs = bench.run([(number, "plain") for number in ADAPTERS])
+    finally:
+        llm.clear_steering()
+    change = _models.add_by_phase(SIZE, vector(7), vector(7))
+    for number, output in zip(ADAPTERS, outputs, strict=True):
+        expected = bench.references[number].logprobs(
+            [*PROMPT, *tokens(output)][:-1], {TAP: change}
+        )[SIZE - 1 :]
+        error = (logprobs(output) - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4, (number, float(error))
