@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache outside of the engine: what it loads is not computed, and has no rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines import outside
+from tests.engines.captured import CapturedEngine, asking, prompt
+from vllm import SamplingParams
+from vllm.v1.steering import external
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
+
+PLAIN = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+LENGTH = 100
+WHOLE_BLOCKS = 96
+
+
+@pytest.fixture(scope="module")
+def stored(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CapturedEngine]:
+    transfer = {
+        "kv_connector": outside.NAME,
+        "kv_connector_module_path": outside.__name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(tmp_path_factory.mktemp("kv"))
+        },
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        known = external.BY_BLOCK_HASH | {outside.NAME}
+        patch.setattr(external, "BY_BLOCK_HASH", known)
+        engine = CapturedEngine(
+            model,
+            kv_transfer_config=transfer,
+            enable_prefix_caching=False,
+            enable_steering=True,
+        )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def loads(stored: CapturedEngine) -> list[int]:
+    """How many tokens are loaded for each request, from now on."""
+    core: Any = stored.llm.llm_engine.engine_core
+    found: list[int] = core.engine_core.scheduler.connector.loads
+    found.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    "positions, expected, loaded",
+    [
+        ("all", range(LENGTH + 1), 0),
+        ([40, 99], [40, 99], 0),
+        ("last_prompt", [99], WHOLE_BLOCKS),
+        ("all_generated", [100], WHOLE_BLOCKS),
+    ],
+)
+def test_captured_rows_are_computed_and_the_rest_is_loaded(
+    stored: CapturedEngine,
+    loads: list[int],
+    positions: Any,
+    expected: Any,
+    loaded: int,
+) -> None:
+    text = prompt(LENGTH, seed=700 + sum(expected))
+    stored.run([text], PLAIN)
+    stored.run([text], PLAIN)
+    (output,) = stored.run([text], asking(positions, max_tokens=2))
+    stored.check(output, list(expected))
+    assert loads == [0, WHOLE_BLOCKS, loaded]
+
+
+def test_what_steering_left_is_loaded_for_the_same_steering_alone(
+    stored: CapturedEngine, loads: list[int]
+) -> None:
+    text = prompt(LENGTH, seed=1)
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    spec = {"pre_attn": {1: vector}}
+
+    def ask(**steering: Any) -> Any:
+        asked = asking("all_generated", max_tokens=4, **steering)
+        return stored.run([text], asked)[0]
+
+    steered, plain, later, again, other = (
+        ask(prefill_steering_vectors=spec),
+        ask(),
+        ask(decode_steering_vectors=spec),
+        ask(prefill_steering_vectors=spec),
+        ask(prefill_steering_vectors={"pre_attn": {1: -vector}}),
+    )
+    assert loads == [0, 0, WHOLE_BLOCKS, WHOLE_BLOCKS, 0]
+    positions = list(range(LENGTH, LENGTH + 3))
+    stored.check(plain, positions)
+    for output, prefill, decode in (
+        (steered, vector, 0),
+        (again, vector, 0),
+        (later, 0, vector),
+        (other, -vector, 0),
+    ):
+        with pytest.raises(AssertionError):
+            stored.check(output, positions)
+        handle = _add(stored, prefill, decode)
+        stored.check(output, positions)
+        handle.remove()
+
+
+def _add(stored: CapturedEngine, prefill: Any, decode: Any) -> Any:
+    """Steer the library's model as a request was."""
+
+    def changed(module: Any, args: Any, kwargs: Any) -> Any:
+        stream = args[0].clone()
+        stream[:, :LENGTH] += prefill
+        stream[:, LENGTH:] += decode
+        return (stream, *args[1:]), kwargs
+
+    reference: Any = stored.reference
+    layer = reference.model.model.layers[1]
+    return layer.register_forward_pre_hook(changed, with_kwargs=True)
