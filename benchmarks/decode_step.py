@@ -19,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MODELS = {
     "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -27,6 +29,7 @@ MODELS = {
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 BATCHES = (1, 8, 32, 128, 256)
+CONFIGS = 64
 VARIANTS = {
     "off": "",
     "capture": "capture",
@@ -72,7 +75,7 @@ def measure(model: str, features: str) -> dict[str, object]:
         extra["capture_consumers"] = ["logging"]
     if "steering" in features:
         extra["enable_steering"] = True
-        extra["max_steering_configs"] = 16
+        extra["max_steering_configs"] = CONFIGS
     start = time.perf_counter()
     llm = LLM(
         model=model_folder(model),
@@ -91,23 +94,26 @@ def measure(model: str, features: str) -> dict[str, object]:
         {"prompt_token_ids": torch.randint(32000, (20,), generator=generator).tolist()}
         for _ in range(16)
     ]
-    outputs = llm.generate(
-        prompts,
-        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
+    params = SamplingParams(
+        temperature=0, max_tokens=48, ignore_eos=True, detokenize=False
     )
-    graphs = {
-        (desc.num_tokens, getattr(desc, "tapped", 0)): graph
-        for desc, graph in runner.cudagraph_manager.graphs.items()
-        if desc.uniform_token_count == 1
-    }
+    made = list(cases(runner)) if features else []
+    # After the graphs were recorded: recording leaves dummy lengths in the inputs,
+    # and a replay computes on what it finds there.
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     times: dict[str, dict[int, float]] = {"plain": {}}
+    plain = {
+        desc.num_tokens: graph
+        for desc, graph in runner.cudagraph_manager.graphs.items()
+        if desc.uniform_token_count == 1 and not getattr(desc, "tapped", 0)
+    }
     for batch in BATCHES:
-        times["plain"][batch] = replay_ms(graphs[batch, 0])
-    if "capture" in features:
-        time_taps(runner, graphs, times)
-    if "steering" in features:
-        time_steering(runner, graphs, times)
+        times["plain"][batch] = replay_ms(plain[batch])
+    for case in made:
+        times[case.name] = {}
+        for batch in BATCHES:
+            case.prepare(runner, batch)
+            times[case.name][batch] = replay_ms(case.graphs[batch])
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "times": times,
@@ -116,55 +122,107 @@ def measure(model: str, features: str) -> dict[str, object]:
     }
 
 
-def time_taps(runner, graphs, times) -> None:  # type: ignore[no-untyped-def]
-    """The tapped graphs with no row, and with every row of several sets of taps."""
-    capture = runner.residual._capture
-    columns = capture._columns
-    layers = sorted({layer for layer, _ in columns})
-    middle = layers[len(layers) // 2]
-    cases = {
-        "tapped, idle": [],
-        "one layer": [columns[middle, "post_block"]],
-        "all layers, post_block": [columns[layer, "post_block"] for layer in layers],
-        "all layers, 3 hooks": [
-            columns[layer, hook] for layer in layers for hook in ALL_HOOKS
-        ],
-    }
-    import torch
+@dataclass(frozen=True)
+class Case:
+    """What a step captures or steers, and the graphs that serve it."""
 
-    for name, taps in cases.items():
-        times[name] = {}
-        for batch in BATCHES:
+    name: str
+    graphs: dict[int, Any]
+    captured: list[Any] = field(default_factory=list)
+    steered: list[Any] = field(default_factory=list)
+    configs: int = 0
+
+    def prepare(self, runner, batch) -> None:  # type: ignore[no-untyped-def]
+        """Put into the memory that graphs read what a step would put there."""
+        import torch
+
+        capture, steering = runner.residual._capture, runner.residual.steering
+        if capture is not None:
             capture._slots.fill_(-1)
-            if taps:
-                rows = torch.arange(batch * len(taps), dtype=torch.int32)
+            if self.captured:
+                columns = [capture._columns[tap] for tap in self.captured]
+                rows = torch.arange(batch * len(columns), dtype=torch.int32)
                 rows = rows.remainder(capture._staging.rows.shape[0])
-                rows = rows.view(batch, len(taps)).to(capture._slots.device)
-                capture._slots[:batch, taps] = rows
-            family = 2 if "3 hooks" in name else 1
-            times[name][batch] = replay_ms(graphs[batch, family])
-    capture._slots.fill_(-1)
+                rows = rows.view(batch, len(columns)).to(capture._slots.device)
+                capture._slots[:batch, columns] = rows
+        if steering is not None:
+            steering.row_index.zero_()
+            if self.steered:
+                for tap in self.steered:
+                    steering.tables.at(tap)[1:].normal_(0, 1e-3)
+                generator = torch.Generator().manual_seed(7)
+                steering.row_index.copy_(
+                    torch.randint(
+                        3,
+                        3 + 2 * self.configs,
+                        steering.row_index.shape,
+                        dtype=torch.int32,
+                        generator=generator,
+                    )
+                )
 
 
-def time_steering(runner, graphs, times) -> None:  # type: ignore[no-untyped-def]
-    """Every row steered at all hook points, rows of the tables at random."""
-    import torch
+def cases(runner):  # type: ignore[no-untyped-def]
+    """What the features do, in the graphs that serve such steps.
 
-    taps = [
-        tap
-        for module in runner.model.modules()
-        for tap in (module.__dict__.get("residual_taps") or {}).values()
-    ]
-    rows = taps[0].rows
-    num_vectors = taps[0].table.shape[0]
-    rows.copy_(torch.randint(1, num_vectors, rows.shape, dtype=rows.dtype))
-    for tap in taps:
-        tap.table.normal_(0, 1e-3)
-    name = f"steered, all hooks, {num_vectors - 1} vectors"
-    times[name] = {batch: replay_ms(graphs[batch, 0]) for batch in BATCHES}
-    rows.zero_()
-    for tap in taps:
-        tap.table.zero_()
+    Of steps that do little there are two kinds of graphs: those recorded when the
+    engine starts, and those recorded once enough steps have wanted them.
+    """
+    capture, steering = runner.residual._capture, runner.residual.steering
+    taps = sorted((capture or steering).addresses)
+    layers = sorted({layer for layer, _ in taps})
+    one = [(layers[len(layers) // 2], "post_block")]
+    behind = [tap for tap in taps if tap[1] == "post_block"]
+    at_start = ", in a graph of the start"
+
+    def graphs(addresses, where, exact=True):  # type: ignore[no-untyped-def]
+        ops = frozenset(addresses[tap] for tap in where)
+        return {batch: graph_for(runner, batch, ops, exact) for batch in BATCHES}
+
+    if capture is not None:
+        known = capture.addresses
+        yield Case("nothing captured" + at_start, graphs(known, behind))
+        yield Case("one layer captured" + at_start, graphs(known, one, False), one)
+        yield Case("one layer captured", graphs(known, one), one)
+        yield Case("all layers captured", graphs(known, behind), behind)
+        yield Case("all layers and hooks captured", graphs(known, taps), taps)
+    if steering is not None:
+        known = steering.addresses
+        some = "one layer steered, 16 configs"
+        yield Case(some + at_start, graphs(known, one, False), [], one, 16)
+        yield Case(some, graphs(known, one), [], one, 16)
+        for configs in (16, CONFIGS):
+            name = f"all layers and hooks steered, {configs} configs"
+            yield Case(name, graphs(known, taps), [], taps, configs)
+
+
+def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
+    """The graph of the start that has these ops, or an exact one, recorded now."""
+    from dataclasses import replace
+
+    from vllm.model_executor.layers.residual_ops import Launch
+
+    manager = runner.cudagraph_manager
+    plain = next(
+        one
+        for one in manager.graphs
+        if (one.num_tokens, one.uniform_token_count, one.tapped) == (batch, 1, 0)
+    )
+    if exact and ops not in Launch.families:
+        Launch.families = (*Launch.families, ops)
+    sizes = {
+        family: len(launched)
+        for family, launched in enumerate(Launch.families)
+        if ops <= launched
+    }
+    if not exact:
+        sizes = {
+            f: n for f, n in sizes.items() if replace(plain, tapped=f) in manager.graphs
+        }
+    chosen = replace(plain, tapped=min(sizes, key=sizes.__getitem__))
+    if chosen not in manager.graphs:
+        manager.residual_recorder(chosen)
+    return manager.graphs[chosen]
 
 
 def replay_ms(graph) -> float:  # type: ignore[no-untyped-def]
@@ -241,7 +299,7 @@ def print_variant(name: str, run: dict[str, object], base: dict[str, object]) ->
         for batch, ms in by_batch.items():
             plain = base["times"]["plain"][batch]  # type: ignore[index]
             cells.append(f"{batch}: {ms:.4f} ({ms / plain:.4f})")
-        print(f"  {case:24s} " + "  ".join(cells), flush=True)
+        print(f"  {case:46s} " + "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

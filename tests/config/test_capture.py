@@ -122,3 +122,7 @@ def test_the_compile_cache_knows_whether_taps_are_compiled_in() -> None:
     assert off.compute_hash() != on.compute_hash()
     other = CaptureConfig(consumers=["logging:instance_name=b"])
     assert on.compute_hash() == other.compute_hash()
+    # Compiled code checks the size of the staging memory.
+    less = CaptureConfig(consumers=["logging"], staging_bytes=1 << 20)
+    assert on.compute_hash() != less.compute_hash()
+    assert off.compute_hash() == CaptureConfig(staging_bytes=1 << 20).compute_hash()

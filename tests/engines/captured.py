@@ -69,7 +69,8 @@ class CapturedEngine:
         }
         self.llm = LLM(capture_consumers=consumers, **chosen | options)
         config = self.llm.llm_engine.vllm_config
-        asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+        usual = "1" if torch.cuda.is_available() else "0"
+        asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", usual) == "1"
         assert config.use_v2_model_runner == asked, "not the runner that is tested"
 
     def run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[RequestOutput]:

@@ -11,6 +11,7 @@ from tests.engines.captured import CapturedEngine, asking, prompt
 from tests.engines.reference import Reference, Stream, relative_error
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from vllm import SamplingParams
+from vllm.v1.worker import residual_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -117,3 +118,45 @@ def test_steered_rows_are_those_of_eager_code(
             # A capture sees the stream before its own point's vector.
             layer, hook = tap
             assert moved == (layer > 2 or (layer == 2 and hook != "pre_attn")), tap
+
+
+def test_a_graph_recorded_while_serving_does_the_same(
+    llama: Path,
+    reference: Reference,
+    open_engine: OpenEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = open_engine(llama, reference=reference)
+    worker: Any = engine.llm.llm_engine.model_executor.driver_worker
+    manager = worker.worker.model_runner.cudagraph_manager
+    started = set(manager.graphs)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    common: dict[str, Any] = {"detokenize": False, "max_tokens": GENERATED}
+    vector = torch.randn(512, generator=torch.Generator().manual_seed(3))
+    everyone = [
+        asking("all", {"post_attn": [1]}, **common),
+        SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            steering_vectors={"pre_attn": {2: {"vector": vector, "scale": 0.5}}},
+            **common,
+        ),
+    ] * (len(LENGTHS) // 2)
+
+    def observe() -> tuple[list[list[int]], list[torch.Tensor]]:
+        outputs = engine.run(prompts, everyone)
+        rows = [engine.rows(output)[1, "post_attn"] for output in outputs[::2]]
+        return [list(output.outputs[0].token_ids) for output in outputs], rows
+
+    tokens, rows = observe()
+    assert set(manager.graphs) == started
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 3)
+    for _ in range(2):  # While graphs are recorded, and with all of them.
+        again, same = observe()
+        assert again == tokens
+        assert all(a.equal(b) for a, b in zip(rows, same, strict=True))
+    assert set(manager.graphs) > started, "nothing was recorded"
+    plain = engine.run(
+        prompts, SamplingParams(temperature=0.0, ignore_eos=True, **common)
+    )
+    assert [list(one.outputs[0].token_ids) for one in plain][::2] == tokens[::2]

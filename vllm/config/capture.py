@@ -172,7 +172,11 @@ class CaptureConfig:
         return self.staging_bytes // row_bytes // 2
 
     def compute_hash(self) -> str:
-        """Hash of what changes the model's graph: whether taps are compiled in."""
+        """Hash of what changes the model's graph: the taps and their memory's size.
+
+        Compiled code checks the sizes of what it was compiled for.
+        """
         from vllm.config.utils import hash_factors
 
-        return hash_factors({"capture": self.enabled, "mlp_points": self.mlp_points})
+        staging = self.staging_bytes if self.enabled else 0
+        return hash_factors({"capture": staging, "mlp_points": self.mlp_points})

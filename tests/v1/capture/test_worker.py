@@ -25,7 +25,8 @@ from tests.v1.capture._simulation import (
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import HOOKS, plan_for, positions, wanted
 from vllm.config.capture import CaptureConfig
-from vllm.model_executor.layers.residual_ops import Launch, ResidualTap
+from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.v1.capture.channel import (
     ChunksMessage,
     CountersMessage,
@@ -94,7 +95,7 @@ class Bench:
             np.cumsum(scheduled) - scheduled,
             rows,
         )
-        self.worker.plan_step(view)
+        Launch.taps = self.worker.plan_step(view)
         self.worker.begin_step(rows)
         values = torch.tensor([value for _, _, row in batch for value in row])
         for number, tap in enumerate(TAPS):
@@ -193,8 +194,7 @@ def test_rows_of_any_steps_reach_their_readers(
 
 def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
     view = StepView(["x"], np.array([0]), np.array([3]), np.array([0]), 3)
-    assert not bench.worker.plan_step(view)
-    assert not Launch.taps
+    assert bench.worker.plan_step(view) == frozenset()
     bench.worker.begin_step(3)
     bench.worker.end_step()
     assert (bench.worker._slots == -1).all()
@@ -209,7 +209,6 @@ def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
     bench.worker.begin_step(3)
     assert (bench.worker._slots == -1).all()
     bench.worker.end_step()
-    assert not Launch.taps
     bench.close()
 
 

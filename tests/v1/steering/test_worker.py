@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.v1.capture.rows import StepView
 from vllm.v1.steering.plan import SteeringTiers, pack
 from vllm.v1.steering.wire import SlotUse, SteeringStep
@@ -74,7 +75,7 @@ def tiers(base: float = 0, prefill: float = 0, decode: float = 0) -> SteeringTie
 
 def added(steering: WorkerSteering, tap: ResidualTap, step: StepView) -> list[float]:
     """What a step adds to each token, and that it adds nothing to padding."""
-    steering.plan_step(step)
+    Launch.taps = steering.plan_step(step)
     steering.begin_step()
     stream, residual = tap(torch.zeros(step.num_rows + 3, WIDTH), None)
     assert residual is None

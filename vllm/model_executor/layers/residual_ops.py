@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at one hook point of one layer: copy rows out, change rows.
+"""The ops of a hook point, in the graph: copy rows out, add vectors to rows.
+
+Both launch only where the step under way needs them, so that a graph recorded while
+nothing launches holds the same kernels as upstream's.
 
 Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
-from vllm.model_executor.layers.residual_edits import (
-    RowEdit,
-    apply_edits,
-    edited_rows,
-)
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
 class Launch:
-    """Which taps launch in the forward pass under way, by their slots' addresses.
+    """Which ops launch in the forward pass under way.
 
+    An op is known by the address of what it reads: a tap's slots, a tap's table.
     Set by the runner's adapter before each pass, read while a pass runs eagerly
     or is recorded as a graph; replaying a graph does what was recorded. Engine
     thread only.
@@ -34,113 +27,6 @@ class Launch:
     taps: frozenset[int] = frozenset()
     families: tuple[frozenset[int], ...] = (frozenset(),)
     """What a recorded graph may launch: nothing first, everything last."""
-
-
-class ResidualTap:
-    """The hook point of one layer: persistent tensors that recorded graphs read.
-
-    Both features are optional. All arguments that differ between layers are
-    tensors, so that equal subgraphs stay equal for the compile cache.
-    """
-
-    def __init__(
-        self,
-        slots: torch.Tensor | None = None,  # [T], int32, strided: -1 or a staging row
-        staging: torch.Tensor | None = None,  # [S, H]
-        table: torch.Tensor | None = None,  # [V, H]
-        rows: torch.Tensor | None = None,  # [>= T], int32: a row of the table
-    ) -> None:
-        self.slots = slots
-        self.staging = staging
-        self.table = table
-        self.rows = rows
-        self.steers = False
-        """Whether the step under way adds anything here. Host side: a pass that is
-        neither compiled nor recorded skips the addition otherwise."""
-        self.edits: Sequence[RowEdit] | None = None
-        """What the step under way does here beyond adding."""
-
-    def __call__(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Capture, then intervene; returns the pair that the layer goes on with."""
-        if self.slots is not None:
-            torch.ops.vllm.capture_rows(
-                hidden_states, residual, self.slots, self.staging, False
-            )
-        if not torch.compiler.is_compiling() and self.edits is not None:
-            return self._edit(hidden_states, residual, partial=False)
-        return self._steer(hidden_states, residual)
-
-    def on_partial(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `__call__`, for a branch that still waits for its all-reduce.
-
-        Without a residual there is no branch yet: `hidden_states` is the stream.
-        """
-        if residual is None or get_tensor_model_parallel_world_size() == 1:
-            return self(hidden_states, residual)
-        if self.slots is not None:
-            torch.ops.vllm.capture_rows(
-                hidden_states, residual, self.slots, self.staging, True
-            )
-        if not torch.compiler.is_compiling() and self.edits is not None:
-            return self._edit(hidden_states, residual, partial=True)
-        return self._steer(hidden_states, residual)
-
-    def _edit(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Change whole rows: they come out as the branch, with nothing beside it."""
-        assert self.edits is not None and self.table is not None
-        assert self.rows is not None
-        rows = edited_rows(self.edits)
-        width = hidden_states.shape[-1]
-        branch = hidden_states.reshape(-1, width)[rows]
-        if partial:
-            branch = tensor_model_parallel_all_reduce(branch)
-        stream = branch.float()
-        if residual is not None:
-            stream = stream + residual.reshape(-1, width)[rows].float()
-        added = self.table.index_select(0, self.rows[rows]).float()
-        stream = apply_edits(self.edits, rows, stream, added)
-        leads = not partial or get_tensor_model_parallel_rank() == 0
-        changed, beside = self._steer(hidden_states, residual)
-        # A copy in any case: the layer may use what it passed in elsewhere.
-        changed = changed.clone()
-        changed.view(-1, width)[rows] = stream.to(changed.dtype) if leads else 0.0
-        if beside is not None:
-            beside = beside.clone()
-            beside.view(-1, width)[rows] = 0.0
-        return changed, beside
-
-    def _steer(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add each token's vector: plain code, which the compiler fuses.
-
-        The residual takes it where there is one. Added to the branch it would be
-        drawn into the matrix product before it, which costs a kernel; and while
-        the branch may be a partial sum, the residual is the same on all ranks.
-        """
-        if self.table is None or self.rows is None:
-            return hidden_states, residual
-        if not _is_recorded(hidden_states) and not self.steers:
-            return hidden_states, residual
-        tokens = hidden_states.numel() // hidden_states.shape[-1]
-        vectors = self.table.index_select(0, self.rows[:tokens])
-        vectors = vectors.view(hidden_states.shape)
-        if residual is None:
-            return hidden_states + vectors, None
-        return hidden_states, residual + vectors
-
-
-def _is_recorded(hidden_states: torch.Tensor) -> bool:
-    """Whether what runs now will be run again, on other steps' data."""
-    if torch.compiler.is_compiling():
-        return True
-    return hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 if HAS_TRITON:
@@ -174,6 +60,29 @@ if HAS_TRITON:
                 )
                 row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
             tl.store(staging_ptr + slot * staging_stride + column, row, mask=mask)
+
+    @triton.jit
+    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
+        target_ptr,  # [T, H]
+        table_ptr,  # [V, H]
+        rows_ptr,  # [T]
+        target_stride,
+        table_stride,
+        width,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0)
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        if row == 0:
+            return
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < width
+            place = target_ptr + token * target_stride + column
+            value = tl.load(place, mask=mask)
+            vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
+            value = (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
+            tl.store(place, value, mask=mask)
 
 
 def capture_rows(
@@ -243,4 +152,49 @@ direct_register_custom_op(
     op_func=capture_rows,
     mutates_args=["staging"],
     fake_impl=_capture_rows_fake,
+)
+
+
+def steer_rows(target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add to each token its vector, in place: `target[t] += table[rows[t]]`.
+
+    Args:
+        target: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
+        table: `[V, H]` in the stream's dtype; row 0 adds nothing.
+        rows: `[>= T]` int32, a row of the table for each token.
+
+    """
+    if table.data_ptr() not in Launch.taps:
+        return
+    width = target.shape[-1]
+    if target.dim() > 2:
+        target = target.view(-1, width)
+    num_tokens = target.shape[0]
+    if target.is_cuda:
+        assert target.stride(-1) == 1 and table.stride(-1) == 1
+        _steer_rows_kernel[(num_tokens,)](
+            target,
+            table,
+            rows,
+            target.stride(0),
+            table.stride(0),
+            width,
+            BLOCK=min(triton.next_power_of_2(width), 4096),
+            num_warps=8,
+        )
+        return
+    target.add_(table.index_select(0, rows[:num_tokens]))
+
+
+def _steer_rows_fake(
+    target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="steer_rows",
+    op_func=steer_rows,
+    mutates_args=["target"],
+    fake_impl=_steer_rows_fake,
 )

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.model_executor.layers.residual_point import ResidualTap
 
 Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
 """By point and run."""

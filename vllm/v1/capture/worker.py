@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual_ops import Launch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
@@ -122,40 +121,12 @@ class WorkerCapture:
             self._lanes,
             self._outbox,
         )
-        self._addresses = [
-            self._slots[:, column].data_ptr() for column in range(len(taps))
-        ]
-        Launch.families = self._families()
-        # The V1 runner records one family of graphs, so all its taps always launch
-        # there; where nothing is captured they find no slot.
-        one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
-        self._idle = Launch.families[-1 if one_family else 0]
-        Launch.taps = self._idle
-
-    def _families(self) -> tuple[frozenset[int], ...]:
-        """Sets of taps that graphs are recorded for, ascending.
-
-        A tap that launches for nothing costs about a microsecond. What most
-        requests capture, the stream behind the blocks, gets graphs of its own.
-        """
-        behind = frozenset(
-            self._addresses[column]
-            for (_, hook), column in self._columns.items()
-            if hook == "post_block"
-        )
-        everything = frozenset(self._addresses)
-        nothing: frozenset[int] = frozenset()
-        if behind in (nothing, everything):
-            return nothing, everything
-        return nothing, behind, everything
-
-    @property
-    def family(self) -> int:
-        """The first family of graphs that has every tap the planned step needs."""
-        if not self._blocks:
-            return 0
-        needed = Launch.taps
-        return next(i for i, taps in enumerate(Launch.families) if needed <= taps)
+        self.addresses = {
+            tap: self._slots[:, column].data_ptr()
+            for tap, column in self._columns.items()
+        }
+        """What the op of each tap is known by, as in `Launch`."""
+        self._address_of = list(self.addresses.values())
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots that the hook point `tap` reads, and the memory it writes."""
@@ -314,21 +285,20 @@ class WorkerCapture:
         message = ResultMessage.of(request_id, instance, stage, result)
         self._outbox.send(reply_to, message)
 
-    def plan_step(self, view: StepView) -> bool:
-        """Find the rows that a step captures; whether there are any.
+    def plan_step(self, view: StepView) -> frozenset[int]:
+        """Find the rows that a step captures; the ops that must launch for them.
 
-        Every rank of every stage decides this alike.
+        Every rank of a stage decides this alike.
         """
         self._step += 1
         self._blocks = pick_rows(view, self._groups) if self._groups else ()
         # Now: the pass will move them on.
         self._true_starts = TrueStarts.of(view) if self._blocks else None
-        Launch.taps = self._idle | {
-            self._addresses[column]
+        return frozenset(
+            self._address_of[column]
             for block in self._blocks
             for column in block.columns
-        }
-        return bool(self._blocks)
+        )
 
     def begin_step(self, num_rows: int) -> None:
         """Write the slots that the pass over `num_rows` rows (with padding) reads."""
@@ -350,7 +320,6 @@ class WorkerCapture:
 
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way."""
-        Launch.taps = self._idle
         blocks, self._blocks = self._blocks, ()
         if self._segment is None:
             return

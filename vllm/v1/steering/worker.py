@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.rows import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
@@ -56,7 +56,8 @@ class WorkerSteering:
         self._rows: npt.NDArray[np.int32] | None = None
         self._written = 0
         self._taps: dict[Tap, ResidualTap] = {}
-        self._steering_taps: set[Tap] = set()
+        self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
+        """What the op of each tap is known by, as in `Launch`."""
         self._edited_taps: set[Tap] = set()
         self._staged: tuple[SteeringTiers, Rows] | None = None
 
@@ -65,7 +66,7 @@ class WorkerSteering:
         return self.tables.at(tap), self.row_index
 
     def attach(self, taps: Mapping[Tap, ResidualTap]) -> None:
-        """Take note of the taps, which are told what a step does."""
+        """Take note of the taps, which are told what a step does beyond adding."""
         self._taps = dict(taps)
 
     def summary(self) -> str:
@@ -96,8 +97,8 @@ class WorkerSteering:
             self.tables.load(slot, tiers)
         self._slots.update({req_id: use.slot for req_id, use in step.uses.items()})
 
-    def plan_step(self, view: StepView) -> None:
-        """Find the row of each token; none where nothing is steered."""
+    def plan_step(self, view: StepView) -> frozenset[int]:
+        """Find the row of each token; the ops that must launch to add vectors."""
         rows = self._request_rows(view)
         self._rows = None
         filled: set[Tap] = set()
@@ -107,10 +108,8 @@ class WorkerSteering:
             assert rows is not None
             lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
             self._rows = token_rows(rows, np.asarray(lengths), view)
-        for tap in filled ^ self._steering_taps:
-            self._taps[tap].steers = tap in filled
-        self._steering_taps = filled
         self._plan_edits(view)
+        return frozenset(self.addresses[tap] for tap in filled)
 
     @property
     def runs_eagerly(self) -> bool:

@@ -1,40 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of CUDA graphs that differ in which taps launch.
+"""Families of CUDA graphs that differ in which ops of taps launch.
 
-A tap that has nothing to capture still costs a launch. Steps without captured rows
-therefore run *plain* graphs, recorded with taps that launch nothing, so that they
-hold the same kernels as upstream's. Steps with captured rows run the smallest
-family that has the taps they need. Steering needs no family: its additions are
-always in the graph.
+An op that has nothing to do still costs a launch. Steps that neither capture nor steer
+therefore run *plain* graphs, recorded while nothing launches, so that they hold the
+same kernels as upstream's. Other steps run the smallest family that has what they
+need. A few families are recorded when the engine starts; one that fits better is
+recorded while it serves, once enough steps would have run it.
 """
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.model_executor.layers.residual_ops import Launch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.cudagraph_utils import (
+        BatchExecutionDescriptor,
+        CreateForwardFn,
+        ModelCudaGraphManager,
+    )
+
+logger = init_logger(__name__)
 
 Descriptors = dict[CUDAGraphMode, list["BatchExecutionDescriptor"]]
+Ops = frozenset[int]
+"""Ops by the addresses they read, as in `Launch`."""
+NOTHING: Ops = frozenset()
+
+RECORD_AFTER = 256
+"""Steps that must have wanted a graph. Recording one takes as long as some hundred
+steps, and a launch that is saved is worth a thousandth of one."""
+WORTH_RECORDING = 4
+"""Launches in vain, at least, that the recorded graph saves."""
+MOST_RECORDED = 64
+"""Graphs recorded while serving: each takes some MiB of device memory."""
+MOST_REMEMBERED = 4096
+"""Wishes for graphs that are counted at a time."""
+
+
+Addresses = Mapping[tuple[int, str], int]
+"""What the op of a feature is known by, by layer and hook."""
+
+
+def families_at_start(capture: Addresses, steering: Addresses) -> list[Ops]:
+    """What the graphs launch that are recorded at the start, ascending.
+
+    Besides nothing and everything: each feature alone, and the capture of what most
+    requests ask for, the stream behind the blocks.
+    """
+    behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
+    captures, steers = frozenset(capture.values()), frozenset(steering.values())
+    every = (NOTHING, behind, captures, steers, captures | steers)
+    return sorted(dict.fromkeys(every), key=len)
 
 
 def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descriptors:
-    """The graphs to record: each one once per family, where capture is configured.
+    """The graphs to record at the start: each one once per family.
 
     Piecewise graphs serve steps with prompts, whose kernels are long beside a tap's:
-    they come plain and with all taps only, which keeps the start short.
+    they come plain and with everything only, which keeps the start short.
     """
-    if not vllm_config.capture_config.enabled:
-        return descriptors
     last = len(Launch.families) - 1
     return {
         mode: [
             replace(descriptor, tapped=family)
             for descriptor in of_mode
-            for family in (range(last + 1) if mode == CUDAGraphMode.FULL else (0, last))
+            for family in (
+                range(last + 1) if mode == CUDAGraphMode.FULL else sorted({0, last})
+            )
         ]
         for mode, of_mode in descriptors.items()
     }
@@ -45,12 +85,157 @@ def record_family(family: int) -> None:
     Launch.taps = Launch.families[family]
 
 
-def family_of(
-    descriptor: "BatchExecutionDescriptor", family: int
-) -> "BatchExecutionDescriptor":
-    """The descriptor of the graph that a step runs."""
-    if family == 0 or descriptor.cg_mode == CUDAGraphMode.NONE:
-        return descriptor
-    if descriptor.cg_mode != CUDAGraphMode.FULL:
-        family = len(Launch.families) - 1
-    return replace(descriptor, tapped=family)
+class GraphRecorder:
+    """Records one more graph of a manager whose start is over."""
+
+    def __init__(
+        self, manager: "ModelCudaGraphManager", create_forward: "CreateForwardFn"
+    ) -> None:
+        self._manager = manager
+        self._create_forward = create_forward
+
+    def __call__(self, descriptor: "BatchExecutionDescriptor") -> None:
+        """Record a full graph, between two steps.
+
+        No kernel runs: the pass is prepared over dummy inputs, as at the start, and
+        the step that follows writes its own inputs over them.
+        """
+        from vllm.compilation.cudagraph_pool import capture_pool
+        from vllm.distributed.parallel_state import graph_capture
+        from vllm.model_executor.offloader.base import get_offloader
+
+        manager, graph = self._manager, torch.cuda.CUDAGraph()
+        before = Launch.taps
+        try:
+            with torch.inference_mode(), graph_capture(device=manager.device):
+                forward = self._create_forward(descriptor, warmup=False)
+                get_offloader().sync_prev_onload()
+                with (
+                    capture_pool(manager.pool, manager.vllm_config) as pool,
+                    torch.cuda.graph(
+                        graph,
+                        pool,  # type: ignore[arg-type]
+                        stream=manager._capture_stream(descriptor),
+                    ),
+                ):
+                    forward(CUDAGraphMode.NONE)
+                    get_offloader().join_after_forward()
+        finally:
+            Launch.taps = before
+        manager.graphs[descriptor] = graph
+
+
+def can_record(vllm_config: "VllmConfig") -> bool:
+    """Whether graphs can be recorded between two steps.
+
+    Not where ranks take steps of their own, and not with adapters, whose state of
+    the step under way a recording would overwrite.
+    """
+    parallel = vllm_config.parallel_config
+    return (
+        parallel.pipeline_parallel_size == 1
+        and parallel.data_parallel_size == 1
+        and vllm_config.lora_config is None
+    )
+
+
+class GraphFamilies:
+    """Which ops launch in the step under way, and which graphs have them.
+
+    Every tensor-parallel rank decides alike: all it looks at is what the scheduler
+    decided, step by step.
+    """
+
+    def __init__(
+        self, families: Sequence[Ops], *, one_family: bool, may_record: bool
+    ) -> None:
+        """Begin with the families that are recorded at the start.
+
+        Args:
+            families: what they launch; the first nothing, the last everything.
+            one_family: the runner records one set of graphs, so that everything
+                always launches; where there is nothing to do it does nothing.
+            may_record: graphs may be recorded while serving.
+
+        """
+        Launch.families = tuple(families)
+        self._started = len(families)
+        self._may_record = may_record
+        self._idle = families[-1] if one_family else NOTHING
+        self._needed: Ops = NOTHING
+        self._wanted: Counter[tuple[Ops, BatchExecutionDescriptor]] = Counter()
+        Launch.taps = self._idle
+
+    def plan(self, needed: Ops) -> None:
+        """Take note of what the next pass does."""
+        self._needed = needed
+        Launch.taps = self._idle | needed
+
+    def end(self) -> None:
+        """The pass is queued: what follows, a dummy run for example, does nothing."""
+        self.plan(NOTHING)
+
+    def choose(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager | None",
+    ) -> "BatchExecutionDescriptor":
+        """The graph that the step runs in place of `descriptor`, which is plain."""
+        if not self._needed or descriptor.cg_mode == CUDAGraphMode.NONE:
+            return descriptor
+        if descriptor.cg_mode != CUDAGraphMode.FULL:
+            return replace(descriptor, tapped=self._started - 1)
+        fitting = min(
+            (len(ops), family)
+            for family, ops in enumerate(Launch.families)
+            if self._needed <= ops
+            and (
+                family < self._started
+                or (
+                    manager is not None
+                    and replace(descriptor, tapped=family) in manager.graphs
+                )
+            )
+        )
+        in_vain = fitting[0] - len(self._needed)
+        if in_vain >= WORTH_RECORDING and manager is not None and self._may_record:
+            recorded = self._record(descriptor, manager)
+            if recorded is not None:
+                return recorded
+        return replace(descriptor, tapped=fitting[1])
+
+    def _record(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager",
+    ) -> "BatchExecutionDescriptor | None":
+        """A graph of just what the step needs, once enough steps have wanted it."""
+        if len(self._wanted) > MOST_REMEMBERED:
+            self._wanted.clear()
+        self._wanted[self._needed, descriptor] += 1
+        record: Callable[[BatchExecutionDescriptor], None] | None
+        record = getattr(manager, "residual_recorder", None)
+        if record is None or self._wanted[self._needed, descriptor] < RECORD_AFTER:
+            return None
+        if self._needed not in Launch.families:
+            Launch.families = (*Launch.families, self._needed)
+        exact = replace(descriptor, tapped=Launch.families.index(self._needed))
+        try:
+            record(exact)
+        except Exception:
+            logger.exception(
+                "No graph could be recorded while serving; steps go on with those "
+                "that were recorded at the start, which do the same more slowly"
+            )
+            self._may_record = False
+            return None
+        num_recorded = sum(one.tapped >= self._started for one in manager.graphs)
+        logger.info(
+            "Recorded a CUDA graph for %d tokens with %d ops of taps (%d of %d)",
+            descriptor.num_tokens,
+            len(self._needed),
+            num_recorded,
+            MOST_RECORDED,
+        )
+        self._may_record = num_recorded < MOST_RECORDED
+        return exact

@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
-from vllm.model_executor.layers.residual_ops import ResidualTap
+from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.rows import StepView
@@ -29,13 +29,21 @@ from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker import Stage, WorkerCapture
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.worker import WorkerSteering
-from vllm.v1.worker.residual_graphs import family_of
+from vllm.v1.worker.residual_graphs import (
+    NOTHING,
+    GraphFamilies,
+    can_record,
+    families_at_start,
+)
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.cudagraph_utils import (
+        BatchExecutionDescriptor,
+        ModelCudaGraphManager,
+    )
     from vllm.v1.worker.gpu.model_runner import BatchReqState
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -55,14 +63,15 @@ class ResidualStream:
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
 
-    def plan_step(self, view: StepView) -> bool:
-        """Find out what the step does; whether its graphs must have taps."""
-        return False
+    def plan_step(self, view: StepView) -> None:
+        """Find out what the step does."""
 
-    def choose_family(
-        self, descriptor: "BatchExecutionDescriptor"
+    def choose_graph(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The graph to run in place of `descriptor`, which has no taps."""
+        """The graph to run in place of `descriptor`, in which no tap launches."""
         return descriptor
 
     def begin_step(self, num_rows: int) -> None:
@@ -94,10 +103,12 @@ class OpenResidualStream(ResidualStream):
         hook_points: HookPoints,
         capture: WorkerCapture | None,
         steering: WorkerSteering | None,
+        graphs: GraphFamilies,
     ) -> None:
         super().__init__(hook_points)
         self._capture = capture
         self.steering = steering
+        self._graphs = graphs
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
@@ -124,18 +135,22 @@ class OpenResidualStream(ResidualStream):
         if scheduler_output.capture_ends:
             self.end_captures(scheduler_output.capture_ends)
 
-    def plan_step(self, view: StepView) -> bool:
+    def plan_step(self, view: StepView) -> None:
         """Find the step's captured rows, and what steers each row."""
+        steers = captures = NOTHING
         if self.steering is not None:
-            self.steering.plan_step(view)
-        return self._capture is not None and self._capture.plan_step(view)
+            steers = self.steering.plan_step(view)
+        if self._capture is not None:
+            captures = self._capture.plan_step(view)
+        self._graphs.plan(steers | captures)
 
-    def choose_family(
-        self, descriptor: "BatchExecutionDescriptor"
+    def choose_graph(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The graph that has the taps the step needs, where it runs a graph."""
-        family = 0 if self._capture is None else self._capture.family
-        return family_of(descriptor, family)
+        """The graph in which the taps launch that the step needs."""
+        return self._graphs.choose(descriptor, manager)
 
     def begin_step(self, num_rows: int) -> None:
         """Write the step's slots and rows of vectors."""
@@ -146,6 +161,7 @@ class OpenResidualStream(ResidualStream):
 
     def end_step(self) -> None:
         """Send the step's rows on their way."""
+        self._graphs.end()
         if self._capture is not None:
             self._capture.end_step()
 
@@ -204,7 +220,16 @@ def open_residual_stream(
         "no capture" if capture is None else capture.summary(),
         "no steering" if steering is None else steering.summary(),
     )
-    return OpenResidualStream(points, capture, steering)
+    graphs = GraphFamilies(
+        families_at_start(
+            {} if capture is None else capture.addresses,
+            {} if steering is None else steering.addresses,
+        ),
+        # The V1 runner records one set of graphs.
+        one_family=device.type == "cuda" and not vllm_config.use_v2_model_runner,
+        may_record=can_record(vllm_config),
+    )
+    return OpenResidualStream(points, capture, steering, graphs)
 
 
 def _tap(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs come in families that differ in which taps launch."""
 
-from fork.language import add_argument, add_field, add_import, first, last
+from fork.language import add_argument, add_field, add_import, before, first, last
 
 EDITS = [
     add_import(
@@ -35,6 +35,15 @@ tapped: int = 0
         call="BatchDescriptor",
         argument="tapped=desc.tapped",
         why="Piecewise graphs are recorded under this key.",
+    ),
+    before(
+        scope="ModelCudaGraphManager.capture",
+        anchor="super().capture(create_forward_fn, progress_bar_desc)",
+        insert=(
+            "self.residual_recorder = residual_graphs.GraphRecorder("
+            "self, create_forward_fn)"
+        ),
+        why="Graphs that fit better are recorded later, by the same means.",
     ),
     last(
         scope="ModelCudaGraphManager.capture",

@@ -43,8 +43,11 @@ self.residual.plan_step(
     before(
         scope="GPUModelRunner.execute_model",
         anchor="if batch_desc.num_tokens == 0:",
-        insert="batch_desc = self.residual.choose_family(batch_desc)",
-        why="A step that captures runs the graphs whose taps launch.",
+        insert=(
+            "batch_desc = self.residual.choose_graph("
+            "batch_desc, self.cudagraph_manager)"
+        ),
+        why="A step that captures or steers runs a graph in which taps launch.",
     ),
     add_argument(
         scope="GPUModelRunner.execute_model",

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which graphs a step runs: decided without a GPU, over a manager that only counts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.residual_ops import Launch
+from vllm.v1.worker import residual_graphs
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.residual_graphs import (
+    NOTHING,
+    GraphFamilies,
+    families_at_start,
+    with_families,
+)
+
+LAYERS = 6
+HOOKS = ("pre_attn", "post_attn", "post_block")
+TAPS = [(layer, hook) for layer in range(LAYERS) for hook in HOOKS]
+CAPTURE = {tap: 1000 + number for number, tap in enumerate(TAPS)}
+STEERING = {tap: 2000 + number for number, tap in enumerate(TAPS)}
+EVERYTHING = frozenset(CAPTURE.values()) | frozenset(STEERING.values())
+FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
+
+
+@pytest.fixture(autouse=True)
+def families_are_put_back() -> Iterator[None]:
+    before = Launch.taps, Launch.families
+    yield
+    Launch.taps, Launch.families = before
+
+
+class Manager:
+    """Keeps graphs by descriptor, as upstream's; records what is asked for."""
+
+    def __init__(self, fails: bool = False) -> None:
+        plain = {CUDAGraphMode.FULL: [FULL, replace(FULL, num_tokens=16)]}
+        self.graphs: dict[BatchExecutionDescriptor, Any] = {
+            one: Launch.families[one.tapped]
+            for one in with_families(plain, None)[CUDAGraphMode.FULL]  # type: ignore[arg-type]
+        }
+        self.fails = fails
+
+    def residual_recorder(self, descriptor: BatchExecutionDescriptor) -> None:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        assert descriptor not in self.graphs, "recorded twice"
+        self.graphs[descriptor] = Launch.families[descriptor.tapped]
+
+
+def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies:
+    return GraphFamilies(
+        families_at_start(CAPTURE, STEERING),
+        one_family=one_family,
+        may_record=may_record,
+    )
+
+
+def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozenset[int]:
+    """What the graph launches that a step with these needs runs."""
+    graphs.plan(needed)
+    chosen = graphs.choose(FULL, manager)
+    graphs.end()
+    assert Launch.taps == NOTHING
+    launched: frozenset[int] = manager.graphs[chosen]
+    return launched
+
+
+def test_the_start_records_each_feature_alone_and_both() -> None:
+    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
+    captures, steers = set(CAPTURE.values()), set(STEERING.values())
+    assert families_at_start(CAPTURE, STEERING) == [
+        set(),
+        behind,
+        captures,
+        steers,
+        EVERYTHING,
+    ]
+    assert families_at_start({}, STEERING) == [set(), steers]
+    assert families_at_start(CAPTURE, {}) == [set(), behind, captures]
+    assert families_at_start({}, {}) == [set()]
+
+
+def test_piecewise_graphs_come_plain_and_with_everything() -> None:
+    families()
+    piecewise = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
+    made = with_families({CUDAGraphMode.PIECEWISE: [piecewise]}, None)  # type: ignore[arg-type]
+    assert [one.tapped for one in made[CUDAGraphMode.PIECEWISE]] == [0, 4]
+
+
+@given(
+    st.lists(
+        st.sets(st.sampled_from(sorted(EVERYTHING)), max_size=20),
+        min_size=1,
+        max_size=6,
+    ),
+    st.lists(st.integers(0, 5), max_size=40),
+)
+def test_a_step_runs_a_graph_that_has_what_it_needs(
+    wishes: list[set[int]], steps: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residual_graphs, "RECORD_AFTER", 3)
+        graphs = families()
+        manager = Manager()
+        for index in steps:
+            needed = frozenset(wishes[index % len(wishes)])
+            launched = run(graphs, manager, needed)
+            assert needed <= launched
+            if not needed:
+                assert launched == NOTHING, "a plain step ran another graph"
+
+
+def test_a_graph_that_is_wanted_often_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 3)
+    graphs = families()
+    manager = Manager()
+    one = frozenset({STEERING[3, "post_block"]})
+    launched = [run(graphs, manager, one) for _ in range(5)]
+    assert launched == [frozenset(STEERING.values())] * 2 + [one] * 3
+    two = one | {STEERING[4, "post_block"]}
+    assert [run(graphs, manager, two) for _ in range(3)][-1] == two
+
+
+def test_little_is_not_worth_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    graphs = families()
+    manager = Manager()
+    most = frozenset(list(CAPTURE.values())[3:])
+    assert run(graphs, manager, most) == frozenset(CAPTURE.values())
+
+
+def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    monkeypatch.setattr(residual_graphs, "MOST_RECORDED", 2)
+    graphs = families()
+    manager = Manager()
+    before = len(manager.graphs)
+    for address in CAPTURE.values():
+        run(graphs, manager, frozenset({address}))
+    assert len(manager.graphs) == before + 2
+
+
+def test_a_failed_recording_is_the_last_and_costs_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    graphs = families()
+    manager = Manager(fails=True)
+    one = frozenset({CAPTURE[0, "pre_attn"]})
+    assert run(graphs, manager, one) == frozenset(CAPTURE.values())
+    manager.fails = False
+    before = len(manager.graphs)
+    run(graphs, manager, one)
+    assert len(manager.graphs) == before
+
+
+def test_where_ranks_step_on_their_own_nothing_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    graphs = families(may_record=False)
+    manager = Manager()
+    before = len(manager.graphs)
+    run(graphs, manager, frozenset({CAPTURE[0, "pre_attn"]}))
+    assert len(manager.graphs) == before
+
+
+def test_a_pass_without_graphs_launches_just_what_it_needs() -> None:
+    graphs = families()
+    needed = frozenset({STEERING[0, "pre_attn"]})
+    graphs.plan(needed)
+    assert Launch.taps == needed
+    eager = replace(FULL, cg_mode=CUDAGraphMode.NONE)
+    assert graphs.choose(eager, None) == eager
+    graphs.end()
+    assert Launch.taps == NOTHING
+
+
+def test_a_runner_with_one_set_of_graphs_launches_everything() -> None:
+    graphs = families(one_family=True)
+    assert Launch.taps == EVERYTHING
+    graphs.plan(frozenset({STEERING[0, "pre_attn"]}))
+    graphs.end()
+    assert Launch.taps == EVERYTHING
