@@ -17,6 +17,7 @@ from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_reques
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import files, sink, writers
 from vllm.v1.capture.consumers.storage.native import FaultyDisk, library
+from vllm.v1.capture.consumers.storage.rows import RequestRows
 from vllm.v1.capture.consumers.storage.writers import NativeWriters, WriterLimits
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.types import CaptureResult
@@ -235,6 +236,37 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
     assert time.monotonic() - begin < 5
     stuck.set()
     consumer.shutdown(20)
+
+
+def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spilled: list[str] = []
+    spill = RequestRows.spill
+
+    def noted(rows: RequestRows, path: str, max_bytes: int) -> int:
+        spilled.append(path)
+        return spill(rows, path, max_bytes)
+
+    monkeypatch.setattr(RequestRows, "spill", noted)
+    consumer = FilesystemConsumer(
+        None, {"root": str(tmp_path), "buffer_bytes": 8192, "writer_threads": 1}
+    )
+    publish = consumer._publish
+    monkeypatch.setattr(
+        consumer, "_publish", lambda request: (time.sleep(0.2), publish(request))
+    )
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 20, 100)
+    for number in range(6):  # of 3 KiB each
+        rows = request_rows(number)
+        for tap, tensor in rows.items():
+            lane.submit(chunks_of(f"r{number}", tap, tensor, 6))
+        lane.finish(ending_of(f"r{number}", rows, answers))
+    lane.close(30)
+    assert not spilled
+    assert {result.status for result in answers.values()} == {"ok"}
+    assert len(answers) == 6
 
 
 def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:

@@ -120,7 +120,11 @@ class StorageSink:
             return request
 
     def _relieve(self, latest: set[str]) -> None:
-        """Spill the largest requests that still run, and wait until rows fit."""
+        """Wait until rows fit; spill requests that still run if they alone do not.
+
+        What has ended is being written and frees its memory by that. Rows that are
+        spilled are written twice, so only those go whose request may last for long.
+        """
         with self._lock:
             running = [
                 request
@@ -128,7 +132,8 @@ class StorageSink:
                 if request.ended_at is None and not request.spilling
             ]
         running.sort(key=lambda request: request.rows.memory_bytes, reverse=True)
-        excess = self._budget.held - self._limits.buffer_bytes // 2
+        held = sum(request.rows.memory_bytes for request in running)
+        excess = held - self._limits.buffer_bytes // 2
         for request in running:
             if excess <= 0 or not request.rows.memory_bytes:
                 break
