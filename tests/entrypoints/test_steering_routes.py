@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes of steering on a core whose ranks hold real tables, without a server."""
 
+import asyncio
 import json
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +19,11 @@ from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Core, frontend
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.steering import api_router, authority
 from vllm.v1.steering import engine
+from vllm.v1.steering.admission import FIELDS
 from vllm.v1.steering.caching import EngineSteering
+from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend import NO_STEERING_FRONTEND, AsyncSteeringControl
-from vllm.v1.steering.plan import NO_STEERING
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 
 KEYS = ["old", "new"]
 ONE = [1.0, 2.0, -3.0, 4.0]
@@ -39,6 +43,7 @@ class Control(AsyncSteeringControl):
             return told
 
         self._call = call
+        self._one_at_a_time = asyncio.Lock()
 
 
 def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
@@ -268,3 +273,144 @@ def test_without_keys_changes_need_the_development_mode(
 
 def test_the_width_of_the_ranks_is_told(client: TestClient) -> None:
     assert client.get("/v1/steering/layers").json()["hidden_size"] == WIDTH
+
+
+SAID = {
+    "layer_convention": "0-based block index",
+    "model": "org/tiny",
+    "architecture": "TinyForCausalLM",
+    "model_type": "tiny",
+    "weights": "abc",
+    "hidden_size": WIDTH,
+    "num_layers": LAYERS,
+    "origin": "mean of 3 pairs",
+    "norms": {"post_block.1": NORM, "decode.pre_attn.0": NORM},
+}
+
+
+def register(client: TestClient, **metadata: Any) -> httpx.Response:
+    body = {"name": "calm", "vectors": VECTORS, "metadata": {**SAID, **metadata}}
+    body["decode_vectors"] = {"pre_attn": {"0": ONE}}
+    return post(client, "modules/register", body)
+
+
+def test_a_module_keeps_where_it_comes_from(client: TestClient) -> None:
+    told = register(client)
+    assert told.status_code == 200, told.text
+    kept = client.get("/v1/steering/modules").json()["modules"]["calm"]["metadata"]
+    assert kept == told.json()["metadata"] == {**SAID, "norms": close(SAID["norms"])}
+
+
+def close(norms: Any) -> Any:
+    return pytest.approx(norms, rel=1e-6)
+
+
+def test_a_module_that_says_nothing_gets_its_norms(client: TestClient) -> None:
+    told = post(client, "modules/register", {"name": "calm", "vectors": VECTORS})
+    assert told.json()["metadata"] == {
+        "layer_convention": SAID["layer_convention"],
+        "norms": close({"post_block.1": NORM}),
+    }
+
+
+UNFIT: list[tuple[dict[str, Any], str, str]] = [
+    ({"hidden_size": 8}, "hidden_size", "vectors of 8 numbers.*has 4; extract"),
+    ({"num_layers": 7}, "num_layers", "a model of 7 layers.*has 2; extract"),
+    ({"architecture": "X"}, "architecture", "architecture X.*TinyForCausalLM"),
+    ({"weights": "def"}, "weights", "other weights.*leave model and weights out"),
+    ({"weights": "", "model": "org/x"}, "model", "made with the model 'org/x'"),
+    ({"layer_convention": "1-based"}, "layer_convention", "counts layers as '1-based'"),
+    ({"norms": {"post_block.1": 9}}, "norms", "norm 9, but it is 5.4.*leave the norms"),
+    ({"norms": {"post_block.0": 9}}, "norms", "it is missing"),
+    ({"norms": [1]}, "norms", "object of numbers"),
+    ({"hidden_size": "wide"}, "hidden_size", "a count"),
+    ({"origin": 7}, "origin", "text"),
+    ({"wieghts": "abc"}, "wieghts", "no such entry; the entries are"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "entry", "said"), UNFIT, ids=range(len(UNFIT)))
+def test_a_module_of_another_model_is_refused(
+    client: TestClient, metadata: dict[str, Any], entry: str, said: str
+) -> None:
+    refused = register(client, **metadata)
+    error = refused.json()["error"]
+    assert refused.status_code == 400, refused.text
+    assert error["param"] == f"metadata.{entry}"
+    assert re.search(said, error["message"])
+    assert client.get("/v1/steering/modules").json()["modules"] == {}
+
+
+def test_metadata_must_be_an_object(client: TestClient) -> None:
+    body = {"name": "calm", "vectors": VECTORS, "metadata": "org/tiny"}
+    refused = post(client, "modules/register", body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "metadata"
+
+
+HUGE = {"post_block": {"1": [2e38] * WIDTH}}
+"""Twice this is more than float32 can hold."""
+
+
+def test_a_set_that_leaves_no_room_for_a_request_changes_nothing(
+    core: Core, client: TestClient
+) -> None:
+    own = pack({(1, "post_block"): np.full(WIDTH, 2e38, np.float32)})
+    params = Namespace(_steering=SteeringTiers(decode=own))
+    running = Namespace(sampling_params=params, num_computed_tokens=0)
+    core.scheduler.requests["running"] = running
+    before, state = core.content(), client.get("/v1/steering").json()
+    for body in ({"vectors": HUGE}, {"decode_vectors": HUGE, "replace": True}):
+        refused = post(client, "set", body)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == "vectors"
+        assert "a request that is under way" in error["message"]
+        assert "decode tokens at post_block of layer 1" in error["message"]
+        assert core.content() == before
+        assert client.get("/v1/steering").json() == state
+    assert core.scheduler.requests == {"running": running}
+    del core.scheduler.requests["running"]
+    assert post(client, "set", {"vectors": HUGE}).status_code == 200
+
+
+def test_a_set_that_overflows_with_what_is_set_changes_nothing(
+    core: Core, client: TestClient
+) -> None:
+    assert post(client, "set", {"vectors": HUGE}).status_code == 200
+    before = core.content()
+    refused = post(client, "set", {"prefill_vectors": HUGE})
+    assert refused.status_code == 400, refused.text
+    assert "prefill tokens at post_block of layer 1" in refused.text
+    assert core.content() == before
+    assert post(client, "set", {"decode_vectors": VECTORS}).status_code == 200
+
+
+def test_a_request_is_checked_against_what_is_set_now(
+    core: Core, client: TestClient
+) -> None:
+    engine_client: Any = client.app.state.engine_client  # type: ignore[attr-defined]
+    frontend = engine_client.steering.frontend
+
+    def admitted() -> bool:
+        fields = dict.fromkeys(FIELDS) | {"prefill_steering_vectors": HUGE}
+        params: Any = Namespace(max_tokens=4, _steering=None, **fields)
+        try:
+            frontend.admit(params, 5)
+        except SteeringValidationError as error:
+            assert "with the engine's vectors, what is added to prefill" in str(error)
+            assert params._steering is None
+            return False
+        return True
+
+    assert admitted()
+    assert post(client, "set", {"decode_vectors": HUGE}).status_code == 200
+    assert admitted(), "prompt tokens are not steered by it"
+    core.ranks[1].fails = True
+    assert post(client, "set", {"vectors": HUGE, "replace": True}).status_code == 500
+    assert admitted(), "no rank has changed"
+    core.ranks[1].fails = False
+    assert post(client, "set", {"vectors": HUGE, "replace": True}).status_code == 200
+    assert not admitted()
+    assert post(client, "clear", {}).status_code == 200
+    assert admitted()

@@ -15,7 +15,7 @@ from vllm.steering.saelens import CONFIG, read_saelens
 from vllm.steering.vectors import VectorSet, load_vectors
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.provenance import Provenance, Source
 
 OURS = (".safetensors", ".json")
 DICTIONARIES = (".pt", ".pth", ".npz")
@@ -132,7 +132,7 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
         ) from None
     said = Provenance.of_model(identity, vectors.provenance.origin)
     fitting = Provenance(hidden_size=vectors.width)
-    fitting.check_model(identity, "these vectors")
+    fitting.check_model(identity, Source("these vectors"))
     deepest = vectors.taps[-1][0]
     if identity.num_layers is not None and deepest >= identity.num_layers:
         raise fail(
@@ -169,7 +169,10 @@ def _json(vectors: VectorSet) -> str:
         hook: {str(layer): entry["vector"].tolist() for layer, entry in layers.items()}
         for hook, layers in vectors.spec().items()
     }
-    said = vectors.provenance.metadata()
+    norms = {
+        f"{hook}.{layer}": vectors.norm((layer, hook)) for layer, hook in vectors.taps
+    }
+    said = replace(vectors.provenance, norms=norms).metadata()
     return json.dumps({"vectors": spec, "metadata": said})
 
 

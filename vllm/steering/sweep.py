@@ -14,6 +14,7 @@ from vllm.steering.vectors import VectorSet
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.identity import identity_of
 from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.provenance import Source
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -80,7 +81,9 @@ def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
         SteeringValidationError: naming what differs, and the remedy.
 
     """
-    vectors.provenance.check_model(identity_of(llm.llm_engine.vllm_config), file)
+    vectors.provenance.check_model(
+        identity_of(llm.llm_engine.vllm_config), Source(file)
+    )
 
 
 def unsteered_and(vectors: VectorSet, scales: Sequence[float]) -> list[Setting]:

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.files import read_module, save_module
 from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.provenance import Provenance, Source, norms_of
 from vllm.v1.steering.vectors import HOOKS, SteeredModel, parse_vectors
 
 
@@ -127,6 +127,7 @@ def load_vectors(path: str | Path) -> VectorSet:
     every = {layer: HOOKS for layer in range(_MOST_LAYERS)}
     model = SteeredModel(every, width, torch.float32)
     parsed = parse_vectors(spec, model, str(path))
+    module.provenance.check_norms(norms_of({"base": parsed}), Source(str(path)))
     if parsed.operations:
         raise fail(
             f"path: {str(path)!r} has entries that do more than add a vector to all "

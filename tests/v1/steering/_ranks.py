@@ -9,6 +9,7 @@ import torch
 from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.admission import SteeringAdmission
 from vllm.v1.steering.frontend import SteeringFrontend
+from vllm.v1.steering.identity import ModelIdentity
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.scheduling import SteeringScheduling
 from vllm.v1.steering.vectors import SteeredModel
@@ -56,7 +57,8 @@ class Core:
         )
         self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
         self.vllm_config = SimpleNamespace(
-            steering_config=SteeringConfig(enabled=True, max_configs=2)
+            steering_config=SteeringConfig(enabled=True, max_configs=2),
+            model_config=SimpleNamespace(dtype=torch.float32),
         )
 
     def _rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -80,4 +82,13 @@ def frontend() -> SteeringFrontend:
     made._is_only_frontend = True
     made.modules = SteeringModules()
     made.admission = SteeringAdmission(model, made.modules)
+    made.shared = made.admission.shared
+    config = SimpleNamespace(
+        architectures=["TinyForCausalLM"],
+        model_type="tiny",
+        get_text_config=lambda: SimpleNamespace(
+            hidden_size=WIDTH, num_hidden_layers=LAYERS
+        ),
+    )
+    made.identity = ModelIdentity("org/tiny", config, digest=lambda: "abc")
     return made

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.caching import EngineSteering
-from vllm.v1.steering.engine import get_steering, set_steering
+from vllm.v1.steering.engine import get_steering, refuses, set_steering
+from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 from vllm.v1.steering.scheduling import SteeringScheduling
 
@@ -29,7 +31,8 @@ class Core:
         )
         self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
         self.vllm_config = SimpleNamespace(
-            steering_config=SteeringConfig(enabled=True, max_configs=2)
+            steering_config=SteeringConfig(enabled=True, max_configs=2),
+            model_config=SimpleNamespace(dtype=torch.float16),
         )
 
     def _reset(self) -> bool:
@@ -54,7 +57,7 @@ def vectors(value: float, layer: int = 0, keep_zeros: bool = False) -> Any:
 
 def test_a_failure_on_one_rank_changes_nothing() -> None:
     core: Any = Core([None, "out of memory"])
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(SteeringChangeError, match="out of memory"):
         set_steering(core, SteeringTiers(base=vectors(1)), False)
     assert core.calls[-1] == ("commit_steering", False)
     assert not core.scheduler.steering.tiers and not EngineSteering.tiers
@@ -84,3 +87,45 @@ def test_the_prefix_cache_is_reset_only_if_prompts_are_steered_otherwise() -> No
     assert core.cache_resets == 0
     set_steering(core, SteeringTiers(prefill=vectors(1)), False)
     assert core.cache_resets == 1
+
+
+class Answering(Core):
+    """A core that notes which requests it answers with an error."""
+
+    def __init__(self) -> None:
+        super().__init__([None])
+        self.refused: list[tuple[list[str], int]] = []
+
+    def _send_error_outputs_to_client(self, names: list[str], client: int) -> None:
+        self.refused.append((names, client))
+
+
+def request(tiers: SteeringTiers | None) -> Any:
+    params = SimpleNamespace(_steering=tiers)
+    return SimpleNamespace(request_id="r", client_index=3, sampling_params=params)
+
+
+def test_a_request_that_arrives_with_too_much_is_answered_and_not_scheduled() -> None:
+    core: Any = Answering()
+    large = SteeringTiers(prefill=vectors(60000))  # float16 ends at 65504
+    assert not refuses(core, request(large))
+    set_steering(core, SteeringTiers(base=vectors(60000)), False)
+    assert not refuses(core, request(None))
+    assert not refuses(core, request(SteeringTiers(prefill=vectors(-60000))))
+    assert not refuses(core, request(SteeringTiers(prefill=vectors(60000, layer=1))))
+    assert core.refused == []
+    assert refuses(core, request(large))
+    assert core.refused == [(["r"], 3)]
+
+
+@pytest.mark.parametrize("own", ["base", "prefill", "decode"])
+def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> None:
+    core: Any = Core([None])
+    running = request(SteeringTiers(**{own: vectors(60000)}))
+    running.num_computed_tokens = 16
+    core.scheduler.requests["r"] = running
+    with pytest.raises(SteeringValidationError, match="a request that is under way"):
+        set_steering(core, SteeringTiers(base=vectors(60000)), False)
+    assert core.calls == [], "no rank hears of it"
+    assert not core.scheduler.steering.tiers and not EngineSteering.tiers
+    assert core.cache_resets == 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm.steering.vectors import load_vectors
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.files import FORMAT, load_module, read_module, save_module
 from vllm.v1.steering.identity import (
@@ -144,3 +146,17 @@ def test_a_folder_says_what_model_it_is() -> None:
     assert (demo.hidden_size, demo.num_layers) == (192, 6)
     assert demo.weights == digest_of_weights(str(DEMO))
     assert demo.is_named("weights") and not demo.is_named("other")
+
+
+def test_json_says_norms_of_vectors_as_they_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "calm.json"
+    one, other = {"vector": [3.0, 4.0], "scale": 9}, {"vector": [0.0, 1.0]}
+    body: dict[str, Any] = {"vectors": {"post_block": {"3": one, "4": [one, other]}}}
+    norms = {"post_block.3": 5.0, "post_block.4[0]": 5.0, "post_block.4[1]": 1.0}
+    path.write_text(json.dumps(body | {"metadata": {"norms": norms}}))
+    assert load_vectors(path).provenance.norms == norms
+    for name in norms:
+        said = {"norms": norms | {name: 5.5}}
+        path.write_text(json.dumps(body | {"metadata": said}))
+        with pytest.raises(SteeringValidationError, match=re.escape(repr(name))):
+            load_vectors(path)

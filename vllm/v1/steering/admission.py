@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering import describing
-from vllm.v1.steering.checks import check_positions, check_sums
+from vllm.v1.steering.checks import check_positions, check_sums, check_with_shared
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
+from vllm.v1.steering.shared import SharedVectors
 from vllm.v1.steering.vectors import Parsed, SteeredModel, parse_vectors
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class SteeringAdmission:
     def __init__(self, model: SteeredModel, modules: SteeringModules) -> None:
         self.model = model
         self.modules = modules
+        self.shared = SharedVectors()
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
         """Put a request's resolved vectors in place of what the user wrote.
@@ -65,6 +67,7 @@ class SteeringAdmission:
             check_sums(tiers, self.model.dtype)
         if params.steering_name is not None:
             tiers = self._with_named(params.steering_name, tiers)
+        check_with_shared(tiers, self.shared.possible, self.model.dtype)
         for name in FIELDS:
             setattr(params, name, None)
         params._steering = tiers or None
@@ -111,7 +114,7 @@ class SteeringAdmission:
 
         """
         tiers = packed(parsed, keep_zeros)
-        check_sums(tiers, self.model.dtype)
+        check_sums(tiers, self.model.dtype, "vectors")
         return tiers
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a request's steering as a whole, though each vector is right."""
+"""What is wrong with steering as a whole, though each vector is right."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,22 +71,107 @@ def _missed(one: Operation, num_prompt: int, possible: range) -> int | None:
     return missed[0] if missed else None
 
 
-def check_sums(tiers: SteeringTiers, dtype: torch.dtype) -> None:
+class Overflow(NamedTuple):
+    """A sum at one place that the model's dtype cannot hold."""
+
+    phase: str
+    layer: int
+    hook: str
+    largest: float
+    """The largest magnitude; infinite or NaN where float32 cannot hold it either."""
+
+    def __str__(self) -> str:
+        return (
+            f"what is added to {self.phase} tokens at {self.hook} of layer "
+            f"{self.layer} must be finite in the model's dtype; the largest magnitude "
+            f"of the sum is {self.largest}"
+        )
+
+
+def find_overflow(dtype: torch.dtype, *sets: SteeringTiers) -> Overflow | None:
+    """The first place at which the sum of some sets is not finite, if any.
+
+    Args:
+        dtype: of the residual stream.
+        sets: in the order in which the tables add them: the engine's, a request's.
+
+    """
+    for phase in ("prefill", "decode"):
+        parts = [p for one in sets for p in (one.base, getattr(one, phase))]
+        for (layer, hook), vector in total(parts).items():
+            largest = float(np.abs(vector).max())
+            if not largest <= torch.finfo(dtype).max:  # NaN compares false too.
+                return Overflow(phase, layer, hook, largest)
+    return None
+
+
+def check_sums(
+    tiers: SteeringTiers, dtype: torch.dtype, parameter: str = "steering_vectors"
+) -> None:
     """Refuse vectors whose sum at one token is more than the model can hold.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    for phase, of_phase in (("prefill", tiers.prefill), ("decode", tiers.decode)):
-        parts = [part for part in (tiers.base, of_phase) if part is not None]
-        for (layer, hook), vector in total(parts).items():
-            largest = float(np.abs(vector).max())
-            if not largest <= torch.finfo(dtype).max:
-                raise fail(
-                    f"steering_vectors: what is added to {phase} tokens at {hook} of "
-                    f"layer {layer} must be finite in {dtype}; the largest magnitude "
-                    f"of the sum is {largest}. Use smaller vectors or scales",
-                    "steering_vectors",
-                    largest,
-                )
+    found = find_overflow(dtype, tiers)
+    if found is not None:
+        raise fail(
+            f"{parameter}: {found}. Use smaller vectors or scales",
+            parameter,
+            found.largest,
+        )
+
+
+def check_with_shared(
+    tiers: SteeringTiers, shared: Iterable[SteeringTiers], dtype: torch.dtype
+) -> None:
+    """Refuse a request whose vectors and the engine's are too much together.
+
+    Args:
+        tiers: of the request.
+        shared: each set of global vectors that may hold when it arrives.
+        dtype: of the residual stream.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    for one in shared:
+        found = find_overflow(dtype, one, tiers) if one else None
+        if found is not None:
+            raise fail(
+                f"steering_vectors: with the engine's vectors, {found}. Use smaller "
+                "vectors or scales; GET /v1/steering (get_steering offline) tells what "
+                "the engine adds",
+                "steering_vectors",
+                found.largest,
+            )
+
+
+def check_with_requests(
+    shared: SteeringTiers,
+    under_way: Iterable[SteeringTiers],
+    dtype: torch.dtype,
+) -> None:
+    """Refuse global vectors that are too much together with a request's.
+
+    Args:
+        shared: the global vectors as they would be.
+        under_way: what the requests that are under way are steered by.
+        dtype: of the residual stream.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    check_sums(shared, dtype, "vectors")
+    for tiers in {one.digest: one for one in under_way}.values():
+        found = find_overflow(dtype, shared, tiers)
+        if found is not None:
+            raise fail(
+                f"vectors: with those of a request that is under way, {found}. Use "
+                "smaller vectors or scales, or wait until the request has ended",
+                "vectors",
+                found.largest,
+            )

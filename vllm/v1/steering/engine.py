@@ -7,12 +7,17 @@ from uuid import uuid4
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.steering.caching import EngineSteering, rehash
+from vllm.v1.capture.geometry import torch_dtype
+from vllm.v1.steering.caching import EngineSteering, rehash, tiers_of
+from vllm.v1.steering.checks import check_with_requests, find_overflow
 from vllm.v1.steering.describing import describe
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
+from vllm.v1.steering.errors import SteeringChangeError
+from vllm.v1.steering.merging import merged
+from vllm.v1.steering.plan import SteeringTiers
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -24,11 +29,20 @@ def set_steering(
 
     Workers carry out calls and steps in the order in which they were sent, so that
     no step sees the change on some ranks only.
+
+    Raises:
+        SteeringValidationError: with the vectors of a request that is under way, or
+            alone, it is more than the model can hold.
+        SteeringChangeError: a rank could not take it.
+
     """
     change = msgspec.convert(change, SteeringTiers)
     scheduler: Any = core.scheduler
     old = scheduler.steering.tiers
-    new = _merged(old, change, replace)
+    new = merged(old, change, replace)
+    requests = scheduler.requests.values()
+    own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
+    check_with_requests(new, own, torch_dtype(core.vllm_config))
     _tell_workers(core, new)
     scheduler.steering.tiers = new
     EngineSteering.set(new)
@@ -45,29 +59,6 @@ def set_steering(
     return get_steering(core)
 
 
-def _merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> SteeringTiers:
-    if replace:
-        return change
-
-    def merge(
-        before: PackedVectors | None, given: PackedVectors | None
-    ) -> PackedVectors | None:
-        if given is None:
-            return before
-        if before is None:
-            return pack(given.unpack(), given.operations)
-        touched = {*given.taps, *(one.tap for one in given.operations)}
-        kept = {tap: v for tap, v in before.unpack().items() if tap not in touched}
-        done = [one for one in before.operations if one.tap not in touched]
-        return pack({**kept, **given.unpack()}, [*done, *given.operations])
-
-    return SteeringTiers(
-        merge(old.base, change.base),
-        merge(old.prefill, change.prefill),
-        merge(old.decode, change.decode),
-    )
-
-
 def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     from vllm.v1.worker import residual_stream
 
@@ -75,7 +66,25 @@ def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     failures = [e for e in rpc(residual_stream.stage_steering, args=(tiers,)) if e]
     rpc(residual_stream.commit_steering, args=(not failures,))
     if failures:
-        raise RuntimeError(f"no rank has changed its steering: {failures[0]}")
+        raise SteeringChangeError(f"no rank has changed its steering: {failures[0]}")
+
+
+def refuses(core: "EngineCoreProc", request: "Request") -> bool:
+    """Whether a request that has arrived cannot be steered after all; it is answered.
+
+    Its front end has checked it against the global vectors that it knew. Others may
+    have set larger ones since.
+    """
+    scheduler: Any = core.scheduler
+    tiers, shared = tiers_of(request), scheduler.steering.tiers
+    if tiers is None or not shared:
+        return False
+    found = find_overflow(torch_dtype(core.vllm_config), shared, tiers)
+    if found is None:
+        return False
+    logger.error("Request %s is not carried out: %s", request.request_id, found)
+    core._send_error_outputs_to_client([request.request_id], request.client_index)
+    return True
 
 
 def get_steering(core: "EngineCore") -> dict[str, Any]:

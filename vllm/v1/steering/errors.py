@@ -4,7 +4,7 @@
 import reprlib
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMServerError, VLLMValidationError
 
 
 class SteeringValidationError(VLLMValidationError, ValueError):
@@ -13,6 +13,10 @@ class SteeringValidationError(VLLMValidationError, ValueError):
     The message names the parameter, the value and the remedy. It is a
     `ValueError` too, which is what offline users catch.
     """
+
+
+class SteeringChangeError(VLLMServerError, RuntimeError):
+    """A rank could not take a change of the global vectors, so none has (HTTP 500)."""
 
 
 def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:

@@ -18,7 +18,7 @@ import torch
 from vllm.v1.steering.describing import FIELDS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.identity import ModelIdentity
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.provenance import Provenance, Source
 
 FORMAT = "clearbox-steering-v1"
 
@@ -51,7 +51,7 @@ def load_module(
     """
     module = read_module(path)
     if identity is not None:
-        module.provenance.check_model(identity, str(path))
+        module.provenance.check_model(identity, Source(str(path)))
     return module.vectors
 
 
@@ -83,7 +83,7 @@ def _load_json(file: Path) -> ModuleFile:
         ) from None
     if not isinstance(raw, dict):
         raise fail(f"path: {file.name!r} must hold an object", "path", str(file))
-    provenance = Provenance.parse(raw.pop("metadata", {}), str(file))
+    provenance = Provenance.parse(raw.pop("metadata", {}), Source(str(file)))
     return ModuleFile(raw, provenance)
 
 
@@ -107,9 +107,9 @@ def _load_safetensors(file: Path) -> ModuleFile:
             "path",
             str(file),
         )
-    provenance = Provenance.parse(metadata, str(file))
+    provenance = Provenance.parse(metadata, Source(str(file)))
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
-    provenance.check_norms(norms, str(file))
+    provenance.check_norms(norms, Source(str(file)))
     return ModuleFile(_by_tier(tensors, file), provenance)
 
 

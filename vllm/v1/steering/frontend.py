@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the front end: admission of requests, changes of global vectors."""
 
+import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,11 +13,22 @@ from vllm.v1.steering.admission import (
     SteeringAdmission,
 )
 from vllm.v1.steering.describing import describe, describe_applied
-from vllm.v1.steering.errors import fail
-from vllm.v1.steering.files import load_module
+from vllm.v1.steering.errors import (
+    SteeringChangeError,
+    SteeringValidationError,
+    fail,
+)
+from vllm.v1.steering.files import read_module
 from vllm.v1.steering.identity import identity_of
-from vllm.v1.steering.modules import SteeringModules
+from vllm.v1.steering.modules import MAX_NAME, SteeringModules
 from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.provenance import (
+    Provenance,
+    Source,
+    norms_of,
+    parse_registered,
+)
+from vllm.v1.steering.shared import SharedVectors
 from vllm.v1.steering.vectors import SteeredModel
 
 if TYPE_CHECKING:
@@ -40,6 +53,9 @@ class Change(NamedTuple):
 
 class NoSteering:
     """The front end of an engine that does not steer: refuses every request to."""
+
+    shared = SharedVectors()
+    """The global vectors; there are none."""
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
@@ -73,7 +89,9 @@ class NoSteering:
         """The named sets with the norms of their vectors."""
         return {}
 
-    def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
+    def register(
+        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
         """Refuse."""
         raise fail(f"name: {DISABLED}", "name", name)
 
@@ -103,9 +121,11 @@ class SteeringFrontend(NoSteering):
         self._is_only_frontend = vllm_config.parallel_config._api_process_count == 1
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)
+        self.shared = self.admission.shared
+        self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
-            vectors = load_module(path, identity_of(vllm_config))
-            self.modules.register(name, self.admission.named_tiers(vectors))
+            module = read_module(path)
+            self._add(name, module.vectors, module.provenance, Source(path))
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
@@ -153,16 +173,38 @@ class SteeringFrontend(NoSteering):
 
     def describe_modules(self) -> dict[str, Any]:
         """The named sets with the norms of their vectors."""
-        return {name: describe(tiers) for name, tiers in self.modules.all().items()}
+        return {
+            name: {**describe(one.tiers), "metadata": one.provenance.facts()}
+            for name, one in self.modules.all().items()
+        }
 
-    def register(self, name: Any, raw: Any, replace: bool = False) -> dict[str, Any]:
+    def register(
+        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
         """Add a named set; what was added."""
         self._check_only_frontend(name)
+        source = Source(str(name)[:MAX_NAME], is_file=False)
+        said = parse_registered(metadata, source)
+        return self._add(name, raw, said, source, replace)
+
+    def _add(
+        self,
+        name: Any,
+        raw: Any,
+        said: Provenance,
+        source: Source,
+        replace: bool = False,
+    ) -> dict[str, Any]:
+        """Add a named set that belongs to this model; what was added."""
+        said.check_model(self.identity, source)
         parsed = self.admission.parse_named(raw)
+        norms = norms_of(parsed)
+        said.check_norms(norms, source)
+        said = dataclasses.replace(said, norms=norms)
         tiers = self.admission.checked(parsed)
-        self.modules.register(name, tiers, replace)
-        applied = describe_applied(parsed)
-        return {"name": name, **describe(tiers), "applied": applied}
+        self.modules.register(name, tiers, replace, said)
+        told = {**describe(tiers), "metadata": said.facts()}
+        return {"name": name, **told, "applied": describe_applied(parsed)}
 
     def unregister(self, name: Any) -> dict[str, Any]:
         """Remove a named set."""
@@ -182,6 +224,22 @@ class SteeringFrontend(NoSteering):
 
 
 NO_STEERING_FRONTEND = NoSteering()
+
+CLEARED = Change(SteeringTiers(), [])
+
+
+def as_refused(error: Exception) -> Exception:
+    """The error for a change that the engine core did not make.
+
+    From another process there comes its text only.
+    """
+    if isinstance(error, (SteeringValidationError, SteeringChangeError)):
+        return error
+    text = str(error).partition("set_steering method failed: ")[2]
+    if text.startswith("vectors: "):
+        message = text.partition(" (parameter=")[0]
+        return SteeringValidationError(message, parameter="vectors")
+    return SteeringChangeError(text) if text else error
 
 
 def _open(engine: "LLMEngine | AsyncLLM") -> NoSteering:
@@ -211,13 +269,20 @@ class SteeringControl:
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
         change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
-        state = self._call("set_steering", change.tiers, replace)
+        state = self._change(change, replace)
         return {**state, "applied": change.applied}
 
     def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""
         self.frontend.check_enabled()
-        return self._call("set_steering", SteeringTiers(), True)
+        return self._change(CLEARED, True)
+
+    def _change(self, change: Change, replace: bool) -> dict[str, Any]:
+        with self.frontend.shared.changing(change.tiers, replace):
+            try:
+                return self._call("set_steering", change.tiers, replace)
+            except Exception as error:
+                raise as_refused(error) from error
 
     def get(self) -> dict[str, Any]:
         """What is set, and how many slots are in use."""
@@ -233,19 +298,28 @@ class AsyncSteeringControl:
         self._call: Callable[..., Awaitable[dict[str, Any]]] = (
             engine.engine_core.call_utility_async
         )
+        self._one_at_a_time = asyncio.Lock()
 
     async def set(
         self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
         change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
-        state = await self._call("set_steering", change.tiers, replace)
+        state = await self._change(change, replace)
         return {**state, "applied": change.applied}
 
     async def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""
         self.frontend.check_enabled()
-        return await self._call("set_steering", SteeringTiers(), True)
+        return await self._change(CLEARED, True)
+
+    async def _change(self, change: Change, replace: bool) -> dict[str, Any]:
+        async with self._one_at_a_time:
+            with self.frontend.shared.changing(change.tiers, replace):
+                try:
+                    return await self._call("set_steering", change.tiers, replace)
+                except Exception as error:
+                    raise as_refused(error) from error
 
     async def get(self) -> dict[str, Any]:
         """What is set, and how many slots are in use."""

@@ -2,22 +2,36 @@
 """Named sets of vectors, which requests refer to by `steering_name`."""
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.provenance import Provenance
 
 MAX_NAME = 128
+
+
+class Module(NamedTuple):
+    """A named set."""
+
+    tiers: SteeringTiers
+    provenance: Provenance
 
 
 class SteeringModules:
     """The named sets that this front end knows; safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, SteeringTiers] = {}
+        self._modules: dict[str, Module] = {}
         self._lock = threading.Lock()
 
-    def register(self, name: Any, tiers: SteeringTiers, replace: bool = False) -> None:
+    def register(
+        self,
+        name: Any,
+        tiers: SteeringTiers,
+        replace: bool = False,
+        provenance: Provenance | None = None,
+    ) -> None:
         """Add a named set; requests that are under way keep what they have.
 
         Raises:
@@ -40,7 +54,7 @@ class SteeringModules:
                     "name",
                     name,
                 )
-            self._modules[name] = tiers
+            self._modules[name] = Module(tiers, provenance or Provenance())
 
     def unregister(self, name: Any) -> None:
         """Remove a named set; requests that are under way keep it.
@@ -61,12 +75,12 @@ class SteeringModules:
             SteeringValidationError: there is none of this name.
 
         """
-        tiers = self._modules.get(name) if isinstance(name, str) else None
-        if tiers is None:
+        module = self._modules.get(name) if isinstance(name, str) else None
+        if module is None:
             raise self._unknown(name, "steering_name")
-        return tiers
+        return module.tiers
 
-    def all(self) -> dict[str, SteeringTiers]:
+    def all(self) -> dict[str, Module]:
         """Every named set, by name."""
         with self._lock:
             return dict(sorted(self._modules.items()))

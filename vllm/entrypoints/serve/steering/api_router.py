@@ -94,10 +94,10 @@ async def register_module(request: Request) -> JSONResponse:
         control.frontend.check_enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
         return control.frontend.register(
-            body.get("name"), vectors, _flag(body, "replace")
+            body.get("name"), vectors, _flag(body, "replace"), body.get("metadata")
         )
 
-    return await _change(request, ("name", *names, "replace"), change)
+    return await _change(request, ("name", *names, "metadata", "replace"), change)
 
 
 @mutating.post("/modules/unregister", openapi_extra=schema.UNREGISTER)

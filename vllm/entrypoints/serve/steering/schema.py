@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.v1.steering.entries import KEYS
 from vllm.v1.steering.operations import OP_NAMES
+from vllm.v1.steering.provenance import COUNTS, LAYER_CONVENTION, TEXTS
 from vllm.v1.steering.vectors import _PACKED_DTYPES, HOOKS, PACKED_KEYS
 
 Schema = dict[str, Any]
@@ -80,6 +81,16 @@ NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 128}
 TIERS: dict[str, Schema] = dict.fromkeys(
     ("vectors", "prefill_vectors", "decode_vectors"), VECTORS
 )
+METADATA: Schema = {
+    "type": "object",
+    "properties": {
+        "layer_convention": {"const": LAYER_CONVENTION},
+        **{name: {"type": "string"} for name in TEXTS},
+        **{name: {"type": "integer", "minimum": 1} for name in COUNTS},
+        "norms": {"type": "object", "additionalProperties": {"type": "number"}},
+    },
+    "additionalProperties": False,
+}
 FLAG: Schema = {"type": "boolean", "default": False}
 
 assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
@@ -109,5 +120,5 @@ def body(*required: str, **properties: Schema) -> Schema:
 
 SET = body(**TIERS, replace=FLAG)
 CLEAR = body()
-REGISTER = body("name", name=NAME, **TIERS, replace=FLAG)
+REGISTER = body("name", name=NAME, **TIERS, metadata=METADATA, replace=FLAG)
 UNREGISTER = body("name", name=NAME)

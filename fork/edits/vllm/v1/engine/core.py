@@ -41,6 +41,12 @@ if method_name == "end_captures":
 """,
         why="Requests that end while the engine drains were captured.",
     ),
+    after(
+        scope="EngineCoreProc._handle_client_request",
+        anchor="if self._reject_add_in_shutdown(req):",
+        insert="if steering_engine.refuses(self, req):\n    return",
+        why="Another front end may have set vectors that leave no room for its own.",
+    ),
     add_argument(
         scope="EngineCoreProc._make_ready_response",
         call="EngineCoreReadyResponse",
