@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.capture.admission import Admission
 from vllm.v1.capture.cli import ready_instances
+from vllm.v1.capture.disabled import NO_CAPTURE, NoCapture
+from vllm.v1.capture.ends import EndsSender
 from vllm.v1.capture.engine import end_captures_now
-from vllm.v1.capture.frontend import (
-    NO_CAPTURE,
-    CaptureFrontend,
-    EndsSender,
-    NoCapture,
-)
+from vllm.v1.capture.frontend import CaptureFrontend
 from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.wire import CaptureEnd

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
+from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.under_way import RequestsUnderWay
 
 
 class HeldRows:
@@ -62,3 +64,59 @@ class Reservations:
     def bytes_for(self, instance: str) -> int:
         """What is reserved at an instance."""
         return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
+
+
+class Room:
+    """Refuses a request whose rows would not fit beside those under way."""
+
+    def __init__(self, held: HeldRows, requests: RequestsUnderWay) -> None:
+        """Bound what `requests` bring back by the limits of `held`."""
+        self._held = held
+        self._requests = requests
+        self._reserved = Reservations()
+
+    def reserve(self, plan: CapturePlan, max_tokens: int | None) -> None:
+        """Keep room for an admitted request.
+
+        Raises:
+            CaptureValidationError: there is not enough.
+
+        """
+        needed = self._held.bytes_of(plan, max_tokens)
+        with self._requests.changed:
+            for name, size in needed.items():
+                self._check(name, size, LIVE in plan.lanes)
+            if needed:
+                self._reserved.put(plan, needed)
+
+    def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
+        """The request is under way and counts by itself: with these bytes."""
+        self._reserved.take(plan)
+        return self._held.bytes_of(plan, max_tokens)
+
+    def _check(self, name: str, size: int, live: bool) -> None:
+        limit = self._held.limits[name]
+        held = self._requests.held_bytes(name, aborted=False)
+        held += self._reserved.bytes_for(name)
+        left = self._requests.held_bytes(name, aborted=True)
+        self._requests.forget_aborted(name, left + held + size - limit)
+        if size > limit:
+            twice = ", twice what it returns, as its outputs carry rows before the "
+            twice += "last (capture_stream=False ends that)"
+            raise fail(
+                f"capture.{name}: this request alone may hold {size} bytes of rows"
+                f"{twice if live else ''}; at most {limit} are allowed "
+                "(max_inflight_bytes). Capture fewer layers or positions, or lower "
+                "max_tokens",
+                f"capture.{name}",
+                size,
+            )
+        if held + size > limit:
+            raise fail(
+                f"capture.{name}: this request may hold {size} bytes of rows, and "
+                f"those under way may hold {held}; together at most {limit} are "
+                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                "or capture less",
+                f"capture.{name}",
+                size,
+            )

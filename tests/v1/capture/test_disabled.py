@@ -3,7 +3,7 @@ import pytest
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.frontend import NO_CAPTURE
+from vllm.v1.capture.disabled import NO_CAPTURE
 
 
 def test_without_consumers_a_capture_is_refused_with_the_remedy() -> None:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end of an engine without consumers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.selectors import fail
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+
+class NoCapture:
+    """Refuses what wants something captured, otherwise does nothing."""
+
+    def admit(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        resumable: bool = False,
+    ) -> None:
+        """Refuse a request that wants something captured.
+
+        Raises:
+            CaptureValidationError: there is nobody to capture for.
+
+        """
+        if params.capture is not None:
+            raise fail(
+                "capture: this server has no capture consumers; start it with "
+                "--capture-consumers NAME, or LLM(capture_consumers=[...]) offline",
+                "capture",
+                params.capture,
+            )
+
+    def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
+        """Nothing is tracked."""
+
+    def end_request(self, state: "RequestState", finish_reason: str) -> None:
+        """Nothing is tracked."""
+
+    def flush(self) -> None:
+        """Nothing is sent."""
+
+    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+        """There is nothing to wait for."""
+
+    async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
+        """There are no results."""
+
+    def publish(self, manager: "StatLoggerManager | None") -> None:
+        """There are no metrics."""
+
+    def describe(self) -> dict[str, Any]:
+        """Consumers, limits and counters, as plain data."""
+        return {"consumers": [], "limits": {}, "hook_points": {}, "counters": {}}
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NO_CAPTURE = NoCapture()
