@@ -47,6 +47,8 @@ class Order:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
+            # The interpreter has no target to compile for; upstream's Cohere asks to.
+            "TORCHDYNAMO_DISABLE": "1",
         }
 
 
