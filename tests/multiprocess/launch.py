@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` under the runner that the environment names.
+
+    python -m tests.multiprocess.launch MODEL OPTIONS
+
+A module of its own, because processes that the server starts import it anew, before
+they import vllm.
+"""
+
+import os
+import sys
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    import tests.engines.interpreted  # noqa: F401
+
+
+def main() -> None:
+    """Serve as the command line says."""
+    from vllm.entrypoints.cli.main import main as cli
+
+    sys.argv.insert(1, "serve")
+    cli()
+
+
+if __name__ == "__main__":
+    main()
