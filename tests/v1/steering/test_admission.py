@@ -228,3 +228,13 @@ def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
         NO_STEERING_FRONTEND.admit(params, PROMPT)
     assert isinstance(found.value, SteeringValidationError)
     assert found.value.parameter == name
+
+
+def test_a_session_whose_prompt_comes_in_parts_is_refused_with_the_remedy() -> None:
+    params: Any = SimpleNamespace(
+        **dict.fromkeys((BASE, PREFILL, "steering_name")), **{DECODE: at(ONE)}
+    )
+    with pytest.raises(SteeringValidationError, match="in one piece") as caught:
+        admission().admit(params, PROMPT, resumable=True)
+    assert caught.value.parameter == DECODE
+    assert "post_attn" in str(caught.value.value)

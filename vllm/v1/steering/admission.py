@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering import describing
 from vllm.v1.steering.checks import check_positions, check_sums, check_with_shared
-from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.errors import fail
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
 from vllm.v1.steering.shared import SharedVectors
@@ -56,10 +56,12 @@ class SteeringAdmission:
         if params.steering_name is None and all(v is None for v in raw.values()):
             return
         if resumable:
-            raise SteeringValidationError(
-                "steering: a session whose prompt comes in parts cannot be steered, "
-                "as its prompt has no end; send the prompt in one piece",
-                parameter="steering_vectors",
+            name = next(n for n in FIELDS if getattr(params, n) is not None)
+            raise fail(
+                f"{name}: a session whose prompt comes in parts cannot be steered, as "
+                "its prompt has no end; send the prompt in one piece",
+                name,
+                getattr(params, name),
             )
         tiers = packed(self.parse(raw, REQUEST_FIELDS))
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)

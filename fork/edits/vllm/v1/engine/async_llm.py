@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving engine has front ends of capture and steering."""
 
-from fork.language import add_import, before, last
+from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
@@ -39,6 +39,15 @@ self.steering = AsyncSteeringControl(self)
         anchor="self._client_count = client_count",
         insert="self.capture.publish(self.logger_manager)",
         why="Metrics of capture stand beside the engine's.",
+    ),
+    after(
+        scope="AsyncLLM._add_streaming_input_request",
+        anchor="self._validate_streaming_input_sampling_params(sampling_params)",
+        insert="""
+self.input_processor.capture.admit(request_id, sampling_params, 1, resumable=True)
+self.input_processor.steering.admit(sampling_params, 1, resumable=True)
+""",
+        why="Below, a request that is not resumable is made of the same parameters.",
     ),
     before(
         scope="AsyncLLM.generate",

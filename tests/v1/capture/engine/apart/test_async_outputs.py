@@ -16,6 +16,7 @@ from tests.engines.models import llama
 from tests.engines.reference import Reference, relative_error
 from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -203,6 +204,23 @@ def test_the_example_prints_rows_as_they_come(
     rows = re.findall(r"^ *(\d+)  .+ (\d+\.\d\d) +(\d+\.\d\d)$", printed, re.M)
     positions = [int(position) for position, _, _ in rows]
     assert positions == list(range(len(rows))) and len(rows) > 20
+
+
+def test_a_session_whose_prompt_comes_in_parts_is_refused(served: Served) -> None:
+    # At a position that no first part could have: not that is what is wrong.
+    asked = asking(DELTA, [50])
+
+    async def parts() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput(prompt={"prompt_token_ids": prompt(5)})  # type: ignore[typeddict-item]
+
+    async def collect() -> None:
+        async for _ in served.engine.generate(parts(), asked, "session"):  # type: ignore[arg-type]
+            raise AssertionError("the session was let in")
+
+    with pytest.raises(ValueError, match="streaming input.*the whole prompt") as caught:
+        served.loop.run_until_complete(collect())
+    assert caught.value.parameter == "capture"  # type: ignore[attr-defined]
+    assert "inline" in caught.value.value  # type: ignore[attr-defined]
 
 
 def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:
