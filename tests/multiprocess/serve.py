@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run an `AsyncLLM` over several processes, and write down what its outputs carry.
+
+    python -m tests.multiprocess.serve ORDER.json
+
+A process of its own, for the reasons that `observe.py` has.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    import tests.engines.interpreted  # noqa: F401
+
+EVERYWHERE = {hook: "all" for hook in ("pre_attn", "post_attn", "post_block")}
+NEW_TOKENS = 6
+PROMPT_LENGTHS = (40, 5, 21, 40)
+"""The first and the last are the same prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run."""
+
+    model: str
+    root: str
+    """Where files and what was found go."""
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process needs; on a CPU only the V2 runner has several stages."""
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+async def serve(order: Order) -> dict[str, Any]:
+    """What requests at the same time are answered, output by output."""
+    from tests.engines.captured import Keeper, prompt
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    keeper = Keeper()
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=order.model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=8,
+            max_num_batched_tokens=24,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            gpu_memory_utilization=0.2,
+            pipeline_parallel_size=order.pipeline,
+            data_parallel_size=order.data,
+            capture_consumers=[keeper, "inline", f"filesystem:root={order.root}/files"],
+        )
+    )
+    try:
+        prompts = [prompt(length, seed=length) for length in PROMPT_LENGTHS]
+        asked = [
+            _answers(engine, f"r{i}", ids, i % order.data)
+            for i, ids in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*asked)
+        counters = engine.capture.describe()["counters"]
+    finally:
+        engine.shutdown()
+    for number, answer in enumerate(answers):
+        answer["prompt"] = prompts[number]
+        answer["kept"] = keeper.rows[f"r{number}", 0]
+    return {"answers": answers, "counters": counters, "kept": len(keeper.rows)}
+
+
+async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    spec = {"hooks": EVERYWHERE, "positions": "all"}
+    params = SamplingParams(
+        max_tokens=NEW_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        capture={"keeper": spec, "inline": spec, "filesystem": {**spec, "tag": name}},
+        capture_wait=True,
+    )
+    outputs: list[dict[str, Any]] = []
+    given = {"prompt_token_ids": ids}
+    async for output in engine.generate(given, params, name, data_parallel_rank=rank):
+        results = output.capture_results or {}
+        shown = results["inline"].payload
+        outputs.append(
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "statuses": {n: (r.status, r.error) for n, r in results.items()},
+                "rows": dict(shown),
+                "positions": dict(shown.positions),
+            }
+        )
+    return {"outputs": outputs, "files": results["filesystem"].payload}
+
+
+def main() -> None:
+    """Carry out the order whose file is named on the command line."""
+    order = Order(**json.loads(Path(sys.argv[1]).read_text()))
+    import torch
+
+    torch.save(asyncio.run(serve(order)), f"{order.root}/found.pt")
+
+
+def run(order: Order, timeout: float = 600) -> dict[str, Any]:
+    """Carry out an order in another process."""
+    import torch
+
+    note = Path(order.root, "order.json")
+    note.write_text(json.dumps(asdict(order)))
+    Path(order.root, "files").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.multiprocess.serve", str(note)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | order.environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found: dict[str, Any] = torch.load(f"{order.root}/found.pt", weights_only=False)
+    return found
+
+
+if __name__ == "__main__":
+    main()
