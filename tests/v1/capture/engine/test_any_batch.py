@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever shares a batch, each request's rows are those of its own model, alone.
 
-Chunked prompts, cache hits, LoRA adapters, steering, prompts given as
+Chunked prompts, cache hits, preemption, LoRA adapters, steering, prompts given as
 embeddings, several samples, stop strings and aborts, in any combination.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 
 EXAMPLES = int(os.environ.get("ANY_BATCH_EXAMPLES", "5"))
 WIDTH = 64
+MOST_STEPS = 5000
 HOOKS = {"pre_attn": [1, 2], "post_attn": [0], "post_block": [0, 2]}
 
 
@@ -54,10 +55,17 @@ class Wish:
         return prompt(self.length, seed=self.text)
 
 
+LENGTHS, MAX_TOKENS = [1, 7, 32, 33, 64, 70], [1, 3, 20]
+
+
 @st.composite
-def wishes(draw: st.DrawFn) -> Wish:
-    length = draw(st.sampled_from([1, 7, 32, 33, 64, 70]))
-    max_tokens = draw(st.sampled_from([1, 3, 20]))
+def wishes(
+    draw: st.DrawFn,
+    lengths: Sequence[int] = LENGTHS,
+    outputs: Sequence[int] = MAX_TOKENS,
+) -> Wish:
+    length = draw(st.sampled_from(lengths))
+    max_tokens = draw(st.sampled_from(outputs))
     last = length + max_tokens - 2
     listed = st.sets(st.integers(0, max(last, 0)), min_size=1, max_size=6)
     named = st.sampled_from(["all", "all_prompt", "all_generated", "last_prompt"])
@@ -71,6 +79,17 @@ def wishes(draw: st.DrawFn) -> Wish:
         samples=draw(st.sampled_from([1, 1, 1, 2])),
         stop=draw(st.sampled_from([None, None, "e", "the"])),
         abort_after=draw(st.none() | st.none() | st.integers(0, 20)),
+    )
+
+
+def crowds() -> st.SearchStrategy[list[Wish]]:
+    """Requests whose prompts fit the KV cache together, but not what they generate.
+
+    It has nine blocks of 32 tokens: four prompts of two blocks, then four of three.
+    """
+    long = wishes(lengths=[33, 60, 64], outputs=[40])
+    return st.tuples(st.lists(long, min_size=4, max_size=6), st.lists(wishes())).map(
+        lambda drawn: (drawn[0] + drawn[1])[:8]
     )
 
 
@@ -175,6 +194,22 @@ def bench(
 def test_rows_do_not_depend_on_what_shares_the_batch(
     bench: Bench, batch: list[Wish]
 ) -> None:
+    generate_and_check(bench, batch)
+
+
+def test_rows_do_not_depend_on_what_is_preempted(bench: Bench) -> None:
+    before = bench.preemptions
+
+    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])
+    @given(crowds())
+    def in_any_crowd(batch: list[Wish]) -> None:
+        generate_and_check(bench, batch)
+
+    in_any_crowd()
+    assert bench.preemptions > before, "the test is pointless without a preemption"
+
+
+def generate_and_check(bench: Bench, batch: list[Wish]) -> None:
     before = bench.preemptions
     running = [Running(bench, wish) for wish in batch]
     outputs = drive(bench.engine.llm.llm_engine, running)
@@ -233,6 +268,7 @@ def drive(engine: Any, running: list[Running]) -> dict[str, Any]:
             if output.finished:
                 finished[one.name] = output
         steps += 1
+        assert steps < MOST_STEPS, "the requests do not come to their end"
     waiting: list[Any] = [
         SimpleNamespace(
             request_id=one.name, capture_id=one.capture_id, capture_results=None
