@@ -133,3 +133,12 @@ def test_unknown_forms_and_folders_are_refused(tmp_path: Path) -> None:
         write_vectors(tmp_path / "v.txt", one())
     with pytest.raises(SteeringValidationError, match="no folder"):
         write_vectors(tmp_path / "a" / "v.pt", one())
+
+
+def test_json_says_the_norms_of_what_it_holds(tmp_path: Path) -> None:
+    ours, scaled = tmp_path / "ours.safetensors", tmp_path / "half.json"
+    vector_set({(2, "post_block"): [3.0, 4.0]}, SAID).save(ours)
+    write_vectors(scaled, reworked(read_vectors(ours), scale=0.5))
+    found = read_vectors(scaled)  # It refuses norms that are not those of its vectors.
+    assert found.norm((2, "post_block")) == 2.5
+    assert found.provenance.norms == {"post_block.2": 2.5}
