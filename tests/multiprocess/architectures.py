@@ -57,6 +57,8 @@ class Architecture:
     name: str
     config: Callable[[], transformers.PretrainedConfig]
     places: Places = field(default_factory=lambda: Places(decoder))
+    not_in_stages: str | None = None
+    """Why upstream cannot split its layers over stages."""
 
     def save(self, folder: Path) -> Path:
         """A checkpoint with random weights."""
@@ -78,5 +80,9 @@ ARCHITECTURES = {
             **_common(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
         ),
     ),
-    "hybrid": Architecture("GraniteMoeHybridForCausalLM", _hybrid),
+    "hybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        _hybrid,
+        not_in_stages="upstream's loader looks for the layers of other stages",
+    ),
 }

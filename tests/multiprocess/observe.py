@@ -182,7 +182,7 @@ def run(order: Order, timeout: float = 300) -> dict[str, Any]:
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-9000:]
     found: dict[str, Any] = torch.load(order.found, weights_only=False)
     return found
 
