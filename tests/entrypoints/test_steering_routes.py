@@ -399,6 +399,7 @@ def test_a_request_is_checked_against_what_is_set_now(
             frontend.admit(params, 5)
         except SteeringValidationError as error:
             assert "with the engine's vectors, what is added to prefill" in str(error)
+            assert error.parameter == "prefill_steering_vectors"
             assert params._steering is None
             return False
         return True

@@ -69,7 +69,8 @@ class SteeringAdmission:
             check_sums(tiers, self.model.dtype)
         if params.steering_name is not None:
             tiers = self._with_named(params.steering_name, tiers)
-        check_with_shared(tiers, self.shared.possible, self.model.dtype)
+        first = next(name for name in FIELDS if getattr(params, name) is not None)
+        check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         for name in FIELDS:
             setattr(params, name, None)
         params._steering = tiers or None

@@ -124,7 +124,10 @@ def check_sums(
 
 
 def check_with_shared(
-    tiers: SteeringTiers, shared: Iterable[SteeringTiers], dtype: torch.dtype
+    tiers: SteeringTiers,
+    shared: Iterable[SteeringTiers],
+    dtype: torch.dtype,
+    parameter: str,
 ) -> None:
     """Refuse a request whose vectors and the engine's are too much together.
 
@@ -132,6 +135,7 @@ def check_with_shared(
         tiers: of the request.
         shared: each set of global vectors that may hold when it arrives.
         dtype: of the residual stream.
+        parameter: of the request, for the message.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -141,10 +145,10 @@ def check_with_shared(
         found = find_overflow(dtype, one, tiers) if one else None
         if found is not None:
             raise fail(
-                f"steering_vectors: with the engine's vectors, {found}. Use smaller "
-                "vectors or scales; GET /v1/steering (get_steering offline) tells what "
-                "the engine adds",
-                "steering_vectors",
+                f"{parameter}: with the engine's vectors, {found}. Use smaller vectors "
+                "or scales; GET /v1/steering (get_steering offline) tells what the "
+                "engine adds",
+                parameter,
                 found.largest,
             )
 
