@@ -11,6 +11,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
+# Threads that wait for one another in every kernel take seconds a step as soon as
+# something else wants a processor, and save nothing with models this small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No deadline: machines that run tests also run engines.
 settings.register_profile(
     "quick",
