@@ -6,6 +6,8 @@ DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 TREE := build/$(DEVICE)
+# Processes that share the tests of `make test`.
+JOBS ?= 2
 # Our modules, checked where upstream's types are known: in the woven tree.
 MODULES = $(shell find vllm -name '*.py' | sort | \
 	sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' -e 's|^|-m |')
@@ -52,7 +54,8 @@ type: venv
 		--cache-dir $(CURDIR)/.mypy_cache/tree $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not soak and not parity and not multiprocess"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		-m "not gpu and not soak and not parity and not multiprocess"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"

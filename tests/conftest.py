@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests start engines in their own process, small, and without a network. Read when
@@ -14,6 +15,8 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 # Threads that wait for one another in every kernel take seconds a step as soon as
 # something else wants a processor, and save nothing with models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The system places them: engines of several processes must not share one core.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # No deadline: machines that run tests also run engines.
 settings.register_profile(
@@ -24,3 +27,15 @@ settings.register_profile(
 )
 settings.register_profile("long", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first: processes that share the tests end at about one time."""
+    items.sort(
+        key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
+    )
+
+
+def _is_apart(item: pytest.Item) -> bool:
+    """Whether the test starts a process that runs many."""
+    return item.path.name == "test_apart.py"

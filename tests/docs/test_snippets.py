@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # only the sampler would compile something
 }
 # The pages leave out what only matters here: a quick start.
 EAGER = """

@@ -14,6 +14,11 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 START_SECONDS = 180.0
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    # Servers run eagerly; only the sampler would compile something, for seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 class Reply(NamedTuple):
@@ -38,7 +43,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
         command += [str(model), "--port", str(port), "--host", "127.0.0.1"]
-        chosen = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment
+        chosen = os.environ | ENVIRONMENT | environment
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
                 [*command, *arguments], env=chosen, stdout=log, stderr=log
