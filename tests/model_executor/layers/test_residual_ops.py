@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.model_executor.layers import residual_ops
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 
@@ -166,3 +167,16 @@ def test_compiled_and_eager_taps_steer_alike(one: dict, launches: bool) -> None:
     assert torch.equal(hidden, before[0])
     for ours, expected in zip(in_graph, eager, strict=True):
         assert ours is expected is None or torch.equal(ours, expected)
+
+
+def test_a_part_of_a_sum_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As upstream sums on a CPU: in place.
+    monkeypatch.setattr(
+        residual_ops, "tensor_model_parallel_all_reduce", lambda part: part.mul_(2)
+    )
+    hidden, residual = torch.ones(1, WIDTH), torch.ones(1, WIDTH)
+    staging = torch.zeros(1, WIDTH)
+    slots = launching(torch.zeros(1, dtype=torch.int32))
+    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, True)
+    assert (staging == 3).all()
+    assert (hidden == 1).all() and (residual == 1).all()

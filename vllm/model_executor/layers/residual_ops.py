@@ -106,8 +106,9 @@ def capture_rows(
         return
     if partial:
         # All ranks launch alike, so all of them come here. The layer goes on with
-        # its own part: only the copy is summed.
-        hidden = tensor_model_parallel_all_reduce(hidden)
+        # its own part: only a copy is summed. Upstream sums in place on a CPU.
+        part = hidden if hidden.is_cuda else hidden.clone()
+        hidden = tensor_model_parallel_all_reduce(part)
     if hidden.dim() > 2:
         hidden = hidden.flatten(0, -2)
         residual = None if residual is None else residual.flatten(0, -2)
