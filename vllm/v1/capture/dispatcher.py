@@ -3,7 +3,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
+from vllm.v1.capture.placement import Placed
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.rows import Block, TrueStarts
+from vllm.v1.capture.rows import TrueStarts
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.types import CaptureChunk
 
@@ -24,11 +25,19 @@ class StagedStep:
     """A step whose rows are in staging memory, or on their way to the host."""
 
     step: int
-    blocks: Sequence[Block]
+    placed: Placed
     segment: Segment
-    copied: torch.cuda.Event | None
     true_starts: TrueStarts | None = None
-    """Where the blocks' positions are only assumed."""
+    """Where the positions are only assumed."""
+
+    def continues(self, before: "StagedStep") -> bool:
+        """Whether `before` is the same layout, one position earlier, just below."""
+        return (
+            self.true_starts is None
+            and self.placed.layout is before.placed.layout
+            and self.placed.shift == before.placed.shift + 1
+            and self.segment.start == before.segment.start + before.segment.num_rows
+        )
 
 
 class Dispatcher:
@@ -54,9 +63,11 @@ class Dispatcher:
         """A request whose rows will follow."""
         self._put(lambda: self._requests.__setitem__(request.req_id, request))
 
-    def step(self, staged: StagedStep) -> None:
-        """A step's rows."""
-        self._put(lambda: self._take(staged))
+    def steps(
+        self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
+    ) -> None:
+        """The rows of steps, in order, once `copied` says that they are there."""
+        self._put(lambda: self._take(staged, copied))
 
     def end(self, end: RequestEnd) -> None:
         """A request's end; every step that computed its rows came before."""
@@ -96,36 +107,53 @@ class Dispatcher:
                 # when it ends, because its rows do not add up.
                 logger.exception("Captured rows could not be handed on")
 
-    def _take(self, staged: StagedStep) -> None:
+    def _take(
+        self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
+    ) -> None:
         chunks: dict[str, list[CaptureChunk]] = {}
         try:
-            if staged.copied is not None:
-                staged.copied.synchronize()
-            base = staged.segment.start
-            for block in staged.blocks:
-                base = self._take_block(block, base, staged.step, chunks)
+            if copied is not None:
+                copied.synchronize()
+            for run in runs(staged):
+                self._take_run(run, chunks)
         finally:
-            self._staging.ring.release(staged.segment)
-        # One packet a step and instance: each wakes a thread.
+            for step in staged:
+                self._staging.ring.release(step.segment)
+        # One packet for all of it and an instance: each wakes a thread.
         self._submit(chunks)
 
-    def _take_block(
-        self, block: Block, base: int, step: int, chunks: dict[str, list[CaptureChunk]]
-    ) -> int:
-        taps = len(block.columns)
-        stop = base + taps * block.num_rows
-        rows = self._staging.host_rows[base:stop].view(taps, block.num_rows, -1)
-        offset = 0
-        for pick in block.picks:
-            request = self._requests.get(pick.req_id)
-            if request is not None:
-                # A copy of its own: rows that are kept must not keep those of others.
-                part = rows[:, offset : offset + pick.num_rows].clone()
-                settled = request.add(pick.group, Rows(pick.start, part, step))
-                for instance, batch in settled.items():
-                    chunks.setdefault(instance, []).extend(batch)
-            offset += pick.num_rows
-        return stop
+    def _take_run(
+        self, run: Sequence[StagedStep], chunks: dict[str, list[CaptureChunk]]
+    ) -> None:
+        """Rows of steps with one layout: each request's come together."""
+        first, last = run[0], run[-1]
+        layout = first.placed.layout
+        base = first.segment.start
+        stop = base + len(run) * layout.num_rows
+        rows = self._staging.host_rows[base:stop].view(len(run), layout.num_rows, -1)
+        # A run of several steps has none: its steps were known when they began.
+        shifts = {} if first.true_starts is None else first.true_starts.shifts()
+        base = 0
+        for block in layout.blocks:
+            taps = len(block.columns)
+            stop = base + taps * block.num_rows
+            # [steps, taps, rows of the block, width]
+            part = rows[:, base:stop].unflatten(1, (taps, block.num_rows))
+            offset = 0
+            for pick in block.picks:
+                request = self._requests.get(pick.req_id)
+                if request is not None:
+                    # A copy of its own: rows that are kept must not keep others'.
+                    own = part[:, :, offset : offset + pick.num_rows]
+                    own = own.transpose(0, 1).flatten(1, 2).clone()
+                    start = pick.start + first.placed.shift
+                    start += shifts.get(pick.req_id, 0)
+                    for rows_of_one in settling(start, own, first.step, last.step):
+                        settled = request.add(pick.group, rows_of_one)
+                        for instance, batch in settled.items():
+                            chunks.setdefault(instance, []).extend(batch)
+                offset += pick.num_rows
+            base = stop
 
     def _submit(self, chunks: Mapping[str, Sequence[CaptureChunk]]) -> None:
         for instance, batch in chunks.items():
@@ -140,3 +168,28 @@ class Dispatcher:
         self._submit(chunks)
         for instance, ending in endings.items():
             self._lanes[instance].finish(ending)
+
+
+def runs(staged: Sequence[StagedStep]) -> Iterator[Sequence[StagedStep]]:
+    """The steps in order, with those together that continue each other."""
+    run: list[StagedStep] = []
+    for step in staged:
+        if run and not step.continues(run[-1]):
+            yield run
+            run = []
+        run.append(step)
+    if run:
+        yield run
+
+
+def settling(
+    start: int,
+    rows: torch.Tensor,  # [taps, rows, width], of one step or of one step each
+    first_step: int,
+    last_step: int,
+) -> Iterator[Rows]:
+    """A run's rows as the ledger takes them: a step's rows settle those before."""
+    if first_step < last_step:
+        yield Rows(start, rows[:, :-1], last_step - 1)
+        start, rows = start + rows.shape[1] - 1, rows[:, -1:]
+    yield Rows(start, rows, last_step)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
@@ -85,7 +87,8 @@ class CapturedRequest:
         self._client_specs = client_specs
         self._early = early
         self._ledgers = [RowLedger() for _ in groups]
-        self._held: dict[tuple[int, str], list[CaptureChunk]] = {}
+        self._held: dict[tuple[int, str], list[Rows]] = {}
+        """Rows that may still turn out not to count, by group and instance."""
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
@@ -103,9 +106,11 @@ class CapturedRequest:
             settled = self._chunks(number, ledger.finish(stop))
             for instance, batch in settled.items():
                 chunks.setdefault(instance, []).extend(batch)
-        for (_, instance), held in sorted(self._held.items()):
-            kept = [part for chunk in held if (part := _trim(chunk, stop))]
-            chunks.setdefault(instance, []).extend(kept)
+        for (number, instance), held in sorted(self._held.items()):
+            kept = [part for rows in held if (part := rows.between(0, stop))]
+            if kept:
+                made = self._make_chunks(number, instance, kept)
+                chunks.setdefault(instance, []).extend(made)
         self._held.clear()
         for batch in chunks.values():
             batch.sort(key=lambda chunk: (chunk.key[1:], chunk.row_offset))
@@ -123,49 +128,53 @@ class CapturedRequest:
         self, number: int, settled: Sequence[Rows]
     ) -> dict[str, list[CaptureChunk]]:
         ready: dict[str, list[CaptureChunk]] = {}
-        group = self._groups[number]
         for rows in settled:
-            for reader in group.readers:
-                for chunk in self._chunks_for(number, reader, rows):
-                    if reader.instance in self._early or not self._may_void(chunk):
-                        ready.setdefault(reader.instance, []).append(chunk)
+            for reader in self._groups[number].readers:
+                for start, stop in overlap(reader.ranges, rows.start, rows.stop):
+                    part = rows.between(start, stop)
+                    assert part is not None
+                    if reader.instance in self._early or not self._may_void(part):
+                        made = self._make_chunks(number, reader.instance, [part])
+                        ready.setdefault(reader.instance, []).extend(made)
                     else:
                         self._held.setdefault((number, reader.instance), []).append(
-                            chunk
+                            part
                         )
         return ready
 
-    def _may_void(self, chunk: CaptureChunk) -> bool:
+    def _may_void(self, rows: Rows) -> bool:
         """Whether the front end may still end the request before these rows.
 
         It finds stop strings and learns of aborts later than the engine computes.
         """
-        return bool(chunk.metadata["positions"][-1] >= self._plan.num_prompt_tokens)
+        return rows.stop > self._plan.num_prompt_tokens
 
-    def _chunks_for(
-        self, number: int, reader: Reader, rows: Rows
+    def _make_chunks(
+        self, number: int, instance: str, parts: Sequence[Rows]
     ) -> list[CaptureChunk]:
-        group = self._groups[number]
-        chunks: list[CaptureChunk] = []
-        for start, stop in overlap(reader.ranges, rows.start, rows.stop):
-            part = rows.between(start, stop)
-            assert part is not None
-            offset = self._counts.get((number, reader.instance), 0)
-            self._counts[number, reader.instance] = offset + stop - start
-            spans = self._handed_on.setdefault((number, reader.instance), [])
-            spans.append((start, stop))
-            for index, (layer, hook) in enumerate(group.taps):
-                chunks.append(
-                    CaptureChunk(
-                        (self.req_id, layer, hook),
-                        part.tensor[index],
-                        part.tensor.dtype,
-                        offset,
-                        rows.step,
-                        {"positions": list(range(start, stop))},
-                    )
-                )
-        return chunks
+        """A chunk for each tap of a group, with all of these rows."""
+        place = number, instance
+        offset = self._counts.get(place, 0)
+        spans = self._handed_on.setdefault(place, [])
+        positions: list[int] = []
+        for part in parts:
+            positions.extend(range(part.start, part.stop))
+            spans.append((part.start, part.stop))
+        self._counts[place] = offset + len(positions)
+        rows = parts[0].tensor
+        if len(parts) > 1:
+            rows = torch.cat([part.tensor for part in parts], dim=1)
+        return [
+            CaptureChunk(
+                (self.req_id, layer, hook),
+                rows[index],
+                rows.dtype,
+                offset,
+                parts[-1].step,
+                {"positions": list(positions)},
+            )
+            for index, (layer, hook) in enumerate(self._groups[number].taps)
+        ]
 
     def _finalizes(
         self, instance: str, end: RequestEnd, stop: int
@@ -234,18 +243,6 @@ class CapturedRequest:
             else (self._prompt_token_ids[position] if self._prompt_token_ids else None)
             for position in positions
         ]
-
-
-def _trim(chunk: CaptureChunk, stop: int) -> CaptureChunk | None:
-    """`chunk` without its rows at `stop` and after; None if nothing is left."""
-    positions = chunk.metadata["positions"]
-    kept = sum(position < stop for position in positions)
-    if kept == 0:
-        return None
-    if kept < len(positions):
-        chunk.tensor = chunk.tensor[:kept]
-        chunk.metadata = {"positions": positions[:kept]}
-    return chunk
 
 
 def _positions_below(stop: int, ranges: Ranges) -> list[int]:

@@ -10,6 +10,7 @@ On a CPU device and host ring are the same memory.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,18 +95,30 @@ class Staging:
         else:
             self.host_rows = self.rows
 
-    def to_host(self, segment: Segment) -> torch.cuda.Event | None:
-        """Start copying a segment to the host, after what the stream has queued.
+    def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
+        """Start copying segments to the host, after what the stream has queued.
 
         Returns the event to wait for, or None if the rows are there already.
         """
         if self._stream is None:
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
-        span = slice(segment.start, segment.start + segment.num_rows)
         with torch.cuda.stream(self._stream):
-            self.host_rows[span].copy_(self.rows[span], non_blocking=True)
+            for span in spans(segments):
+                self.host_rows[span].copy_(self.rows[span], non_blocking=True)
             # Blocking: a waiting dispatcher must not spin on the driver's lock.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
         return done
+
+
+def spans(segments: Sequence[Segment]) -> list[slice]:
+    """The rows of segments that follow each other, in as few pieces as possible."""
+    pieces: list[slice] = []
+    for segment in segments:
+        stop = segment.start + segment.num_rows
+        if pieces and pieces[-1].stop == segment.start:
+            pieces[-1] = slice(pieces[-1].start, stop)
+        else:
+            pieces.append(slice(segment.start, stop))
+    return pieces

@@ -18,6 +18,7 @@ from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
+from vllm.v1.capture.placement import Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
 from vllm.v1.capture.reporting import Reporter
@@ -26,16 +27,7 @@ from vllm.v1.capture.request import (
     CapturedRequest,
     RequestEnd,
 )
-from vllm.v1.capture.rows import (
-    Block,
-    LocalGroup,
-    StepView,
-    TrueStarts,
-    assign_slots,
-    local_groups,
-    pick_rows,
-    rows_of,
-)
+from vllm.v1.capture.rows import StepView, TrueStarts, local_groups
 from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.stopping import flush_seconds
@@ -46,6 +38,9 @@ if TYPE_CHECKING:
     from vllm.v1.capture.wire import CaptureEnd
 
 logger = init_logger(__name__)
+
+STEPS_AT_ONCE = 16
+"""Steps whose rows are copied to the host and handed on together, if they are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +85,17 @@ class WorkerCapture:
         self._slots_np = np.full((max_rows, len(taps)), -1, dtype=np.int32)
         self._written = 0
         self._vllm_config = vllm_config
-        self._groups: dict[str, tuple[LocalGroup, ...]] = {}
+        self._placement = Placement(len(taps))
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
-        self._blocks: tuple[Block, ...] = ()
+        self._placed: Placed | None = None
+        self._launches: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        """Columns of the last step that captured, and what its taps are known by."""
         self._segment: Segment | None = None
+        self._unsent: list[StagedStep] = []
+        self._live = 0
+        """Requests whose rows are wanted as steps compute them."""
         self._true_starts: TrueStarts | None = None
         self._step = 0
         self._outbox = Outbox()
@@ -191,11 +191,12 @@ class WorkerCapture:
         max_tokens: int | None = None,
     ) -> None:
         """A request with a plan is scheduled; again, after a preemption."""
-        if req_id in self._groups:
+        if req_id in self._placement:
             return
         groups = local_groups(plan, self._columns)
-        self._groups[req_id] = groups
+        self._placement.add(req_id, groups)
         self._plans[req_id] = plan
+        self._live += LIVE in plan.lanes
         if self._takes_rows:
             self._tell_specs(req_id, plan, client_specs or {}, max_tokens)
             self._reporter.know(plan.reply_to)
@@ -241,9 +242,11 @@ class WorkerCapture:
 
     def end_request(self, end: "CaptureEnd") -> None:
         """The front end says that a request has ended, and with which tokens."""
-        self._groups.pop(end.request_id, None)
-        self._plans.pop(end.request_id, None)
+        self._placement.remove(end.request_id)
+        plan = self._plans.pop(end.request_id, None)
+        self._live -= plan is not None and LIVE in plan.lanes
         if self._takes_rows:
+            self._send()
             self._dispatcher.end(
                 RequestEnd(
                     request_id=end.request_id,
@@ -291,43 +294,80 @@ class WorkerCapture:
         Every rank of a stage decides this alike.
         """
         self._step += 1
-        self._blocks = pick_rows(view, self._groups) if self._groups else ()
+        placed = self._placed = self._placement.place(view)
+        if placed is None:
+            self._true_starts = None
+            return frozenset()
         # Now: the pass will move them on.
-        self._true_starts = TrueStarts.of(view) if self._blocks else None
-        return frozenset(
-            self._address_of[column]
-            for block in self._blocks
-            for column in block.columns
-        )
+        self._true_starts = TrueStarts.of(view)
+        columns = placed.layout.columns
+        if columns != self._launches[0]:
+            addresses = frozenset(self._address_of[column] for column in columns)
+            self._launches = columns, addresses
+        return self._launches[1]
 
     def begin_step(self, num_rows: int) -> None:
         """Write the slots that the pass over `num_rows` rows (with padding) reads."""
         if not self._takes_rows:
             return
-        if not self._blocks:
+        if self._placed is None:
             if self._written:
                 # A graph that always launches its taps must find nothing to do.
                 self._slots[: self._written].fill_(-1)
                 self._written = 0
+            self._send()
             return
-        self._segment = self._staging.ring.reserve(rows_of(self._blocks))
-        assert self._segment is not None
+        layout = self._placed.layout
+        self._segment = self._reserve(layout.num_rows)
         self._written = max(num_rows, self._written)
         slots = self._slots_np[: self._written]
-        assign_slots(self._blocks, self._segment.start, slots)
+        slots.fill(-1)
+        relative = layout.slots
+        np.add(
+            relative,
+            self._segment.start,
+            out=slots[: len(relative)],
+            where=relative >= 0,
+        )
         async_tensor_h2d(slots, out=self._slots[: self._written])
         self._written = num_rows
 
+    def _reserve(self, num_rows: int) -> Segment:
+        """Room for a step's rows; waits for it, if need be."""
+        ring = self._staging.ring
+        segment = ring.reserve(num_rows, timeout=0.0)
+        if segment is None:
+            self._send()  # What is not sent takes room and would keep it.
+            segment = ring.reserve(num_rows)
+        assert segment is not None
+        return segment
+
     def end_step(self) -> None:
-        """The pass is queued on the device: send its rows on their way."""
-        blocks, self._blocks = self._blocks, ()
+        """The pass is queued on the device: send its rows on their way, or soon."""
+        placed, self._placed = self._placed, None
         if self._segment is None:
             return
-        copied = self._staging.to_host(self._segment)
-        self._dispatcher.step(
-            StagedStep(self._step, blocks, self._segment, copied, self._true_starts)
+        assert placed is not None
+        self._unsent.append(
+            StagedStep(self._step, placed, self._segment, self._true_starts)
         )
         self._segment = None
+        rows = sum(step.segment.num_rows for step in self._unsent)
+        if (
+            self._live
+            or self._true_starts is not None
+            or len(self._unsent) >= STEPS_AT_ONCE
+            or rows >= self._staging.ring.num_rows // 16
+        ):
+            self._send()
+
+    def _send(self) -> None:
+        """Start copying what has been computed, and let the dispatcher have it."""
+        if not self._unsent:
+            return
+        steps, self._unsent = self._unsent, []
+        copied = self._staging.to_host([step.segment for step in steps])
+        self._dispatcher.steps(steps, copied)
 
     def close(self) -> None:
         """Flush what is under way and shut the consumers down."""
@@ -338,6 +378,7 @@ class WorkerCapture:
                 len(self._plans),
                 sorted(self._plans)[:8],
             )
+        self._send()
         for req_id, plan in self._plans.items():
             self._give_up(req_id, plan)
         deadline = monotonic() + flush_seconds()

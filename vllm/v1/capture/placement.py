@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of each step go, at little cost for a step like the one before.
+
+While the same requests decode, one token each, a step differs from the last in
+nothing but positions and the place in staging memory. Such a step is not planned
+anew: its layout is the last one's, shifted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.rows import (
+    Block,
+    LocalGroup,
+    StepView,
+    assign_slots,
+    pick_rows,
+    rows_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step's rows: its blocks, one after the other, each `[taps, rows]`."""
+
+    blocks: tuple[Block, ...]
+    num_rows: int
+    """Staging rows that the step takes."""
+    columns: frozenset[int]
+    """The taps that rows are read at."""
+    slots: npt.NDArray[np.int32]  # [rows of the step without padding, taps]
+    """Counted from the step's first staging row; -1 where nothing is captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One step's layout, and how far its requests have moved on since it was made."""
+
+    layout: Layout
+    shift: int
+    """To be added to the positions of the layout's picks."""
+
+
+class Placement:
+    """The requests that are captured, and where a step's rows of them go."""
+
+    def __init__(self, num_taps: int) -> None:
+        self._num_taps = num_taps
+        self._groups: dict[str, tuple[LocalGroup, ...]] = {}
+        self._last: Placed | None = None
+        self._req_ids: list[str] = []
+        self._next = np.zeros(0, dtype=np.int64)
+        """Position of each request's next token, if the next step is like the last."""
+        self._steps_left = 0
+        """How many more such steps would capture the same taps of the same requests."""
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._groups
+
+    def add(self, req_id: str, groups: tuple[LocalGroup, ...]) -> None:
+        """A request is captured from now on."""
+        self._groups[req_id] = groups
+        self._steps_left = 0
+
+    def remove(self, req_id: str) -> None:
+        """It is not any more."""
+        self._groups.pop(req_id, None)
+        self._steps_left = 0
+
+    def place(self, view: StepView) -> Placed | None:
+        """What a step captures, None where no plan selects a row of it."""
+        if not self._groups:
+            return None
+        if self._continues(view):
+            self._steps_left -= 1
+            self._next += 1
+            if self._last is not None:
+                self._last = Placed(self._last.layout, self._last.shift + 1)
+            return self._last
+        blocks = pick_rows(view, self._groups)
+        self._last = Placed(self._layout(view, blocks), 0) if blocks else None
+        self._remember(view)
+        return self._last
+
+    def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
+        last = len(view.req_ids) - 1
+        rows = int(view.first_row[last]) + int(view.num_scheduled[last])
+        slots = np.empty((rows, self._num_taps), dtype=np.int32)
+        assign_slots(blocks, 0, slots)
+        columns = frozenset(column for block in blocks for column in block.columns)
+        return Layout(blocks, rows_of(blocks), columns, slots)
+
+    def _continues(self, view: StepView) -> bool:
+        return (
+            self._steps_left > 0
+            and view.true_starts is None
+            and len(view.num_computed) == len(self._next)
+            and np.array_equal(view.num_computed, self._next)
+            and bool((view.num_scheduled == 1).all())
+            and list(view.req_ids) == self._req_ids
+        )
+
+    def _remember(self, view: StepView) -> None:
+        """Whether, and how long, the steps that follow may be like this one."""
+        self._steps_left = 0
+        if view.true_starts is not None or not (view.num_scheduled == 1).all():
+            return
+        self._req_ids = list(view.req_ids)
+        self._next = np.asarray(view.num_computed, dtype=np.int64) + 1
+        self._steps_left = min(
+            (
+                steps_alike(groups, int(position))
+                for req_id, position in zip(self._req_ids, view.num_computed)
+                if (groups := self._groups.get(req_id))
+            ),
+            default=OPEN_END,
+        )
+
+
+def steps_alike(groups: Sequence[LocalGroup], position: int) -> int:
+    """How many positions after `position` every group treats as it treats this one."""
+    edges = (edge for group in groups for span in group.ranges for edge in span)
+    return min((edge for edge in edges if edge > position), default=OPEN_END) - (
+        position + 1
+    )
