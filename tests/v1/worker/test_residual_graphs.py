@@ -25,6 +25,7 @@ HOOKS = ("pre_attn", "post_attn", "post_block")
 TAPS = [(layer, hook) for layer in range(LAYERS) for hook in HOOKS]
 CAPTURE = {tap: 1000 + number for number, tap in enumerate(TAPS)}
 STEERING = {tap: 2000 + number for number, tap in enumerate(TAPS)}
+STEERS = frozenset(STEERING.values())
 EVERYTHING = frozenset(CAPTURE.values()) | frozenset(STEERING.values())
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
 
@@ -64,10 +65,11 @@ def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies
 
 def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozenset[int]:
     """What the graph launches that a step with these needs runs."""
-    graphs.plan(needed)
+    graphs.plan(needed & STEERS, needed - STEERS)
     chosen = graphs.choose(FULL, manager)
     graphs.end()
     assert Launch.taps == NOTHING
+    assert graphs.choose(FULL, manager) == FULL, "a dummy run did something"
     launched: frozenset[int] = manager.graphs[chosen]
     return launched
 
@@ -177,7 +179,7 @@ def test_where_ranks_step_on_their_own_nothing_is_recorded(
 def test_a_pass_without_graphs_launches_just_what_it_needs() -> None:
     graphs = families()
     needed = frozenset({STEERING[0, "pre_attn"]})
-    graphs.plan(needed)
+    graphs.plan(needed, NOTHING)
     assert Launch.taps == needed
     eager = replace(FULL, cg_mode=CUDAGraphMode.NONE)
     assert graphs.choose(eager, None) == eager
@@ -188,6 +190,7 @@ def test_a_pass_without_graphs_launches_just_what_it_needs() -> None:
 def test_a_runner_with_one_set_of_graphs_launches_everything() -> None:
     graphs = families(one_family=True)
     assert Launch.taps == EVERYTHING
-    graphs.plan(frozenset({STEERING[0, "pre_attn"]}))
+    graphs.plan(frozenset({STEERING[0, "pre_attn"]}), NOTHING)
+    assert Launch.taps == EVERYTHING
     graphs.end()
     assert Launch.taps == EVERYTHING

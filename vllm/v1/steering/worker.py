@@ -55,6 +55,11 @@ class WorkerSteering:
         self._prompt_lengths: dict[str, int] = {}
         self._rows: npt.NDArray[np.int32] | None = None
         self._written = 0
+        self._unchanged = False
+        """Whether `row_index` holds what the planned step reads."""
+        self._launches: frozenset[int] = frozenset()
+        self._decoding: tuple[list[str], npt.NDArray[np.int64]] | None = None
+        """Requests and prompt lengths of the last step, if all of them decoded."""
         self._taps: dict[Tap, ResidualTap] = {}
         self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
         """What the op of each tap is known by, as in `Launch`."""
@@ -93,23 +98,45 @@ class WorkerSteering:
         self._prompt_lengths.update(new)
         if step is None:
             return
+        self._decoding = None
         for slot, tiers in step.loads:
             self.tables.load(slot, tiers)
         self._slots.update({req_id: use.slot for req_id, use in step.uses.items()})
 
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Find the row of each token; the ops that must launch to add vectors."""
+        if self._continues(view):
+            return self._launches
+        self._unchanged = False
+        self._decoding = None
         rows = self._request_rows(view)
         self._rows = None
         filled: set[Tap] = set()
+        lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
         if rows is not None:
             filled = self.tables.filled_taps(np.unique(rows).tolist())
         if filled:
             assert rows is not None
-            lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
             self._rows = token_rows(rows, np.asarray(lengths), view)
+        self._launches = frozenset(self.addresses[tap] for tap in filled)
         self._plan_edits(view)
-        return frozenset(self.addresses[tap] for tap in filled)
+        if not self.tables.has_operations and (view.num_scheduled == 1).all():
+            self._decoding = list(view.req_ids), np.asarray(lengths, dtype=np.int64)
+            if (view.num_computed < self._decoding[1]).any():
+                self._decoding = None
+        return self._launches
+
+    def _continues(self, view: StepView) -> bool:
+        """Whether the step reads what the last one did: the same requests decode."""
+        if self._decoding is None:
+            return False
+        req_ids, lengths = self._decoding
+        return (
+            len(view.num_scheduled) == len(lengths)
+            and bool((view.num_scheduled == 1).all())
+            and bool((view.num_computed >= lengths).all())
+            and list(view.req_ids) == req_ids
+        )
 
     @property
     def runs_eagerly(self) -> bool:
@@ -156,12 +183,15 @@ class WorkerSteering:
 
     def begin_step(self) -> None:
         """Write what the pass reads: a row for each token, none for padding."""
+        if self._unchanged:
+            return
         num_tokens = 0 if self._rows is None else len(self._rows)
         if self._written > num_tokens:
             self.row_index[num_tokens : self._written].fill_(ZERO_ROW)
         if self._rows is not None:
             async_tensor_h2d(self._rows, out=self.row_index[:num_tokens])
         self._written = num_tokens
+        self._unchanged = True
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""
@@ -172,6 +202,7 @@ class WorkerSteering:
         staged, self._staged = self._staged, None
         if keep:
             assert staged is not None, "no change of the global vectors is staged"
+            self._decoding = None
             self.tables.set_global(*staged)
 
 

@@ -8,9 +8,8 @@ need. A few families are recorded when the engine starts; one that fits better i
 recorded while it serves, once enough steps would have run it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,15 +127,26 @@ class GraphRecorder:
 def can_record(vllm_config: "VllmConfig") -> bool:
     """Whether graphs can be recorded between two steps.
 
-    Not where ranks take steps of their own, and not with adapters, whose state of
-    the step under way a recording would overwrite.
+    Only where one process serves the model: what recording registers with other ranks
+    was not tried beside running steps. Not with adapters, whose state of the step
+    under way a recording would overwrite.
     """
     parallel = vllm_config.parallel_config
     return (
-        parallel.pipeline_parallel_size == 1
+        parallel.world_size == 1
         and parallel.data_parallel_size == 1
         and vllm_config.lora_config is None
     )
+
+
+@dataclass(slots=True)
+class Choice:
+    """The graph that serves a need, and how often it was wanted."""
+
+    descriptor: "BatchExecutionDescriptor"
+    size: int
+    """How many ops it launches."""
+    wanted: int = 0
 
 
 class GraphFamilies:
@@ -163,17 +173,26 @@ class GraphFamilies:
         self._may_record = may_record
         self._idle = families[-1] if one_family else NOTHING
         self._needed: Ops = NOTHING
-        self._wanted: Counter[tuple[Ops, BatchExecutionDescriptor]] = Counter()
+        self._parts = NOTHING, NOTHING
+        self._both: Ops = NOTHING
+        """Their union: most steps need what the step before needed."""
+        self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
         Launch.taps = self._idle
 
-    def plan(self, needed: Ops) -> None:
+    def plan(self, steers: Ops, captures: Ops) -> None:
         """Take note of what the next pass does."""
-        self._needed = needed
-        Launch.taps = self._idle | needed
+        if not (steers and captures):
+            self._needed = steers or captures
+        else:
+            if self._parts != (steers, captures):
+                self._parts, self._both = (steers, captures), steers | captures
+            self._needed = self._both
+        Launch.taps = (self._idle | self._needed) if self._idle else self._needed
 
     def end(self) -> None:
         """The pass is queued: what follows, a dummy run for example, does nothing."""
-        self.plan(NOTHING)
+        self._needed = NOTHING
+        Launch.taps = self._idle
 
     def choose(
         self,
@@ -185,37 +204,48 @@ class GraphFamilies:
             return descriptor
         if descriptor.cg_mode != CUDAGraphMode.FULL:
             return replace(descriptor, tapped=self._started - 1)
-        fitting = min(
-            (len(ops), family)
+        known = self._chosen.get((self._needed, descriptor))
+        if known is None:
+            if len(self._chosen) > MOST_REMEMBERED:
+                self._chosen.clear()
+            known = Choice(*self._smallest(descriptor, manager))
+            self._chosen[self._needed, descriptor] = known
+        known.wanted += 1
+        if (
+            self._may_record
+            and manager is not None
+            and known.wanted >= RECORD_AFTER
+            and known.size - len(self._needed) >= WORTH_RECORDING
+        ):
+            return self._record(descriptor, manager) or known.descriptor
+        return known.descriptor
+
+    def _smallest(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager | None",
+    ) -> tuple["BatchExecutionDescriptor", int]:
+        """The graph that launches least beyond the need, and how much it launches."""
+        graphs = () if manager is None else manager.graphs
+        fitting = (
+            (len(ops), family, replace(descriptor, tapped=family))
             for family, ops in enumerate(Launch.families)
             if self._needed <= ops
-            and (
-                family < self._started
-                or (
-                    manager is not None
-                    and replace(descriptor, tapped=family) in manager.graphs
-                )
-            )
         )
-        in_vain = fitting[0] - len(self._needed)
-        if in_vain >= WORTH_RECORDING and manager is not None and self._may_record:
-            recorded = self._record(descriptor, manager)
-            if recorded is not None:
-                return recorded
-        return replace(descriptor, tapped=fitting[1])
+        size, _, chosen = min(
+            one for one in fitting if one[1] < self._started or one[2] in graphs
+        )
+        return chosen, size
 
     def _record(
         self,
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager",
     ) -> "BatchExecutionDescriptor | None":
-        """A graph of just what the step needs, once enough steps have wanted it."""
-        if len(self._wanted) > MOST_REMEMBERED:
-            self._wanted.clear()
-        self._wanted[self._needed, descriptor] += 1
+        """A graph of just what the step needs; None if that cannot be had."""
         record: Callable[[BatchExecutionDescriptor], None] | None
         record = getattr(manager, "residual_recorder", None)
-        if record is None or self._wanted[self._needed, descriptor] < RECORD_AFTER:
+        if record is None:
             return None
         if self._needed not in Launch.families:
             Launch.families = (*Launch.families, self._needed)
@@ -229,6 +259,7 @@ class GraphFamilies:
             )
             self._may_record = False
             return None
+        self._chosen.clear()  # The new graph may serve others too.
         num_recorded = sum(one.tapped >= self._started for one in manager.graphs)
         logger.info(
             "Recorded a CUDA graph for %d tokens with %d ops of taps (%d of %d)",

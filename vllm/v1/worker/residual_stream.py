@@ -142,7 +142,7 @@ class OpenResidualStream(ResidualStream):
             steers = self.steering.plan_step(view)
         if self._capture is not None:
             captures = self._capture.plan_step(view)
-        self._graphs.plan(steers | captures)
+        self._graphs.plan(steers, captures)
 
     def choose_graph(
         self,
