@@ -15,10 +15,12 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -161,10 +163,15 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         log = WORK / f"{name}.log"
         return Server(model, log, common + more, 0, side.python, dict(side.environment))
 
+    started = {}
+    begin = time.monotonic()
     async with serve("upstream", []) as upstream:
         await upstream.ready()
+        started["upstream"] = start_of(upstream, begin)
+        begin = time.monotonic()
         async with serve("fork", features) as fork:
             await fork.ready()
+            started["fork"] = start_of(fork, begin)
             urls = {"upstream": upstream.url, "fork": fork.url}
             order = [("upstream", Case(load)) for load in loads]
             order += [("fork", case) for case in cases(layers).values()]
@@ -192,8 +199,19 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": options.model,
         "loads": {name: repr(load) for name, load in loads.items()},
+        "start": started,
         "rounds": rounds,
     }
+
+
+def start_of(server: Server, begin: float) -> dict[str, float]:
+    """Seconds until a server was ready, and what its log says of its graphs."""
+    found = {"seconds": time.monotonic() - begin}
+    pattern = r"Graph capturing finished in (\d+) secs, took ([\d.]+) GiB"
+    graphs = re.findall(pattern, server.log.read_text(errors="replace"))
+    if graphs:  # the last: those before it only measured
+        found["graph_seconds"], found["graph_gib"] = map(float, graphs[-1])
+    return found
 
 
 def ratio(
@@ -208,7 +226,10 @@ def ratio(
 
 
 def print_table(report: dict[str, Any], layers: int) -> None:
-    """Medians over the rounds, with their ranges."""
+    """Medians over the rounds, with their ranges; before them how the servers began."""
+    for side, found in report["start"].items():
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        print(f"start of {side}: {figures}")
     print(f"{'case':<32}{'TPOT':>24}{'TTFT':>24}{'tokens/s':>24}")
     for name, case in cases(layers).items():
         cells = []
