@@ -61,7 +61,7 @@ class Core:
             model_config=SimpleNamespace(dtype=torch.float32),
         )
 
-    def _rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+    def _rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[Any]:
         workers = [
             SimpleNamespace(
                 model_runner=SimpleNamespace(residual=SimpleNamespace(steering=rank))

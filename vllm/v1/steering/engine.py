@@ -105,4 +105,20 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
         "max_configs": config.max_configs,
         "rows_in_use": of_all + 2 * slots.in_use,
         "max_rows": config.num_rows - 1,
+        "eager_steps": _eager_steps(core),
     }
+
+
+def _eager_steps(core: "EngineCore") -> dict[str, int]:
+    """Steps that ran neither compiled nor as graphs, and what in them could not.
+
+    A step counts once for each reason. Tensor-parallel ranks count alike; a stage
+    counts the steps in which its own layers were concerned.
+    """
+    from vllm.v1.worker import residual_stream
+
+    found: dict[str, int] = {}
+    for counts in core.model_executor.collective_rpc(residual_stream.eager_steps):
+        for reason, count in counts.items():
+            found[reason] = max(found.get(reason, 0), count)
+    return found

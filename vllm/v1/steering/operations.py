@@ -38,6 +38,13 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     """SHA-256 of what it does, without where in the sequence."""
 
     @property
+    def reason(self) -> str:
+        """Why no graph can do it: what it depends on that a graph does not know."""
+        if self.op != "add":
+            return self.op
+        return "norm_match" if self.norm_match else "positions"
+
+    @property
     def tap(self) -> tuple[int, str]:
         """Where it acts."""
         return self.layer, self.hook

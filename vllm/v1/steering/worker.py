@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in one worker process: what the runner's adapter talks to."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ class WorkerSteering:
         """What the op of each tap is known by, as in `Launch`."""
         self._edited_taps: set[Tap] = set()
         self._staged: tuple[SteeringTiers, Rows] | None = None
+        self.eager_steps: Counter[str] = Counter()
+        """Steps that could run neither compiled nor recorded, by the reason."""
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """The table `[rows, hidden_size]` of a hook point, and each token's row."""
@@ -157,6 +160,7 @@ class WorkerSteering:
         for tap, these in edits.items():
             self._taps[tap].edits = [row_edit(one, rows, device) for one, rows in these]
         self._edited_taps = set(edits)
+        self.eager_steps.update({one.reason for at in edits.values() for one, _ in at})
 
     def _tiers_of(self, req_id: str) -> list[SteeringTiers]:
         """What steers a request: the engine's vectors, then its own."""

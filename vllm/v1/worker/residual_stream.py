@@ -376,3 +376,8 @@ def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
 def commit_steering(worker: Any, keep: bool) -> None:
     """For `collective_rpc`: carry out what was staged, or drop it."""
     worker.model_runner.residual.steering.commit_global(keep)
+
+
+def eager_steps(worker: Any) -> dict[str, int]:
+    """For `collective_rpc`: steps without graphs because of steering, by the reason."""
+    return dict(worker.model_runner.residual.steering.eager_steps)

@@ -115,7 +115,13 @@ def test_operations_make_their_steps_eager(steered: Any, positions: Any) -> None
         for entry, _ in OPERATIONS.values()
     ]
     sampling = [params(steering_vectors=spec) for spec in specs]
+    before = llm.get_steering()["eager_steps"]
+    generate(llm, [PROMPT], [params(steering_vectors={"post_block": {1: V}})])
+    assert llm.get_steering()["eager_steps"] == before, "adding was done eagerly"
     *outputs, plain = generate(llm, [PROMPT] * 5, [*sampling, params()])
+    counted = llm.get_steering()["eager_steps"]
+    for reason in OPERATIONS:
+        assert counted[reason] > before.get(reason, 0)
     assert error(plain, reference, {}) < 1e-4
     for (_, formula), output in zip(OPERATIONS.values(), outputs, strict=True):
 
