@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.recycling import ROWS
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureContext,
@@ -126,7 +127,7 @@ class BatchingSink:
             if finalize.sidecar.get("capture_error"):
                 raise RuntimeError(finalize.sidecar["capture_error"])
             width = finalize.sidecar.get("hidden_size", 0)
-            rows = torch.cat(chunks) if chunks else torch.empty(0, width)
+            rows = ROWS.cat(chunks) if chunks else torch.empty(0, width)
             payload = self._consumer.on_capture(key, rows, finalize.sidecar)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"

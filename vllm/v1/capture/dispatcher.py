@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placed
+from vllm.v1.capture.recycling import ROWS
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.rows import TrueStarts
 from vllm.v1.capture.staging import Segment, Staging
@@ -145,7 +146,7 @@ class Dispatcher:
                 if request is not None:
                     # A copy of its own: rows that are kept must not keep others'.
                     own = part[:, :, offset : offset + pick.num_rows]
-                    own = own.transpose(0, 1).flatten(1, 2).clone()
+                    own = ROWS.copy(own.transpose(0, 1).flatten(1, 2))
                     start = pick.start + first.placed.shift
                     start += shifts.get(pick.req_id, 0)
                     for rows_of_one in settling(start, own, first.step, last.step):

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.capture.recycling import ROWS
 from vllm.v1.capture.rows import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -161,9 +160,7 @@ class CapturedRequest:
             positions.extend(range(part.start, part.stop))
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
-        rows = parts[0].tensor
-        if len(parts) > 1:
-            rows = torch.cat([part.tensor for part in parts], dim=1)
+        rows = ROWS.cat([part.tensor for part in parts], dim=1)
         return [
             CaptureChunk(
                 (self.req_id, layer, hook),

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for captured rows, used again once nobody holds them.
+
+Memory that is new to a process costs several times what copying into it costs: the
+system must find and clear each of its pages first. Rows come all the time and go as
+soon as their consumer has them, so their memory is kept for the next ones.
+"""
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SMALLEST = 128 << 10
+"""Bytes below which the allocator keeps memory by itself."""
+KEPT = 512 << 20
+"""Bytes that are kept, at most, while nobody holds them."""
+
+Slab = npt.NDArray[np.uint8]
+
+
+class RowMemory:
+    """Gives out tensors, and takes their memory back when the last view is gone.
+
+    Safe to use from any thread. Taking back takes no lock, as it may happen wherever
+    the interpreter frees an object.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._free: defaultdict[int, deque[Slab]] = defaultdict(deque)
+        self._free_bytes = 0
+        """Only roughly kept: threads may count at the same time."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, `shape`, on the CPU; nobody else has its memory."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if num_bytes < SMALLEST:
+            return torch.empty(*shape, dtype=dtype)
+        size = _rounded(num_bytes)
+        try:
+            slab = self._free[size].pop()
+            self._free_bytes -= size
+        except IndexError:
+            slab = np.empty(size, dtype=np.uint8)
+        view = slab[:num_bytes]
+        # The tensor holds `view` until its last view is gone, and nobody else does.
+        weakref.finalize(view, self._take_back, slab).atexit = False
+        return torch.from_numpy(view).view(dtype).view(*shape)
+
+    def copy(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows`, contiguous, in memory of their own."""
+        return self.empty(rows.shape, rows.dtype).copy_(rows)
+
+    def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """`torch.cat`; a single part is given back as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return torch.cat(list(parts), dim, out=self.empty(shape, parts[0].dtype))
+
+    def _take_back(self, slab: Slab) -> None:
+        if self._free_bytes + slab.nbytes <= self._kept:
+            self._free_bytes += slab.nbytes
+            self._free[slab.nbytes].append(slab)
+
+
+def _rounded(num_bytes: int) -> int:
+    """The next size that memory is kept in; at most a quarter more."""
+    step = 1 << max(num_bytes.bit_length() - 3, 0)
+    return -(-num_bytes // step) * step
+
+
+ROWS = RowMemory()
+"""Of this process."""
