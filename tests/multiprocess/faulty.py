@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that takes no change of steering while it is told so.
 
-Given as `--worker-extension-cls`, so that each worker process imports it.
+Given as `--worker-extension-cls`, so that each worker process imports it. Nobody else
+may: it changes what workers do.
 """
 
 import os
@@ -10,10 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.multiprocess.launch import FAULT
 from vllm.v1.steering.worker import WorkerSteering
-
-FAULT = "CLEARBOX_TEST_FAULT"
-"""The variable that names a file: while it is there, the rank that it holds fails."""
 
 stage = WorkerSteering.stage_global
 

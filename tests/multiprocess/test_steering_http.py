@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.demo import serving
-from tests.multiprocess.faulty import FAULT
+from tests.multiprocess.launch import FAULT
 
 pytestmark = [
     pytest.mark.e2e,

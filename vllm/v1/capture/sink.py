@@ -29,7 +29,9 @@ class CaptureSink(Protocol):
     `truncates = True` says that rows of generated tokens may be submitted before
     it is known that they count, and that the finalize's sidecar holds in
     `num_rows` how many rows of the key count. Without it such rows are held
-    back until the request has ended.
+    back until the request has ended;
+    `batches_steps = True`, beside `truncates`, says that rows need not come with
+    each step: those of several small steps may come together, which costs less.
     """
 
     location: Literal["worker", "driver"]

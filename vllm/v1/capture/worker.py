@@ -105,6 +105,12 @@ class WorkerCapture:
             for name, lane in self._lanes.items()
             if getattr(lane.sink, "truncates", False)
         )
+        self._at_once = {LIVE} | {
+            name
+            for name in self._early
+            if not getattr(self._lanes[name].sink, "batches_steps", False)
+        }
+        """Who wants rows as soon as a step has computed them."""
         self._common = {
             "model": vllm_config.model_config.served_model_name
             or vllm_config.model_config.model,
@@ -196,7 +202,7 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
-        self._live += LIVE in plan.lanes
+        self._live += not self._at_once.isdisjoint(plan.lanes)
         if self._takes_rows:
             self._tell_specs(req_id, plan, client_specs or {}, max_tokens)
             self._reporter.know(plan.reply_to)
@@ -244,7 +250,7 @@ class WorkerCapture:
         """The front end says that a request has ended, and with which tokens."""
         self._placement.remove(end.request_id)
         plan = self._plans.pop(end.request_id, None)
-        self._live -= plan is not None and LIVE in plan.lanes
+        self._live -= plan is not None and not self._at_once.isdisjoint(plan.lanes)
         if self._takes_rows:
             self._send()
             self._dispatcher.end(

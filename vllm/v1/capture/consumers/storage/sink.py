@@ -71,6 +71,7 @@ class StorageSink:
 
     location: Literal["worker", "driver"] = "worker"
     truncates: ClassVar[bool] = True
+    batches_steps: ClassVar[bool] = True
 
     def __init__(
         self, name: str, root: Path, limits: StorageLimits, publisher: Publisher
