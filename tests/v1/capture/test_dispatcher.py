@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From staged steps to the rows of each request: places, positions, order."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
+from vllm.v1.capture.ledger import Rows
+from vllm.v1.capture.placement import Placement
+from vllm.v1.capture.rows import LocalGroup, StepView, TrueStarts
+from vllm.v1.capture.staging import Staging
+
+WIDTH, TAPS = 4, 3
+EVERYTHING = ((0, 1 << 40),)
+
+
+class Taken:
+    """A request that keeps what it is given."""
+
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+        self.rows: list[Rows] = []
+
+    def add(self, group: int, rows: Rows) -> dict[str, Any]:
+        self.rows.append(rows)
+        return {}
+
+
+class Bench:
+    """Steps whose rows say which request, position and tap they are."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
+        self.dispatcher = Dispatcher(self.staging, {})
+        self.placement = Placement(TAPS)
+        self.taken = {name: Taken(name) for name in names}
+        self.number = {name: float(i) for i, name in enumerate(names)}
+        taps = tuple((layer, "post_block") for layer in range(TAPS))
+        for name, request in self.taken.items():
+            self.placement.add(
+                name, (LocalGroup(taps, tuple(range(TAPS)), EVERYTHING, ()),)
+            )
+            self.dispatcher.open(request)  # type: ignore[arg-type]
+        self.steps: list[StagedStep] = []
+
+    def step(
+        self, starts: dict[str, int], shifts: dict[str, int] | None = None
+    ) -> None:
+        """A token of each request; `shifts`: where its true position differs."""
+        names, count = list(starts), len(starts)
+        true = None
+        if shifts is not None:
+            known = [starts[name] + shifts.get(name, 0) for name in names]
+            assumed = np.array(list(starts.values()))
+            true = TrueStarts(names, assumed, torch.tensor(known))
+        view = StepView(
+            names,
+            np.array(list(starts.values())),
+            np.ones(count, dtype=np.int64),
+            np.arange(count),
+            count,
+            None if true is None else (lambda: true.true),
+        )
+        placed = self.placement.place(view)
+        assert placed is not None
+        layout = placed.layout
+        segment = self.staging.ring.reserve(layout.num_rows, timeout=5)
+        assert segment is not None
+        for row, name in enumerate(names):
+            position = starts[name] + (shifts or {}).get(name, 0)
+            for tap in range(TAPS):
+                slot = segment.start + int(layout.slots[row, tap])
+                self.staging.rows[slot] = torch.tensor(
+                    [self.number[name], float(position), float(tap), 0.0]
+                )
+        self.steps.append(StagedStep(len(self.steps), placed, segment, true))
+
+    def send(self) -> None:
+        """Hand on all steps so far, and wait until that is done."""
+        self.dispatcher.steps(self.steps, None)
+        done = threading.Event()
+        self.dispatcher._put(done.set)
+        assert done.wait(10)
+        self.steps = []
+
+    def check(self, expected: dict[str, list[int]]) -> None:
+        """Each request has rows at these positions, in order, at every tap."""
+        for name, positions in expected.items():
+            rows = self.taken[name].rows
+            found = [p for part in rows for p in range(part.start, part.stop)]
+            assert found == positions
+            together = torch.cat([part.tensor for part in rows], dim=1)
+            for tap in range(TAPS):
+                wanted = [[self.number[name], p, tap, 0] for p in positions]
+                assert together[tap].tolist() == wanted
+        self.dispatcher._requests.clear()
+        self.dispatcher.close(5)
+        assert not self.staging.ring._taken
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_steps_that_continue_each_other_give_the_same_rows(
+    count: int, batches: list[int]
+) -> None:
+    names = [f"r{i}" for i in range(count)]
+    bench, position = Bench(names), 0
+    for steps in batches:
+        for _ in range(steps):
+            bench.step({name: 10 * i + position for i, name in enumerate(names)})
+            position += 1
+        bench.send()
+    bench.check(
+        {n: list(range(10 * i, 10 * i + position)) for i, n in enumerate(names)}
+    )
+
+
+def test_rows_are_settled_by_the_steps_behind_them() -> None:
+    bench = Bench(["a"])
+    for position in range(5):
+        bench.step({"a": position})
+    bench.send()
+    parts = [(part.start, part.stop, part.step) for part in bench.taken["a"].rows]
+    assert parts == [(0, 4, 3), (4, 5, 4)]
+    bench.check({"a": list(range(5))})
+
+
+def test_positions_that_drafts_had_shifted_are_put_right() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 5, "b": 7}, {})
+    bench.send()
+    # Prepared as if a's draft had been accepted; it was not.
+    bench.step({"a": 7, "b": 8}, {"a": -1})
+    bench.send()
+    bench.check({"a": [5, 6], "b": [7, 8]})
+
+
+def test_a_change_of_the_batch_ends_a_run() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 0, "b": 4})
+    bench.step({"a": 1, "b": 5})
+    bench.step({"b": 6})
+    bench.step({"b": 7, "a": 2})
+    bench.send()
+    bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
+
+
+def test_a_request_that_is_not_known_is_skipped() -> None:
+    bench = Bench(["a", "b"])
+    bench.dispatcher._put(lambda: bench.dispatcher._requests.pop("a", None))
+    bench.step({"a": 0, "b": 0})
+    bench.send()
+    assert bench.taken["a"].rows == []
+    bench.check({"b": [0]})
