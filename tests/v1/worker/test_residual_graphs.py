@@ -3,13 +3,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.config.capture import CaptureConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.v1.worker import residual_graphs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -19,6 +23,7 @@ from vllm.v1.worker.residual_graphs import (
     families_at_start,
     with_families,
 )
+from vllm.v1.worker.residual_stream import open_residual_stream
 
 LAYERS = 6
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -44,7 +49,7 @@ class Manager:
         plain = {CUDAGraphMode.FULL: [FULL, replace(FULL, num_tokens=16)]}
         self.graphs: dict[BatchExecutionDescriptor, Any] = {
             one: Launch.families[one.tapped]
-            for one in with_families(plain, None)[CUDAGraphMode.FULL]  # type: ignore[arg-type]
+            for one in with_families(plain)[CUDAGraphMode.FULL]
         }
         self.fails = fails
 
@@ -92,7 +97,7 @@ def test_the_start_records_each_feature_alone_and_both() -> None:
 def test_piecewise_graphs_come_plain_and_with_everything() -> None:
     families()
     piecewise = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
-    made = with_families({CUDAGraphMode.PIECEWISE: [piecewise]}, None)  # type: ignore[arg-type]
+    made = with_families({CUDAGraphMode.PIECEWISE: [piecewise]})
     assert [one.tapped for one in made[CUDAGraphMode.PIECEWISE]] == [0, 4]
 
 
@@ -194,3 +199,16 @@ def test_a_runner_with_one_set_of_graphs_launches_everything() -> None:
     assert Launch.taps == EVERYTHING
     graphs.end()
     assert Launch.taps == EVERYTHING
+
+
+def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -> None:
+    families()
+    config: Any = SimpleNamespace(
+        capture_config=CaptureConfig(),
+        steering_config=SteeringConfig(),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 1),
+    )
+    open_residual_stream(config, torch.nn.Module(), torch.device("cpu"))
+    plain = {CUDAGraphMode.FULL: [FULL], CUDAGraphMode.PIECEWISE: [FULL]}
+    assert with_families(plain) == plain
+    assert Launch.taps == NOTHING

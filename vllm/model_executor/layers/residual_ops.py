@@ -26,7 +26,13 @@ class Launch:
 
     taps: frozenset[int] = frozenset()
     families: tuple[frozenset[int], ...] = (frozenset(),)
-    """What a recorded graph may launch: nothing first, everything last."""
+    """What a recorded graph may launch: at the start nothing first and everything
+    last, then what is recorded while serving."""
+
+    @classmethod
+    def begin(cls, idle: frozenset[int], families: tuple[frozenset[int], ...]) -> None:
+        """An engine begins; what one before it left in this process is forgotten."""
+        cls.taps, cls.families = idle, families
 
 
 if HAS_TRITON:

@@ -60,7 +60,7 @@ def families_at_start(capture: Addresses, steering: Addresses) -> list[Ops]:
     return sorted(dict.fromkeys(every), key=len)
 
 
-def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descriptors:
+def with_families(descriptors: Descriptors) -> Descriptors:
     """The graphs to record at the start: each one once per family.
 
     Piecewise graphs serve steps with prompts, whose kernels are long beside a tap's:
@@ -168,7 +168,6 @@ class GraphFamilies:
             may_record: graphs may be recorded while serving.
 
         """
-        Launch.families = tuple(families)
         self._started = len(families)
         self._may_record = may_record
         self._idle = families[-1] if one_family else NOTHING
@@ -177,7 +176,7 @@ class GraphFamilies:
         self._both: Ops = NOTHING
         """Their union: most steps need what the step before needed."""
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
-        Launch.taps = self._idle
+        Launch.begin(self._idle, tuple(families))
 
     def plan(self, steers: Ops, captures: Ops) -> None:
         """Take note of what the next pass does."""

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
+from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.geometry import torch_dtype
@@ -193,6 +194,7 @@ def open_residual_stream(
     layers = find_tapped_layers(model, config.mlp_points, num_layers, weaves=enabled)
     points = layers.points
     if not enabled:
+        Launch.begin(NOTHING, (NOTHING,))
         return ResidualStream(points)
     _check_supported(vllm_config, model, layers)
     stage = Stage(

@@ -20,8 +20,7 @@ tapped: int = 0
     last(
         scope="ModelCudaGraphManager.__init__",
         insert=(
-            "self._capture_descs = residual_graphs.with_families("
-            "self._capture_descs, vllm_config)"
+            "self._capture_descs = residual_graphs.with_families(self._capture_descs)"
         ),
         why="Each graph of the target model is recorded once per family.",
     ),
