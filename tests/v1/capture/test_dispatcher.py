@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(self.staging, {})
-        self.placement = Placement(TAPS)
+        self.placement = Placement(range(TAPS))
         self.taken = {name: Taken(name) for name in names}
         self.number = {name: float(i) for i, name in enumerate(names)}
         taps = tuple((layer, "post_block") for layer in range(TAPS))

@@ -50,7 +50,7 @@ def described(placed: Placed | None) -> object:
         for b in layout.blocks
         for pick in b.picks
     ]
-    return picks, layout.num_rows, layout.columns, layout.slots.tolist()
+    return picks, layout.num_rows, layout.launches, layout.slots.tolist()
 
 
 def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> object:
@@ -72,7 +72,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> object:
 
 @given(st.data())
 def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> None:
-    placement = Placement(TAPS)
+    placement = Placement(range(TAPS))
     groups: dict[str, tuple[LocalGroup, ...]] = {}
     positions: dict[str, int] = {}
     for step in range(data.draw(st.integers(1, 25))):
@@ -123,7 +123,7 @@ def test_steps_are_alike_until_some_group_begins_or_ends(
 
 
 def test_decoding_steps_share_one_layout() -> None:
-    placement = Placement(TAPS)
+    placement = Placement(range(TAPS))
     tap = LocalGroup(((0, "post_block"),), (0,), ((3, OPEN_END),), ())
     placement.add("a", (tap,))
     placed = [

@@ -30,8 +30,8 @@ class Layout:
     blocks: tuple[Block, ...]
     num_rows: int
     """Staging rows that the step takes."""
-    columns: frozenset[int]
-    """The taps that rows are read at."""
+    launches: frozenset[int]
+    """The ops that must launch, as in `Launch`."""
     slots: npt.NDArray[np.int32]  # [rows of the step without padding, taps]
     """Counted from the step's first staging row; -1 where nothing is captured."""
 
@@ -48,8 +48,9 @@ class Placed:
 class Placement:
     """The requests that are captured, and where a step's rows of them go."""
 
-    def __init__(self, num_taps: int) -> None:
-        self._num_taps = num_taps
+    def __init__(self, addresses: Sequence[int]) -> None:
+        """Begin with no request; `addresses`: what the op of each tap is known by."""
+        self._addresses = addresses
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._last: Placed | None = None
         self._req_ids: list[str] = []
@@ -89,25 +90,24 @@ class Placement:
     def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
         last = len(view.req_ids) - 1
         rows = int(view.first_row[last]) + int(view.num_scheduled[last])
-        slots = np.empty((rows, self._num_taps), dtype=np.int32)
+        slots = np.empty((rows, len(self._addresses)), dtype=np.int32)
         assign_slots(blocks, 0, slots)
-        columns = frozenset(column for block in blocks for column in block.columns)
-        return Layout(blocks, rows_of(blocks), columns, slots)
+        columns = {column for block in blocks for column in block.columns}
+        launches = frozenset(self._addresses[column] for column in columns)
+        return Layout(blocks, rows_of(blocks), launches, slots)
 
     def _continues(self, view: StepView) -> bool:
         return (
             self._steps_left > 0
             and view.true_starts is None
-            and len(view.num_computed) == len(self._next)
+            and view.decodes(self._req_ids)
             and np.array_equal(view.num_computed, self._next)
-            and bool((view.num_scheduled == 1).all())
-            and list(view.req_ids) == self._req_ids
         )
 
     def _remember(self, view: StepView) -> None:
         """Whether, and how long, the steps that follow may be like this one."""
         self._steps_left = 0
-        if view.true_starts is not None or not (view.num_scheduled == 1).all():
+        if view.true_starts is not None or not view.only_decodes:
             return
         self._req_ids = list(view.req_ids)
         self._next = np.asarray(view.num_computed, dtype=np.int64) + 1

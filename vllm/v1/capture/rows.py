@@ -34,6 +34,19 @@ class StepView:
     known how many drafts of the last one were rejected; `num_computed` assumes none.
     """
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every request has one token."""
+        return bool((self.num_scheduled == 1).all())
+
+    def decodes(self, req_ids: Sequence[str]) -> bool:
+        """Whether it has one token of each of these requests, in this order."""
+        return (
+            len(self.num_scheduled) == len(req_ids)
+            and self.only_decodes
+            and list(self.req_ids) == req_ids
+        )
+
     def settled(self) -> "StepView":
         """The view with true positions. Waits for the device if they are there."""
         if self.true_starts is None:

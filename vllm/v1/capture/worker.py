@@ -85,13 +85,16 @@ class WorkerCapture:
         self._slots_np = np.full((max_rows, len(taps)), -1, dtype=np.int32)
         self._written = 0
         self._vllm_config = vllm_config
-        self._placement = Placement(len(taps))
+        self.addresses = {
+            tap: self._slots[:, column].data_ptr()
+            for tap, column in self._columns.items()
+        }
+        """What the op of each tap is known by, as in `Launch`."""
+        self._placement = Placement(list(self.addresses.values()))
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
         self._placed: Placed | None = None
-        self._launches: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
-        """Columns of the last step that captured, and what its taps are known by."""
         self._segment: Segment | None = None
         self._unsent: list[StagedStep] = []
         self._live = 0
@@ -127,12 +130,6 @@ class WorkerCapture:
             self._lanes,
             self._outbox,
         )
-        self.addresses = {
-            tap: self._slots[:, column].data_ptr()
-            for tap, column in self._columns.items()
-        }
-        """What the op of each tap is known by, as in `Launch`."""
-        self._address_of = list(self.addresses.values())
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots that the hook point `tap` reads, and the memory it writes."""
@@ -306,11 +303,7 @@ class WorkerCapture:
             return frozenset()
         # Now: the pass will move them on.
         self._true_starts = TrueStarts.of(view)
-        columns = placed.layout.columns
-        if columns != self._launches[0]:
-            addresses = frozenset(self._address_of[column] for column in columns)
-            self._launches = columns, addresses
-        return self._launches[1]
+        return placed.layout.launches
 
     def begin_step(self, num_rows: int) -> None:
         """Write the slots that the pass over `num_rows` rows (with padding) reads."""

@@ -123,7 +123,7 @@ class WorkerSteering:
             self._rows = token_rows(rows, np.asarray(lengths), view)
         self._launches = frozenset(self.addresses[tap] for tap in filled)
         self._plan_edits(view)
-        if not self.tables.has_operations and (view.num_scheduled == 1).all():
+        if not self.tables.has_operations and view.only_decodes:
             self._decoding = list(view.req_ids), np.asarray(lengths, dtype=np.int64)
             if (view.num_computed < self._decoding[1]).any():
                 self._decoding = None
@@ -134,12 +134,7 @@ class WorkerSteering:
         if self._decoding is None:
             return False
         req_ids, lengths = self._decoding
-        return (
-            len(view.num_scheduled) == len(lengths)
-            and bool((view.num_scheduled == 1).all())
-            and bool((view.num_computed >= lengths).all())
-            and list(view.req_ids) == req_ids
-        )
+        return view.decodes(req_ids) and bool((view.num_computed >= lengths).all())
 
     @property
     def runs_eagerly(self) -> bool:
