@@ -87,31 +87,56 @@ class Side:
     environment: Mapping[str, str]
 
 
-def client(side: Side, url: str, model: Path, load: Load, body: Any) -> dict[str, Any]:
-    """One run of `vllm bench serve`; its figures."""
-    result = WORK / "result.json"
-    result.unlink(missing_ok=True)
-    command = [str(side.python), "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-    command += ["--base-url", url, "--model", "m", "--tokenizer", str(model)]
-    command += ["--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
-    command += ["--random-input-len", str(load.input_len)]
-    command += ["--random-output-len", str(load.output_len)]
-    command += ["--num-prompts", str(load.requests)]
-    command += ["--max-concurrency", str(load.at_once), "--temperature", "0"]
-    command += ["--save-result", "--result-filename", str(result)]
-    if body:
-        command += ["--extra-body", json.dumps(body)]
-    with (WORK / "client.log").open("ab") as log:
-        subprocess.run(
-            command,
-            env={**os.environ, **side.environment},
-            stdout=log,
-            stderr=log,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(result.read_text())
-    assert found["completed"] == load.requests, found
-    return {name: found[name] for name in FIGURES}
+class Client:
+    """Upstream's client, in a process of its own that runs load after load."""
+
+    def __init__(self, side: Side, model: Path) -> None:
+        """Start it; `model` has the tokenizer."""
+        self._model = model
+        script = ROOT / "benchmarks" / "client.py"
+        with (WORK / "client.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(side.python), str(script)],
+                env={**os.environ, **side.environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+            )
+        self._wait_for("ready")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def run(self, url: str, load: Load, body: dict[str, Any]) -> dict[str, Any]:
+        """Send one load to a server; the client's figures."""
+        result = WORK / "result.json"
+        result.unlink(missing_ok=True)
+        arguments = ["--base-url", url, "--model", "m", "--tokenizer", str(self._model)]
+        arguments += ["--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
+        arguments += ["--random-input-len", str(load.input_len)]
+        arguments += ["--random-output-len", str(load.output_len)]
+        arguments += ["--num-prompts", str(load.requests)]
+        arguments += ["--max-concurrency", str(load.at_once), "--temperature", "0"]
+        arguments += ["--save-result", "--result-filename", str(result)]
+        if body:
+            arguments += ["--extra-body", json.dumps(body)]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._wait_for("done")
+        found: dict[str, Any] = json.loads(result.read_text())
+        assert found["completed"] == load.requests, found
+        return {name: found[name] for name in FIGURES}
+
+    def _wait_for(self, answer: str) -> None:
+        assert self._process.stdout is not None
+        found = self._process.stdout.readline().strip()
+        if found != answer:
+            raise RuntimeError(f"the client ended; see {WORK / 'client.log'}")
 
 
 def write_modules(width: int, layers: int) -> list[str]:
@@ -177,17 +202,13 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             order += [("fork", case) for case in cases(layers).values()]
             names = [f"upstream, {load}" for load in loads] + list(cases(layers))
             rounds = []
+            client = Client(sides["upstream"], model)
             for number in range(-1, options.rounds):
                 figures: dict[str, list[dict[str, Any]]] = {}
                 turns = list(zip(names, order, strict=True))
                 for name, (side, case) in turns + turns[::-1]:
                     found = await asyncio.to_thread(
-                        client,
-                        sides["upstream"],
-                        urls[side],
-                        model,
-                        loads[case.load],
-                        case.body,
+                        client.run, urls[side], loads[case.load], case.body
                     )
                     figures.setdefault(name, []).append(found)
                 if number >= 0:  # the first one warms up
@@ -195,6 +216,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                     print(f"  round {number + 1} of {options.rounds}", flush=True)
                 elif options.rounds == 0:
                     rounds.append(figures)
+            client.close()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": options.model,
