@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
+from vllm.v1.capture.gathering import Gathering
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placement
 from vllm.v1.capture.rows import LocalGroup, StepView, TrueStarts
@@ -25,6 +26,11 @@ class Taken:
     def __init__(self, req_id: str) -> None:
         self.req_id = req_id
         self.rows: list[Rows] = []
+
+        self._gathering = Gathering(TAPS, torch.float32, together=True)
+
+    def keep(self, group: int, start: int, staged: Any, step: int) -> Rows:
+        return self._gathering.put(start, staged, step, 1000)
 
     def add(self, group: int, rows: Rows) -> dict[str, Any]:
         self.rows.append(rows)

@@ -16,7 +16,7 @@ STEPS = count()
 def rows_at(start: int, *values: float, step: int | None = None) -> Rows:
     """Rows of a step of their own, or of the step that is given."""
     tensor = torch.tensor([[[value] for value in values]])
-    return Rows(start, tensor, next(STEPS) if step is None else step)
+    return Rows.of(start, tensor, next(STEPS) if step is None else step)
 
 
 def delivered(handed: list[Rows]) -> list[tuple[int, float]]:
@@ -73,7 +73,7 @@ def test_selected_rows_are_handed_on_once_and_in_order(
     ledger, handed = RowLedger(), []
     for number, step in enumerate(life.steps):
         for start, stop in overlap(wanted, step.start, step.start + len(step.values)):
-            handed += ledger.add(Rows(start, step.rows(start, stop)[None], number))
+            handed += ledger.add(Rows.of(start, step.rows(start, stop)[None], number))
     handed += ledger.finish(life.stop)
     counted = [pair for pair in delivered(handed) if pair[0] < life.stop]
     expected = [(p, float(p)) for p in standing(life, positions(wanted, life.stop))]
@@ -89,6 +89,6 @@ def test_without_an_early_end_nothing_that_is_void_is_handed_on(life: Life) -> N
     for number, step in enumerate(void_after_the_end(life)):
         if step.start < life.stop:
             rows = step.rows(step.start, step.start + len(step.values))
-            handed += ledger.add(Rows(step.start, rows[None], number))
+            handed += ledger.add(Rows.of(step.start, rows[None], number))
     handed += ledger.finish(life.stop)
     assert all(value == position for position, value in delivered(handed))

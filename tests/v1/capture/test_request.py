@@ -70,7 +70,7 @@ def step_rows(
 ) -> list[Rows]:
     assumed = step.start + ahead
     return [
-        Rows(
+        Rows.of(
             start - ahead,
             step.rows(start - ahead, stop - ahead).repeat(taps, 1, 1),
             number,
@@ -199,8 +199,8 @@ def test_chunks_say_where_and_when_their_rows_were_computed() -> None:
     plan = plan_for({"a": {(1, "pre_attn"): ((0, 3),)}}, 3)
     groups = local_groups(plan, {(1, "pre_attn"): 0})
     request = CapturedRequest("r", plan, groups, [1, 2, 3], {}, {}, frozenset())
-    assert request.add(0, Rows(0, torch.zeros(1, 2, WIDTH), 5)) == {}
-    (chunk,) = request.add(0, Rows(2, torch.zeros(1, 1, WIDTH), 6))["a"]
+    assert request.add(0, Rows.of(0, torch.zeros(1, 2, WIDTH), 5)) == {}
+    (chunk,) = request.add(0, Rows.of(2, torch.zeros(1, 1, WIDTH), 6))["a"]
     assert chunk.key == ("r", 1, "pre_attn")
     assert (chunk.row_offset, chunk.step_index) == (0, 5)
     assert chunk.metadata["positions"] == [0, 1]

@@ -43,7 +43,9 @@ def test_a_step_never_captures_more_rows_than_its_budget(batch: list) -> None:
     for plan, computed, num_tokens in batch:
         granted = scheduling.limit(request(plan), computed, num_tokens)
         scheduling.scheduled(request(plan), computed, granted)
-        rows += plan.rows_in(computed, computed + granted)
+        wanted = [plan.rows_in(computed, computed + n) for n in range(num_tokens + 1)]
+        assert granted == max(n for n, more in enumerate(wanted) if rows + more <= 20)
+        rows += wanted[granted]
     assert rows <= 20
 
 

@@ -4,7 +4,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placed
-from vllm.v1.capture.recycling import ROWS
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.rows import TrueStarts
 from vllm.v1.capture.staging import Segment, Staging
@@ -128,28 +127,28 @@ class Dispatcher:
     ) -> None:
         """Rows of steps with one layout: each request's come together."""
         first, last = run[0], run[-1]
-        layout = first.placed.layout
+        layout, num_steps = first.placed.layout, len(run)
         base = first.segment.start
-        stop = base + len(run) * layout.num_rows
-        rows = self._staging.host_rows[base:stop].view(len(run), layout.num_rows, -1)
+        staged = self._staging.host_bytes[base : base + num_steps * layout.num_rows]
+        rows = staged.reshape(num_steps, layout.num_rows, -1)
         # A run of several steps has none: its steps were known when they began.
         shifts = {} if first.true_starts is None else first.true_starts.shifts()
         base = 0
         for block in layout.blocks:
             taps = len(block.columns)
             stop = base + taps * block.num_rows
-            # [steps, taps, rows of the block, width]
-            part = rows[:, base:stop].unflatten(1, (taps, block.num_rows))
+            # [taps, steps, rows of the block, bytes of a row]
+            part = rows[:, base:stop].reshape(num_steps, taps, block.num_rows, -1)
+            part = part.swapaxes(0, 1)
             offset = 0
             for pick in block.picks:
                 request = self._requests.get(pick.req_id)
                 if request is not None:
-                    # A copy of its own: rows that are kept must not keep others'.
-                    own = part[:, :, offset : offset + pick.num_rows]
-                    own = ROWS.copy(own.transpose(0, 1).flatten(1, 2))
                     start = pick.start + first.placed.shift
                     start += shifts.get(pick.req_id, 0)
-                    for rows_of_one in settling(start, own, first.step, last.step):
+                    own = part[:, :, offset : offset + pick.num_rows]
+                    kept = request.keep(pick.group, start, own, last.step)
+                    for rows_of_one in settling(kept, num_steps, first.step):
                         settled = request.add(pick.group, rows_of_one)
                         for instance, batch in settled.items():
                             chunks.setdefault(instance, []).extend(batch)
@@ -183,14 +182,15 @@ def runs(staged: Sequence[StagedStep]) -> Iterator[Sequence[StagedStep]]:
         yield run
 
 
-def settling(
-    start: int,
-    rows: torch.Tensor,  # [taps, rows, width], of one step or of one step each
-    first_step: int,
-    last_step: int,
-) -> Iterator[Rows]:
+def settling(rows: Rows, num_steps: int, first_step: int) -> Iterator[Rows]:
     """A run's rows as the ledger takes them: a step's rows settle those before."""
-    if first_step < last_step:
-        yield Rows(start, rows[:, :-1], last_step - 1)
-        start, rows = start + rows.shape[1] - 1, rows[:, -1:]
-    yield Rows(start, rows, last_step)
+    if num_steps > 1:
+        last = rows.stop - 1  # Each step of a longer run has one row.
+        before = rows.between(rows.start, last)
+        assert before is not None
+        yield replace(before, step=first_step + num_steps - 2)
+        after = rows.between(last, rows.stop)
+        assert after is not None
+        yield after
+    else:
+        yield rows

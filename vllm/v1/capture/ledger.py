@@ -20,21 +20,44 @@ class Rows:
 
     start: int
     """Token position of the first row."""
-    tensor: torch.Tensor  # [taps, num_rows, hidden_size], on the CPU
+    num_rows: int
+    memory: torch.Tensor  # [taps, capacity, hidden_size], on the CPU
+    first: int
+    """Where the first row is in the memory."""
     step: int
+    """The engine step that computed the last row."""
+
+    @classmethod
+    def of(cls, start: int, tensor: torch.Tensor, step: int) -> "Rows":
+        """All of `tensor`, `[taps, num_rows, hidden_size]`."""
+        return cls(start, tensor.shape[1], tensor, 0, step)
 
     @property
     def stop(self) -> int:
         """The position after the last row's."""
-        return self.start + self.tensor.shape[1]
+        return self.start + self.num_rows
+
+    @property
+    def tensor(self) -> torch.Tensor:  # [taps, num_rows, hidden_size]
+        """The rows themselves."""
+        return self.memory[:, self.first : self.first + self.num_rows]
 
     def between(self, start: int, stop: int) -> "Rows | None":
         """The part at positions `[start, stop)`, None where there is none."""
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return None
-        part = self.tensor[:, start - self.start : stop - self.start]
-        return Rows(start, part, self.step)
+        if stop - start == self.num_rows:
+            return self
+        first = self.first + start - self.start
+        return Rows(start, stop - start, self.memory, first, self.step)
+
+    def adjoins(self, before: "Rows") -> bool:
+        """Whether the rows lie right behind those of `before` in the same memory."""
+        return (
+            self.memory is before.memory
+            and self.first == before.first + before.num_rows
+        )
 
 
 class RowLedger:

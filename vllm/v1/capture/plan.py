@@ -105,6 +105,11 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         ]
         return min(starts, default=None)
 
+    @property
+    def num_taps(self) -> int:
+        """How many rows a token has at most."""
+        return sum([len(group.taps) for group in self.groups])
+
     def rows_in(self, start: int, stop: int) -> int:
         """How many rows, over all taps, the positions `[start, stop)` have."""
         return sum(

@@ -11,15 +11,17 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+import psutil
 import torch
+
+from vllm.v1.capture.copying import Bytes, bytes_of, copy_rows
 
 SMALLEST = 128 << 10
 """Bytes below which the allocator keeps memory by itself."""
-KEPT = 512 << 20
-"""Bytes that are kept, at most, while nobody holds them."""
-
-Slab = npt.NDArray[np.uint8]
+MOST_KEPT = 4 << 30
+"""Bytes that are kept, at most, while nobody holds them; ..."""
+SHARE_KEPT = 16
+"""... and at most this part of the machine's memory."""
 
 
 class RowMemory:
@@ -29,11 +31,14 @@ class RowMemory:
     the interpreter frees an object.
     """
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self, kept: int) -> None:
+        """Keep up to `kept` bytes that nobody holds."""
         self._kept = kept
-        self._free: defaultdict[int, deque[Slab]] = defaultdict(deque)
+        self._free: defaultdict[int, deque[Bytes]] = defaultdict(deque)
         self._free_bytes = 0
         """Only roughly kept: threads may count at the same time."""
+        self._least_free = 0
+        """The least of it since `trim`."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, `shape`, on the CPU; nobody else has its memory."""
@@ -44,6 +49,7 @@ class RowMemory:
         try:
             slab = self._free[size].pop()
             self._free_bytes -= size
+            self._least_free = min(self._least_free, self._free_bytes)
         except IndexError:
             slab = np.empty(size, dtype=np.uint8)
         view = slab[:num_bytes]
@@ -51,19 +57,33 @@ class RowMemory:
         weakref.finalize(view, self._take_back, slab).atexit = False
         return torch.from_numpy(view).view(dtype).view(*shape)
 
-    def copy(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows`, contiguous, in memory of their own."""
-        return self.empty(rows.shape, rows.dtype).copy_(rows)
-
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """`torch.cat`; a single part is given back as it is."""
+        """`torch.cat` of rows; a single part is given back as it is."""
         if len(parts) == 1:
             return parts[0]
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
-        return torch.cat(list(parts), dim, out=self.empty(shape, parts[0].dtype))
+        joined = self.empty(shape, parts[0].dtype)
+        for target, part in zip(
+            joined.split([part.shape[dim] for part in parts], dim), parts
+        ):
+            copy_rows(bytes_of(target), bytes_of(part))
+        return joined
 
-    def _take_back(self, slab: Slab) -> None:
+    def trim(self) -> None:
+        """Give back to the system what was not needed since the last time."""
+        unneeded = self._least_free
+        for size in sorted(self._free, reverse=True):
+            while size <= unneeded:
+                try:
+                    self._free[size].popleft()
+                except IndexError:
+                    break
+                self._free_bytes -= size
+                unneeded -= size
+        self._least_free = self._free_bytes
+
+    def _take_back(self, slab: Bytes) -> None:
         if self._free_bytes + slab.nbytes <= self._kept:
             self._free_bytes += slab.nbytes
             self._free[slab.nbytes].append(slab)
@@ -75,5 +95,5 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-ROWS = RowMemory()
+ROWS = RowMemory(min(MOST_KEPT, psutil.virtual_memory().total // SHARE_KEPT))
 """Of this process."""

@@ -3,16 +3,20 @@
 
 import threading
 from collections.abc import Mapping
+from itertools import count
 
 import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.capture.channel import CountersMessage, Outbox
 from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.recycling import ROWS
 
 logger = init_logger(__name__)
 
 PERIOD_SECONDS = 1.0
+TRIM_PERIODS = 60
+"""Periods after which memory that was not needed meanwhile is given back."""
 
 
 class Reporter:
@@ -68,11 +72,15 @@ class Reporter:
                 self._addresses[address] = True
 
     def _run(self) -> None:
-        while not self._closing.wait(PERIOD_SECONDS):
+        for period in count(1):
+            if self._closing.wait(PERIOD_SECONDS):
+                return
             try:
                 for lane in self._lanes.values():
                     lane.check()
                 self.report()
+                if period % TRIM_PERIODS == 0:
+                    ROWS.trim()
             except Exception:
                 # Counters are not worth a worker; the next report may succeed.
                 logger.exception("The counters of captures could not be reported")

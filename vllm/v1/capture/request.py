@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from vllm.v1.capture.copying import Bytes
+from vllm.v1.capture.gathering import Gathering, joined
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
-from vllm.v1.capture.recycling import ROWS
 from vllm.v1.capture.rows import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -65,6 +68,8 @@ class CapturedRequest:
         common: Mapping[str, Any],
         client_specs: Mapping[str, Any],
         early: frozenset[str],
+        max_tokens: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Open the request.
 
@@ -76,6 +81,8 @@ class CapturedRequest:
             common: sidecar entries that all requests share.
             client_specs: what the request says to each instance, as plain data.
             early: the instances that take rows before it is known that they count.
+            max_tokens: how many tokens the request may generate, if that is known.
+            dtype: of the rows.
 
         """
         self.req_id = VllmInternalRequestId(req_id)
@@ -85,11 +92,34 @@ class CapturedRequest:
         self._common = common
         self._client_specs = client_specs
         self._early = early
+        self._most = (
+            plan.num_prompt_tokens + max_tokens if max_tokens is not None else OPEN_END
+        )
         self._ledgers = [RowLedger() for _ in groups]
+        self._gathered = [
+            Gathering(
+                len(group.taps),
+                dtype,
+                early.isdisjoint(reader.instance for reader in group.readers),
+            )
+            for group in groups
+        ]
         self._held: dict[tuple[int, str], list[Rows]] = {}
         """Rows that may still turn out not to count, by group and instance."""
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
+
+    def keep(self, group: int, start: int, staged: Bytes, step: int) -> Rows:
+        """A copy of staged rows that the request may keep.
+
+        Args:
+            group: index of their group.
+            start: position of the first.
+            staged: `[taps, steps, rows of a step, bytes of a row]`.
+            step: the step that computed the last of them.
+
+        """
+        return self._gathered[group].put(start, staged, step, self._most - start)
 
     def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
         """A step's rows of one group; returns the chunks to submit now."""
@@ -149,7 +179,7 @@ class CapturedRequest:
         return rows.stop > self._plan.num_prompt_tokens
 
     def _make_chunks(
-        self, number: int, instance: str, parts: Sequence[Rows]
+        self, number: int, instance: str, parts: list[Rows]
     ) -> list[CaptureChunk]:
         """A chunk for each tap of a group, with all of these rows."""
         place = number, instance
@@ -160,7 +190,7 @@ class CapturedRequest:
             positions.extend(range(part.start, part.stop))
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
-        rows = ROWS.cat([part.tensor for part in parts], dim=1)
+        rows = joined(parts)
         return [
             CaptureChunk(
                 (self.req_id, layer, hook),

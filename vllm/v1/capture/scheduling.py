@@ -74,7 +74,11 @@ class CaptureScheduling:
 
     def __init__(self, rows_per_step: int) -> None:
         self._rows_per_step = rows_per_step
-        self._rows_left = rows_per_step
+        self._rows = 0
+        """Of the step, without what is not counted yet."""
+        self._uncounted: list[tuple[CapturePlan, int, int]] = []
+        self._at_most = 0
+        """Rows of the step, if every token had a row at every tap of its request."""
         self._ends: list[CaptureEnd] = []
         self._known: set[str] = set()
         self._reforwarded = 0
@@ -96,7 +100,8 @@ class CaptureScheduling:
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""
-        self._rows_left = self._rows_per_step
+        self._rows = self._at_most = 0
+        self._uncounted.clear()
 
     def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
         """How many of `num_tokens`, from position `computed` on, fit this step.
@@ -107,12 +112,15 @@ class CaptureScheduling:
         plan = plan_of(request)
         if plan is None or num_tokens <= 0:
             return num_tokens
-        if plan.rows_in(computed, computed + num_tokens) <= self._rows_left:
+        if self._at_most + num_tokens * plan.num_taps <= self._rows_per_step:
+            return num_tokens
+        left = self._rows_per_step - self._count()
+        if plan.rows_in(computed, computed + num_tokens) <= left:
             return num_tokens
         low, high = 0, num_tokens  # rows_in grows with the number of tokens
         while low < high:
             middle = (low + high + 1) // 2
-            if plan.rows_in(computed, computed + middle) <= self._rows_left:
+            if plan.rows_in(computed, computed + middle) <= left:
                 low = middle
             else:
                 high = middle - 1
@@ -122,9 +130,18 @@ class CaptureScheduling:
         """The step will compute these tokens of the request."""
         plan = plan_of(request)
         if plan is not None:
-            self._rows_left -= plan.rows_in(computed, computed + num_tokens)
+            self._at_most += num_tokens * plan.num_taps
+            self._uncounted.append((plan, computed, num_tokens))
             # Known since the cache was asked, which may be some steps ago.
             self._reforwarded += vars(request).pop("capture_forgone", 0)
+
+    def _count(self) -> int:
+        """The step's rows so far. Counted only if their bound does not suffice."""
+        for plan, computed, num_tokens in self._uncounted:
+            self._rows += plan.rows_in(computed, computed + num_tokens)
+        self._uncounted.clear()
+        self._at_most = self._rows
+        return self._rows
 
     def add_ends(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended; the next step's output carries them."""

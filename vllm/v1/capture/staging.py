@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.v1.capture.copying import Bytes, bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Staging:
             )
         else:
             self.host_rows = self.rows
+        self.host_bytes: Bytes = bytes_of(self.host_rows)
+        """`host_rows` as NumPy sees them."""
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
         """Start copying segments to the host, after what the stream has queued.

@@ -71,6 +71,7 @@ class WorkerCapture:
         config = self._config = vllm_config.capture_config
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
+        self._dtype = dtype
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         num_rows = 2 * config.rows_per_step(width * dtype.itemsize)
@@ -215,6 +216,8 @@ class WorkerCapture:
                     self._common,
                     client_specs or {},
                     self._early,
+                    max_tokens,
+                    self._dtype,
                 )
             )
 

@@ -14,6 +14,8 @@ from vllm.v1.steering.describing import describe
 from vllm.v1.steering.errors import SteeringChangeError
 from vllm.v1.steering.merging import merged
 from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.refusals import refuse
+from vllm.v1.steering.scheduling import HeldChange, SteeringScheduling
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -36,13 +38,86 @@ def set_steering(
         SteeringChangeError: a rank could not take it.
 
     """
-    change = msgspec.convert(change, SteeringTiers)
-    scheduler: Any = core.scheduler
-    old = scheduler.steering.tiers
-    new = merged(old, change, replace)
-    requests = scheduler.requests.values()
+    new = _checked(core, msgspec.convert(change, SteeringTiers), replace)
+    _apply(core, new)
+    return get_steering(core)
+
+
+def hold_steering(
+    core: "EngineCore", holder: str, change: SteeringTiers, replace: bool
+) -> bool:
+    """Get ready for a change that several engines make together; false if one is.
+
+    From now on requests must be able to run with the vectors before it and behind
+    it, so that neither making nor undoing it can fail for their sake.
+
+    Args:
+        core: one of the engines.
+        holder: names the change, until `release_steering`.
+        change: what is given.
+        replace: whether nothing else stays.
+
+    Raises:
+        SteeringValidationError: as `set_steering`.
+
+    """
+    steering = _steering(core)
+    if steering.held is not None:
+        return False
+    new = _checked(core, msgspec.convert(change, SteeringTiers), replace)
+    steering.held = HeldChange(holder, steering.tiers, new)
+    return True
+
+
+def commit_steering(core: "EngineCore", holder: str) -> dict[str, Any]:
+    """Make the change that is held; it may still be undone.
+
+    Raises:
+        SteeringChangeError: a rank could not take it.
+
+    """
+    held = _steering(core).held
+    assert held is not None and held.holder == holder, "a change that nobody holds"
+    _apply(core, held.new)
+    return get_steering(core)
+
+
+def release_steering(core: "EngineCore", holder: str, undo: bool) -> None:
+    """The change has been made everywhere, or is made nowhere.
+
+    Raises:
+        SteeringChangeError: a rank could not take back what was before.
+
+    """
+    steering = _steering(core)
+    held = steering.held
+    if held is None or held.holder != holder:
+        return  # This engine had refused it.
+    try:
+        if undo and steering.tiers is not held.old:
+            _apply(core, held.old)
+    finally:
+        steering.held = None
+
+
+def _steering(core: "EngineCore") -> SteeringScheduling:
+    found: SteeringScheduling = core.scheduler.steering  # type: ignore[attr-defined]
+    return found
+
+
+def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> SteeringTiers:
+    """The global vectors behind a change, which the requests under way can bear."""
+    new = merged(_steering(core).tiers, change, replace)
+    requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
     check_with_requests(new, own, torch_dtype(core.vllm_config))
+    return new
+
+
+def _apply(core: "EngineCore", new: SteeringTiers) -> None:
+    """Steer all by `new` from the next step on."""
+    scheduler: Any = core.scheduler
+    old = scheduler.steering.tiers
     _tell_workers(core, new)
     scheduler.steering.tiers = new
     EngineSteering.set(new)
@@ -56,7 +131,6 @@ def set_steering(
         # No request can hit an old block, as hashes name the vectors; this gives
         # the memory back at once.
         scheduler.reset_prefix_cache()
-    return get_steering(core)
 
 
 def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
@@ -75,15 +149,16 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     Its front end has checked it against the global vectors that it knew. Others may
     have set larger ones since.
     """
-    scheduler: Any = core.scheduler
-    tiers, shared = tiers_of(request), scheduler.steering.tiers
-    if tiers is None or not shared:
+    tiers = tiers_of(request)
+    if tiers is None:
         return False
-    found = find_overflow(torch_dtype(core.vllm_config), shared, tiers)
-    if found is None:
+    dtype, possible = torch_dtype(core.vllm_config), _steering(core).possible
+    found = [find_overflow(dtype, shared, tiers) for shared in possible if shared]
+    reason = next((one for one in found if one is not None), None)
+    if reason is None:
         return False
-    logger.error("Request %s is not carried out: %s", request.request_id, found)
-    core._send_error_outputs_to_client([request.request_id], request.client_index)
+    logger.error("Request %s is not carried out: %s", request.request_id, reason)
+    refuse(core, request, reason)
     return True
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the scheduler: who gets a slot, who waits, who gives one back."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.steering.caching import (
     EngineSteering,
@@ -10,13 +10,23 @@ from vllm.v1.steering.caching import (
     tiers_of,
 )
 from vllm.v1.steering.external import check_external_caches
-from vllm.v1.steering.plan import NO_STEERING
+from vllm.v1.steering.names import NamesLog
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers
 from vllm.v1.steering.slots import Slots
 from vllm.v1.steering.wire import SlotUse, SteeringStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+
+class HeldChange(NamedTuple):
+    """What the global vectors are to become, and what they go back to otherwise."""
+
+    holder: str
+    """Names the change; no other is made meanwhile."""
+    old: SteeringTiers
+    new: SteeringTiers
 
 
 class SteeringScheduling:
@@ -31,8 +41,18 @@ class SteeringScheduling:
         self.slots = Slots(num_slots)
         self.tiers = NO_STEERING
         """The global vectors."""
+        self.held: HeldChange | None = None
+        """A change of them that several engines are about to make together."""
+        self.names = NamesLog()
         self._step = SteeringStep()
         self._blocked = False
+
+    @property
+    def possible(self) -> tuple[SteeringTiers, ...]:
+        """Each set of global vectors that a request must be able to run with."""
+        if self.held is None:
+            return (self.tiers,)
+        return self.held.old, self.held.new
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying rows on the host, large amounts on several threads.
+
+One core copies a few GB/s, less than a prompt's rows come in; upstream leaves torch
+one thread while it serves. NumPy's copies let go of the interpreter's lock, and between
+two of them nothing does, so a thread that copies seldom gets in the engine's way.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.utils.torch_utils import available_cpu_count
+
+MOST_THREADS = 6
+PIECE_BYTES = 2 << 20
+"""What is worth waking a thread for."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def bytes_of(rows: torch.Tensor) -> Bytes:
+    """The memory of `[..., width]`, in which each row is contiguous, as bytes."""
+    found: Bytes = rows.detach().view(torch.uint8).numpy()
+    return found
+
+
+def copy_rows(target: Bytes, source: Bytes) -> None:
+    """`target[:] = source`, equal shapes `[..., bytes of a row]`."""
+    pieces = min(num_threads(), target.nbytes // PIECE_BYTES)
+    if pieces < 2:
+        np.copyto(target, source)
+        return
+    axis = int(np.argmax(target.shape[:-1]))
+    parts = zip(
+        np.array_split(target, pieces, axis), np.array_split(source, pieces, axis)
+    )
+    first, *others = parts
+    futures: list[Future[Any]] = [_pool().submit(np.copyto, *part) for part in others]
+    np.copyto(*first)
+    for future in futures:
+        future.result()
+
+
+@cache
+def num_threads() -> int:
+    """How many threads copy at once: a quarter of the cores that there are."""
+    return max(1, min(MOST_THREADS, available_cpu_count() // 4))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads() - 1, "capture-copy")
