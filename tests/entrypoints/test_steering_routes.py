@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes of steering on a core whose ranks hold real tables, without a server."""
 
-import asyncio
 import json
 import re
 from argparse import Namespace
@@ -15,15 +14,16 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Core, frontend
+from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Client, Core, frontend
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.steering import api_router, authority
-from vllm.v1.steering import engine
 from vllm.v1.steering.admission import FIELDS
 from vllm.v1.steering.caching import EngineSteering
+from vllm.v1.steering.engines import Engines
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend import NO_STEERING_FRONTEND, AsyncSteeringControl
+from vllm.v1.steering.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+from vllm.v1.steering.serving import AsyncSteeringControl
 
 KEYS = ["old", "new"]
 ONE = [1.0, 2.0, -3.0, 4.0]
@@ -32,25 +32,13 @@ VECTORS = {"post_block": {"1": {"vector": ONE, "scale": -2}}}
 POSTS = ("set", "clear", "modules/register", "modules/unregister")
 
 
-class Control(AsyncSteeringControl):
-    """Calls the core in this process."""
-
-    def __init__(self, core: Core, steers: bool) -> None:
-        self.frontend = frontend() if steers else NO_STEERING_FRONTEND
-
-        async def call(method: str, *args: Any) -> dict[str, Any]:
-            told: dict[str, Any] = getattr(engine, method)(core, *args)
-            return told
-
-        self._call = call
-        self._one_at_a_time = asyncio.Lock()
-
-
 def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
     app = FastAPI()
     init_exception_handler(app)
     app.state.args = Namespace(log_error_stack=False)
-    app.state.engine_client = Namespace(steering=Control(core, steers))
+    front = frontend() if steers else NO_STEERING_FRONTEND
+    steering = AsyncSteeringControl(front, Engines(Client(core)))
+    app.state.engine_client = Namespace(steering=steering)
     api_router.attach_router(app, Namespace(steering_api_key=keys))
     return app
 

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine core with several ranks that hold real tables, without a model."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
 from vllm.config.steering import SteeringConfig
+from vllm.v1.steering import engine as engines
+from vllm.v1.steering import names
 from vllm.v1.steering.admission import SteeringAdmission
+from vllm.v1.steering.engines import Engines
 from vllm.v1.steering.frontend import SteeringFrontend
 from vllm.v1.steering.identity import ModelIdentity
 from vllm.v1.steering.modules import SteeringModules
 from vllm.v1.steering.scheduling import SteeringScheduling
+from vllm.v1.steering.serving import AsyncSteeringControl
 from vllm.v1.steering.vectors import SteeredModel
 from vllm.v1.steering.worker import WorkerSteering
 
@@ -75,11 +81,37 @@ class Core:
         return [rank.tables._table.numpy().tobytes() for rank in self.ranks]
 
 
+class Client:
+    """A front end's end of the sockets to cores, which here are in this process."""
+
+    def __init__(self, *cores: Core) -> None:
+        self.cores = dict(zip(range(len(cores)), cores, strict=True))
+        self.core_engines = list(self.cores)
+        self.calls: list[tuple[int, str]] = []
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
+        """Errors come as their texts, and answers some time after the call."""
+        self.calls.append((engine, method))
+        await asyncio.sleep(0)
+        module = names if hasattr(names, method) else engines
+        try:
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
+            found = getattr(module, method)(self.cores[engine], *sent)
+        except Exception as error:
+            raise Exception(f"Call to {method} method failed: {error}") from None
+        await asyncio.sleep(0)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(found))
+
+
+def control(client: Client, several: bool = False) -> AsyncSteeringControl:
+    """The steering of an API server with a front end of its own."""
+    return AsyncSteeringControl(frontend(), Engines(client), several)
+
+
 def frontend() -> SteeringFrontend:
     """A front end for the core's model, without an engine."""
     model = SteeredModel(dict.fromkeys(range(LAYERS), POINTS), WIDTH, torch.float32)
     made = SteeringFrontend.__new__(SteeringFrontend)
-    made._is_only_frontend = True
     made.modules = SteeringModules()
     made.admission = SteeringAdmission(model, made.modules)
     made.shared = made.admission.shared

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from vllm.config.steering import SteeringConfig
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.steering.caching import EngineSteering
 from vllm.v1.steering.engine import get_steering, refuses, set_steering
 from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+from vllm.v1.steering.refusals import is_refused, refusal_in
 from vllm.v1.steering.scheduling import SteeringScheduling
 
 
@@ -96,10 +98,18 @@ class Answering(Core):
 
     def __init__(self) -> None:
         super().__init__([None])
-        self.refused: list[tuple[list[str], int]] = []
+        self.refused: list[tuple[int, str]] = []
+        self.output_queue = SimpleNamespace(put_nowait=self._answer)
 
-    def _send_error_outputs_to_client(self, names: list[str], client: int) -> None:
-        self.refused.append((names, client))
+    def _answer(self, sent: tuple[int, EngineCoreOutputs]) -> None:
+        client, outputs = sent
+        (one,) = outputs.outputs
+        assert outputs.finished_requests == {one.request_id}
+        assert one.finish_reason is FinishReason.ERROR
+        sample = SimpleNamespace(finish_reason="error", stop_reason=one.stop_reason)
+        output: Any = SimpleNamespace(outputs=[sample])
+        assert is_refused(output)
+        self.refused.append((client, str(refusal_in(output, "steering_name"))))
 
 
 def request(tiers: SteeringTiers | None) -> Any:
@@ -117,7 +127,11 @@ def test_a_request_that_arrives_with_too_much_is_answered_and_not_scheduled() ->
     assert not refuses(core, request(SteeringTiers(prefill=vectors(60000, layer=1))))
     assert core.refused == []
     assert refuses(core, request(large))
-    assert core.refused == [(["r"], 3)]
+    ((client, said),) = core.refused
+    assert client == 3
+    assert said.startswith("steering_name: with the engine's vectors, what is added")
+    assert "prefill tokens at post_block of layer 0" in said
+    assert "GET /v1/steering" in said
 
 
 @pytest.mark.parametrize("own", ["base", "prefill", "decode"])

@@ -4,8 +4,12 @@
 import pytest
 
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError, fail
-from vllm.v1.steering.frontend import as_refused
+from vllm.v1.steering.errors import (
+    SteeringChangeError,
+    SteeringValidationError,
+    as_refused,
+    fail,
+)
 
 CHANGED = SteeringChangeError("no rank has changed its steering: no memory")
 REFUSED = fail("vectors: too much. Use smaller ones", "vectors", 1e39)

@@ -43,6 +43,9 @@ class NoCapture:
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """Nothing is tracked."""
 
+    def refused(self, output: "RequestOutput") -> None:
+        """Nothing is tracked."""
+
     def flush(self) -> None:
         """Nothing is sent."""
 

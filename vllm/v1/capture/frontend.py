@@ -138,6 +138,13 @@ class CaptureFrontend(NoCapture):
         if sample is not None:
             self._ends.note(state, sample, finish_reason)
 
+    def refused(self, output: "RequestOutput") -> None:
+        """The engine has not taken a request: no worker will answer for it."""
+        parent = output.capture_id
+        if parent is not None and not self._requests.is_complete(parent):
+            self._requests.lose(parent, "the engine has refused the request")
+        self.results(output)
+
     def flush(self) -> None:
         """Send the ends that were noted to the engine.
 

@@ -145,12 +145,18 @@ def check_with_shared(
         found = find_overflow(dtype, one, tiers) if one else None
         if found is not None:
             raise fail(
-                f"{parameter}: with the engine's vectors, {found}. Use smaller vectors "
-                "or scales; GET /v1/steering (get_steering offline) tells what the "
-                "engine adds",
+                f"{parameter}: {too_much_with_shared(found)}",
                 parameter,
                 found.largest,
             )
+
+
+def too_much_with_shared(found: Overflow) -> str:
+    """The message for a request, without the parameter's name."""
+    return (
+        f"with the engine's vectors, {found}. Use smaller vectors or scales; "
+        "GET /v1/steering (get_steering offline) tells what the engine adds"
+    )
 
 
 def check_with_requests(

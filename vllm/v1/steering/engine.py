@@ -9,7 +9,11 @@ import msgspec
 from vllm.logger import init_logger
 from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.steering.caching import EngineSteering, rehash, tiers_of
-from vllm.v1.steering.checks import check_with_requests, find_overflow
+from vllm.v1.steering.checks import (
+    check_with_requests,
+    find_overflow,
+    too_much_with_shared,
+)
 from vllm.v1.steering.describing import describe
 from vllm.v1.steering.errors import SteeringChangeError
 from vllm.v1.steering.merging import merged
@@ -158,7 +162,7 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     if reason is None:
         return False
     logger.error("Request %s is not carried out: %s", request.request_id, reason)
-    refuse(core, request, reason)
+    refuse(core, request, too_much_with_shared(reason))
     return True
 
 

@@ -24,3 +24,17 @@ def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
     # reprlib looks at the first items only; vectors can be large.
     shown = reprlib.repr(value)
     return SteeringValidationError(message, parameter=parameter, value=shown)
+
+
+def as_refused(error: Exception) -> Exception:
+    """The error for a change that the engine core did not make.
+
+    From another process there comes its text only.
+    """
+    if isinstance(error, (SteeringValidationError, SteeringChangeError)):
+        return error
+    text = str(error).partition("_steering method failed: ")[2]
+    if text.startswith("vectors: "):
+        message = text.partition(" (parameter=")[0]
+        return SteeringValidationError(message, parameter="vectors")
+    return SteeringChangeError(text) if text else error

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the front end: admission of requests, changes of global vectors."""
 
-import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.capture.geometry import torch_dtype
@@ -13,14 +11,10 @@ from vllm.v1.steering.admission import (
     SteeringAdmission,
 )
 from vllm.v1.steering.describing import describe, describe_applied
-from vllm.v1.steering.errors import (
-    SteeringChangeError,
-    SteeringValidationError,
-    fail,
-)
+from vllm.v1.steering.errors import as_refused, fail
 from vllm.v1.steering.files import read_module
 from vllm.v1.steering.identity import identity_of
-from vllm.v1.steering.modules import MAX_NAME, SteeringModules
+from vllm.v1.steering.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.provenance import (
     Provenance,
@@ -117,15 +111,16 @@ class SteeringFrontend(NoSteering):
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config),
         )
-        # Each API server process has its own front end.
-        self._is_only_frontend = vllm_config.parallel_config._api_process_count == 1
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)
         self.shared = self.admission.shared
         self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
             module = read_module(path)
-            self._add(name, module.vectors, module.provenance, Source(path))
+            found, _ = self._checked(
+                name, module.vectors, module.provenance, Source(path)
+            )
+            self.modules.register(name, found.tiers, provenance=found.provenance)
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
@@ -182,45 +177,36 @@ class SteeringFrontend(NoSteering):
         self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
         """Add a named set; what was added."""
-        self._check_only_frontend(name)
+        module, told = self.prepare(name, raw, metadata)
+        self.modules.register(name, module.tiers, replace, module.provenance)
+        return told
+
+    def prepare(
+        self, name: Any, raw: Any, metadata: Any
+    ) -> tuple[Module, dict[str, Any]]:
+        """The checked form of what shall get a name, and what to answer."""
         source = Source(str(name)[:MAX_NAME], is_file=False)
         said = parse_registered(metadata, source)
-        return self._add(name, raw, said, source, replace)
+        return self._checked(name, raw, said, source)
 
-    def _add(
-        self,
-        name: Any,
-        raw: Any,
-        said: Provenance,
-        source: Source,
-        replace: bool = False,
-    ) -> dict[str, Any]:
-        """Add a named set that belongs to this model; what was added."""
+    def _checked(
+        self, name: Any, raw: Any, said: Provenance, source: Source
+    ) -> tuple[Module, dict[str, Any]]:
+        """A set that belongs to this model, and what is told of it."""
         said.check_model(self.identity, source)
         parsed = self.admission.parse_named(raw)
         norms = norms_of(parsed)
         said.check_norms(norms, source)
         said = dataclasses.replace(said, norms=norms)
         tiers = self.admission.checked(parsed)
-        self.modules.register(name, tiers, replace, said)
         told = {**describe(tiers), "metadata": said.facts()}
-        return {"name": name, **told, "applied": describe_applied(parsed)}
+        answer = {"name": name, **told, "applied": describe_applied(parsed)}
+        return Module(tiers, said), answer
 
     def unregister(self, name: Any) -> dict[str, Any]:
         """Remove a named set."""
-        self._check_only_frontend(name)
         self.modules.unregister(name)
         return {"name": name}
-
-    def _check_only_frontend(self, name: Any) -> None:
-        if not self._is_only_frontend:
-            raise fail(
-                "name: a server with several API server processes has the modules "
-                "it was started with; use --api-server-count 1 to change them, or "
-                "name them with --steering-modules",
-                "name",
-                name,
-            )
 
 
 NO_STEERING_FRONTEND = NoSteering()
@@ -228,21 +214,8 @@ NO_STEERING_FRONTEND = NoSteering()
 CLEARED = Change(SteeringTiers(), [])
 
 
-def as_refused(error: Exception) -> Exception:
-    """The error for a change that the engine core did not make.
-
-    From another process there comes its text only.
-    """
-    if isinstance(error, (SteeringValidationError, SteeringChangeError)):
-        return error
-    text = str(error).partition("set_steering method failed: ")[2]
-    if text.startswith("vectors: "):
-        message = text.partition(" (parameter=")[0]
-        return SteeringValidationError(message, parameter="vectors")
-    return SteeringChangeError(text) if text else error
-
-
-def _open(engine: "LLMEngine | AsyncLLM") -> NoSteering:
+def open_frontend(engine: "LLMEngine | AsyncLLM") -> NoSteering:
+    """The front end of an engine, which admits its requests from now on."""
     if not engine.vllm_config.steering_config.enabled:
         return NO_STEERING_FRONTEND
     frontend = SteeringFrontend(engine.vllm_config)
@@ -254,7 +227,7 @@ class SteeringControl:
     """`set_steering`, `clear_steering` and `get_steering` of an offline engine."""
 
     def __init__(self, engine: "LLMEngine") -> None:
-        self.frontend = _open(engine)
+        self.frontend = open_frontend(engine)
         self._core: Any = engine.engine_core
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
@@ -288,40 +261,3 @@ class SteeringControl:
         """What is set, and how many slots are in use."""
         self.frontend.check_enabled()
         return self._call("get_steering")
-
-
-class AsyncSteeringControl:
-    """As `SteeringControl`, for a serving engine."""
-
-    def __init__(self, engine: "AsyncLLM") -> None:
-        self.frontend = _open(engine)
-        self._call: Callable[..., Awaitable[dict[str, Any]]] = (
-            engine.engine_core.call_utility_async
-        )
-        self._one_at_a_time = asyncio.Lock()
-
-    async def set(
-        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
-    ) -> dict[str, Any]:
-        """Change the global vectors on every rank, or on none."""
-        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
-        state = await self._change(change, replace)
-        return {**state, "applied": change.applied}
-
-    async def clear(self) -> dict[str, Any]:
-        """Remove the global vectors."""
-        self.frontend.check_enabled()
-        return await self._change(CLEARED, True)
-
-    async def _change(self, change: Change, replace: bool) -> dict[str, Any]:
-        async with self._one_at_a_time:
-            with self.frontend.shared.changing(change.tiers, replace):
-                try:
-                    return await self._call("set_steering", change.tiers, replace)
-                except Exception as error:
-                    raise as_refused(error) from error
-
-    async def get(self) -> dict[str, Any]:
-        """What is set, and how many slots are in use."""
-        self.frontend.check_enabled()
-        return await self._call("get_steering")

@@ -38,22 +38,8 @@ class SteeringModules:
             SteeringValidationError: the name is no name, or taken.
 
         """
-        valid = isinstance(name, str) and name.isprintable() and name.strip() == name
-        if not valid or not 0 < len(name) <= MAX_NAME:
-            raise fail(
-                f"name must be printable text of 1 to {MAX_NAME} characters, without "
-                "blanks around it",
-                "name",
-                name,
-            )
         with self._lock:
-            if name in self._modules and not replace:
-                raise fail(
-                    f"name: a steering module {name!r} exists; unregister it first, "
-                    'or say "replace": true',
-                    "name",
-                    name,
-                )
+            self.check_free(name, replace)
             self._modules[name] = Module(tiers, provenance or Provenance())
 
     def unregister(self, name: Any) -> None:
@@ -64,9 +50,49 @@ class SteeringModules:
 
         """
         with self._lock:
-            if not isinstance(name, str) or name not in self._modules:
-                raise self._unknown(name, "name")
+            self.check_known(name)
             del self._modules[name]
+
+    def put(self, name: str, module: Module | None) -> None:
+        """What has become of a name elsewhere; None where it was removed."""
+        with self._lock:
+            if module is None:
+                self._modules.pop(name, None)
+            else:
+                self._modules[name] = module
+
+    def check_free(self, name: Any, replace: bool) -> None:
+        """Refuse what is no name, and a name that is taken unless it may be replaced.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value and the remedy.
+
+        """
+        valid = isinstance(name, str) and name.isprintable() and name.strip() == name
+        if not valid or not 0 < len(name) <= MAX_NAME:
+            raise fail(
+                f"name must be printable text of 1 to {MAX_NAME} characters, without "
+                "blanks around it",
+                "name",
+                name,
+            )
+        if name in self._modules and not replace:
+            raise fail(
+                f"name: a steering module {name!r} exists; unregister it first, "
+                'or say "replace": true',
+                "name",
+                name,
+            )
+
+    def check_known(self, name: Any) -> None:
+        """Refuse a name that there is not.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value and the remedy.
+
+        """
+        if not isinstance(name, str) or name not in self._modules:
+            raise self._unknown(name, "name")
 
     def get(self, name: Any) -> SteeringTiers:
         """The named set.

@@ -13,11 +13,16 @@ class SharedVectors:
     """Which global vectors may hold when a request arrives in the engine.
 
     One set, unless a change is under way or its outcome is unknown. A front end
-    knows of its own changes; the engine core checks again, for those of others.
+    knows of its own changes only: where there are others, it knows nothing, and
+    leaves the check to the engine core.
     """
 
     def __init__(self) -> None:
         self.possible: tuple[SteeringTiers, ...] = (NO_STEERING,)
+
+    def unknown(self) -> None:
+        """Others change them too."""
+        self.possible = ()
 
     @contextmanager
     def changing(self, change: SteeringTiers, replace: bool) -> Iterator[None]:

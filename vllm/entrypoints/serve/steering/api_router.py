@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.steering import schema
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.frontend import AsyncSteeringControl
+from vllm.v1.steering.serving import AsyncSteeringControl
 
 logger = init_logger(__name__)
 
@@ -59,8 +59,7 @@ async def get_layers(request: Request) -> JSONResponse:
 async def get_modules(request: Request) -> JSONResponse:
     """The named vectors."""
     control = _control(request)
-    control.frontend.check_enabled()
-    return JSONResponse({"modules": control.frontend.describe_modules()})
+    return JSONResponse({"modules": await control.describe_modules()})
 
 
 @mutating.post("/set", openapi_extra=schema.SET)
@@ -93,7 +92,7 @@ async def register_module(request: Request) -> JSONResponse:
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
-        return control.frontend.register(
+        return await control.register(
             body.get("name"), vectors, _flag(body, "replace"), body.get("metadata")
         )
 
@@ -106,7 +105,7 @@ async def unregister_module(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
-        return control.frontend.unregister(body.get("name"))
+        return await control.unregister(body.get("name"))
 
     return await _change(request, ("name",), change)
 

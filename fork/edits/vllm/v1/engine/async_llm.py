@@ -13,7 +13,7 @@ EDITS = [
         why="What the methods below do.",
     ),
     add_import(
-        "from vllm.v1.steering.frontend import AsyncSteeringControl",
+        "from vllm.v1.steering import serving as steering_serving",
         why="Opens the front end.",
     ),
     last(
@@ -30,7 +30,7 @@ get_steering = steering_api.async_get_steering
         anchor="self.logger_manager: StatLoggerManager | None = None",
         insert="""
 self.capture = capture_attaching.open_for_async_engine(self)
-self.steering = AsyncSteeringControl(self)
+self.steering = steering_serving.open_control(self)
 """,
         why="The core is up, so the model's hook points are known.",
     ),
@@ -39,6 +39,12 @@ self.steering = AsyncSteeringControl(self)
         anchor="self._client_count = client_count",
         insert="self.capture.publish(self.logger_manager)",
         why="Metrics of capture stand beside the engine's.",
+    ),
+    before(
+        scope="AsyncLLM.add_request",
+        anchor="is_pooling = isinstance(params, PoolingParams)",
+        insert="await self.steering.prepare(params)",
+        why="Another API server may have given a name since.",
     ),
     after(
         scope="AsyncLLM._add_streaming_input_request",
@@ -52,8 +58,12 @@ self.input_processor.steering.admit(sampling_params, 1, resumable=True)
     before(
         scope="AsyncLLM.generate",
         anchor="yield out",
-        insert="await self.capture.complete(out, sampling_params)",
-        why="Outputs carry rows, and the last one results, which it may wait for.",
+        insert="""
+await steering_serving.check_answered(self, q.request_id, out, sampling_params)
+await self.capture.complete(out, sampling_params)
+""",
+        why="The engine may have refused to steer it. Outputs carry rows, and the last "
+        "one results, which it may wait for.",
     ),
     before(
         scope="AsyncLLM.shutdown",

@@ -12,6 +12,10 @@ EDITS = [
         "from vllm.v1.steering import engine as steering_engine",
         why="What the calls below do.",
     ),
+    add_import(
+        "from vllm.v1.steering import names as named_steering",
+        why="What the calls below do.",
+    ),
     after(
         scope="EngineCore.__init__",
         anchor="self.model_executor = executor_class(vllm_config)",
@@ -24,6 +28,11 @@ EDITS = [
 end_captures = capture_engine.end_captures
 set_steering = steering_engine.set_steering
 get_steering = steering_engine.get_steering
+hold_steering = steering_engine.hold_steering
+commit_steering = steering_engine.commit_steering
+release_steering = steering_engine.release_steering
+steering_names = named_steering.steering_names
+change_steering_name = named_steering.change_steering_name
 """,
         why="Front ends call it by name.",
     ),

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that the engine core refuses: the way of the reason to their clients.
+
+A front end checks a request against the global vectors that it knows. Those that hold
+when it arrives may be others, so the engine core has the last word.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.steering.errors import SteeringValidationError
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.request import Request
+
+MARK = "steering is refused: "
+"""Begins the `stop_reason` of such a request; the message follows."""
+
+
+def refuse(core: "EngineCoreProc", request: "Request", message: str) -> None:
+    """Answer a request that was not scheduled.
+
+    Args:
+        core: the engine.
+        request: that has arrived.
+        message: says what is wrong, without the parameter's name.
+
+    """
+    answer = EngineCoreOutput(
+        request.request_id,
+        [],
+        finish_reason=FinishReason.ERROR,
+        stop_reason=MARK + message,
+    )
+    outputs = EngineCoreOutputs(
+        outputs=[answer], finished_requests={request.request_id}
+    )
+    core.output_queue.put_nowait((request.client_index, outputs))
+
+
+def is_refused(output: "RequestOutput") -> bool:
+    """Whether the engine core has refused the request of an output."""
+    return any(_reason(sample) for sample in output.outputs)
+
+
+def refusal_in(output: "RequestOutput", parameter: str) -> SteeringValidationError:
+    """The error that the output of a refused request tells of.
+
+    Args:
+        output: of the request, or of one of its samples.
+        parameter: the request's steering, for the message.
+
+    """
+    message = next(filter(None, map(_reason, output.outputs)))
+    return SteeringValidationError(f"{parameter}: {message}", parameter=parameter)
+
+
+def _reason(sample: "CompletionOutput") -> str | None:
+    if sample.finish_reason != "error" or not isinstance(sample.stop_reason, str):
+        return None
+    mark, _, message = sample.stop_reason.partition(MARK)
+    return message if not mark else None
