@@ -11,7 +11,9 @@ from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-WIDTH, ROWS = 6, 40
+WIDTH, ROWS, BASE = 6, 40, 5
+"""`BASE`: by how much slots are shifted, at most."""
+ZERO = torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,7 @@ def passes(draw: st.DrawFn) -> dict:
     return {
         "hidden": torch.randn(shape).to(dtype),
         "residual": torch.randn(shape).to(dtype) if draw(st.booleans()) else None,
+        "base": torch.tensor([draw(st.integers(0, BASE))], dtype=torch.int32),
         # A column of a token-major map, as the worker makes it.
         "map": torch.tensor(
             [[9, s if w else -1] for s, w in zip(slots, wanted)] + [[9, -1]] * padding,
@@ -53,25 +56,25 @@ def test_the_op_copies_the_stream_of_each_token_that_has_a_slot(
 ) -> None:
     hidden, residual = one["hidden"], one["residual"]
     slots = launching(one["map"][:, 1])
-    staging = torch.full((ROWS, WIDTH), 7.0, dtype=hidden.dtype)
-    expected = staging.clone()
+    staging = torch.full((ROWS + BASE, WIDTH), 7.0, dtype=hidden.dtype)
+    expected, base = staging.clone(), int(one["base"])
     for token in range(len(hidden)):
         if slots[token] >= 0:
             row = hidden[token].double()
             if residual is not None:
                 row = row + residual[token].double()
-            expected[slots[token]] = row.to(hidden.dtype)
+            expected[base + slots[token]] = row.to(hidden.dtype)
     if batched:  # [1, T, H], as the Transformers backend has it
         hidden = hidden[None]
         residual = None if residual is None else residual[None]
-    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, False)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, one["base"], staging, False)
     assert torch.equal(staging, expected)
 
 
 @given(passes())
 def test_a_tap_without_vectors_changes_nothing(one: dict) -> None:
-    staging = torch.zeros(ROWS, WIDTH, dtype=one["hidden"].dtype)
-    tap = ResidualTap(launching(one["map"][:, 1]), staging)
+    staging = torch.zeros(ROWS + BASE, WIDTH, dtype=one["hidden"].dtype)
+    tap = ResidualTap(launching(one["map"][:, 1]), one["base"], staging)
     before = one["hidden"].clone()
     hidden, residual = tap(one["hidden"], one["residual"])
     assert torch.equal(hidden, before)
@@ -83,7 +86,7 @@ def test_a_tap_that_does_not_launch_writes_nothing() -> None:
     staging = torch.zeros(2, WIDTH)
     slots = torch.zeros(1, dtype=torch.int32)
     launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, staging, False)
+    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, ZERO, staging, False)
     assert (staging == 0).all()
 
 
@@ -95,6 +98,7 @@ def test_the_op_has_a_fake_for_compilation() -> None:
             torch.ones(2, WIDTH),
             torch.ones(2, WIDTH),
             slots,
+            ZERO,
             torch.zeros(2, WIDTH),
             False,
         ),
@@ -107,7 +111,7 @@ def test_a_captured_row_is_the_rounded_sum_of_the_pair() -> None:
     residual = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
     staging = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
     slots = launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, False)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, False)
     assert torch.equal(staging, hidden + residual)
 
 
@@ -156,7 +160,7 @@ def test_compiled_and_eager_taps_steer_alike(one: dict, launches: bool) -> None:
     hidden, residual = one["hidden"], one["residual"]
     table = torch.randn(4, WIDTH).to(hidden.dtype)
     rows = torch.randint(1, 4, (len(hidden),), dtype=torch.int32)
-    tap = ResidualTap(None, None, table, rows)
+    tap = ResidualTap(None, None, None, table, rows)
     Launch.taps = frozenset({table.data_ptr()}) if launches else frozenset()
     before = hidden.clone(), None if residual is None else residual.clone()
     eager = tap(hidden, residual)
@@ -177,6 +181,6 @@ def test_a_part_of_a_sum_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
     hidden, residual = torch.ones(1, WIDTH), torch.ones(1, WIDTH)
     staging = torch.zeros(1, WIDTH)
     slots = launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(hidden, residual, slots, staging, True)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, True)
     assert (staging == 3).all()
     assert (hidden == 1).all() and (residual == 1).all()

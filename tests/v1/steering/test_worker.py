@@ -60,7 +60,7 @@ def worker() -> tuple[WorkerSteering, ResidualTap]:
     steering = WorkerSteering(
         config(), [TAP], WIDTH, torch.float32, torch.device("cpu")
     )
-    tap = ResidualTap(None, None, *steering.tensors(TAP))
+    tap = ResidualTap(None, None, None, *steering.tensors(TAP))
     steering.attach({TAP: tap})
     return steering, tap
 

@@ -42,6 +42,7 @@ if HAS_TRITON:
         hidden_ptr,  # [T, H]
         residual_ptr,  # [T, H] or unused
         slots_ptr,  # [T]
+        base_ptr,  # [1]
         staging_ptr,  # [S, H]
         hidden_stride,
         residual_stride,
@@ -55,6 +56,7 @@ if HAS_TRITON:
         slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
         if slot < 0:
             return
+        slot += tl.load(base_ptr)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < width
@@ -95,15 +97,17 @@ def capture_rows(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     slots: torch.Tensor,
+    base: torch.Tensor,
     staging: torch.Tensor,
     partial: bool,
 ) -> None:
-    """Copy the rows that have a slot to staging: `staging[slots[t]] = stream[t]`.
+    """Copy rows that have a slot to staging: `staging[base + slots[t]] = stream[t]`.
 
     Args:
         hidden: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
         residual: the other half, or None.
         slots: `[>= T]` int32, -1 where the token's row is not wanted.
+        base: `[1]` int32: only it changes where steps are alike.
         staging: `[S, H]` in the stream's dtype.
         partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
 
@@ -125,6 +129,7 @@ def capture_rows(
             hidden,
             residual,
             slots,
+            base,
             staging,
             hidden.stride(0),
             0 if residual is None else residual.stride(0),
@@ -141,13 +146,14 @@ def capture_rows(
     rows = hidden[tokens]
     if residual is not None:
         rows = rows + residual[tokens]
-    staging[slots[tokens].long()] = rows.to(staging.dtype)
+    staging[(base + slots[tokens]).long()] = rows.to(staging.dtype)
 
 
 def _capture_rows_fake(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     slots: torch.Tensor,
+    base: torch.Tensor,
     staging: torch.Tensor,
     partial: bool,
 ) -> None:

@@ -32,11 +32,13 @@ class ResidualTap:
     def __init__(
         self,
         slots: torch.Tensor | None = None,  # [T], int32, strided: -1 or a staging row
+        base: torch.Tensor | None = None,  # [1], int32, to be added to it
         staging: torch.Tensor | None = None,  # [S, H]
         table: torch.Tensor | None = None,  # [V, H]
         rows: torch.Tensor | None = None,  # [>= T], int32: a row of the table
     ) -> None:
         self.slots = slots
+        self.base = base
         self.staging = staging
         self.table = table
         self.rows = rows
@@ -64,7 +66,7 @@ class ResidualTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.slots is not None:
             torch.ops.vllm.capture_rows(
-                hidden_states, residual, self.slots, self.staging, partial
+                hidden_states, residual, self.slots, self.base, self.staging, partial
             )
         if self.table is None or self.rows is None:
             return hidden_states, residual

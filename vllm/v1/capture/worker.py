@@ -18,7 +18,7 @@ from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
-from vllm.v1.capture.placement import Placed, Placement
+from vllm.v1.capture.placement import Layout, Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
 from vllm.v1.capture.reporting import Reporter
@@ -83,8 +83,11 @@ class WorkerCapture:
         self._slots = torch.full(
             (max_rows, len(taps)), -1, dtype=torch.int32, device=device
         )
-        self._slots_np = np.full((max_rows, len(taps)), -1, dtype=np.int32)
+        self._base = torch.zeros(1, dtype=torch.int32, device=device)
+        self._laid: Layout | None = None
+        """The layout that is in the slots."""
         self._written = 0
+        """The slots below may hold something."""
         self._vllm_config = vllm_config
         self.addresses = {
             tap: self._slots[:, column].data_ptr()
@@ -132,9 +135,9 @@ class WorkerCapture:
             self._outbox,
         )
 
-    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots that the hook point `tap` reads, and the memory it writes."""
-        return self._slots[:, self._columns[tap]], self._staging.rows
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The slots of the hook point `tap`, where they begin, what it writes."""
+        return self._slots[:, self._columns[tap]], self._base, self._staging.rows
 
     def summary(self) -> str:
         """For the log: the budget, and what happens where it does not suffice."""
@@ -316,23 +319,21 @@ class WorkerCapture:
             if self._written:
                 # A graph that always launches its taps must find nothing to do.
                 self._slots[: self._written].fill_(-1)
-                self._written = 0
+                self._laid, self._written = None, 0
             self._send()
             return
         layout = self._placed.layout
         self._segment = self._reserve(layout.num_rows)
-        self._written = max(num_rows, self._written)
-        slots = self._slots_np[: self._written]
-        slots.fill(-1)
-        relative = layout.slots
-        np.add(
-            relative,
-            self._segment.start,
-            out=slots[: len(relative)],
-            where=relative >= 0,
-        )
-        async_tensor_h2d(slots, out=self._slots[: self._written])
-        self._written = num_rows
+        if layout is not self._laid:
+            self._lay(layout, num_rows)
+        self._base.fill_(self._segment.start)
+
+    def _lay(self, layout: Layout, num_rows: int) -> None:
+        """Write a layout's slots, and that the rows behind it have none."""
+        behind = max(num_rows, self._written) - len(layout.slots)
+        slots = np.pad(layout.slots, ((0, behind), (0, 0)), constant_values=-1)
+        async_tensor_h2d(slots, out=self._slots[: len(slots)])
+        self._laid, self._written = layout, num_rows
 
     def _reserve(self, num_rows: int) -> Segment:
         """Room for a step's rows; waits for it, if need be."""

@@ -238,9 +238,11 @@ def _tap(
     tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
 ) -> ResidualTap:
     """The tensors that one hook point reads and writes."""
-    slots, staging = (None, None) if capture is None else capture.tensors(tap)
+    slots = base = staging = None
+    if capture is not None:
+        slots, base, staging = capture.tensors(tap)
     table, rows = (None, None) if steering is None else steering.tensors(tap)
-    return ResidualTap(slots, staging, table, rows)
+    return ResidualTap(slots, base, staging, table, rows)
 
 
 def _check_supported(
