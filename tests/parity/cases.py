@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    def on(self, device: str) -> "Case":
+        """The case as upstream can run it there."""
+        latent = "kv_lora_rank" in self.options
+        if device == "cuda" and latent and self.dtype == "float32":
+            # Upstream's kernels for latent attention on a GPU know no float32.
+            return replace(self, dtype="bfloat16")
+        return self
 
     def save(self, folder: Path) -> tuple[Path, Path]:
         """Checkpoints of the model: the library's, and the one upstream loads."""

@@ -15,4 +15,8 @@ import transformers.models.auto.modeling_auto  # noqa: F401
 import tests.engines.captured
 import tests.parity.comparison  # noqa: F401
 import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    # It changes modules that a GPU's worker uses too.
+    import vllm.v1.worker.cpu_worker  # noqa: F401

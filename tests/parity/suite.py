@@ -23,17 +23,21 @@ class Suite:
 
     def __init__(self, cases: Sequence[Case], device: str) -> None:
         self.device = device
-        self._cases = cases
+        self._forms = {case: case.on(device) for case in cases}
         self._pool = ThreadPoolExecutor(int(os.environ.get("PARITY_JOBS", "2")))
         self._under_way: dict[Case, Future[Outcome]] = {
-            case: self._pool.submit(prove, case, device)
-            for case in cases
+            case: self._pool.submit(prove, form, device)
+            for case, form in self._forms.items()
             if self.obstacle(case) is None
         }
 
     def obstacle(self, case: Case) -> str | None:
         """Why upstream itself cannot run the case on this device."""
         return case.cannot or None if self.device == "cpu" else None
+
+    def tolerance(self, case: Case) -> float:
+        """The largest relative error of a row of the case on this device."""
+        return self._forms[case].tolerance
 
     def result(self, case: Case) -> Outcome:
         """What came of a case.
@@ -49,7 +53,8 @@ class Suite:
         """Drop what has not begun; record the others if that is asked for."""
         self._pool.shutdown(cancel_futures=True)
         if os.environ.get("PARITY_RECORD") == "1":
-            results.record({c: self._entry(c) for c in self._cases}, self.device)
+            found = {form: self._entry(case) for case, form in self._forms.items()}
+            results.record(found, self.device)
 
     def _entry(self, case: Case) -> results.Entry:
         if reason := self.obstacle(case):
@@ -60,4 +65,4 @@ class Suite:
         error = future.exception()
         if isinstance(error, CaseFailed):
             return results.failure(error.summary)
-        return results.outcome(case, *future.result())
+        return results.outcome(self._forms[case], *future.result())

@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_library(case: Case, suite: Suite) -> None:
     compared, hook_points = suite.result(case)
     assert hook_points
     assert not compared.wrong_rows
-    assert compared.row_error <= case.tolerance
+    assert compared.row_error <= suite.tolerance(case)
 
 
 @each_case

@@ -257,7 +257,7 @@ class Admission:
 
     def _check_budget(self, plan: CapturePlan) -> None:
         """Refuse what could never be scheduled: more taps than a step has rows."""
-        per_token = sum(len(group.taps) for group in plan.groups)
+        per_token = plan.num_taps
         if per_token > self._rows_per_step:
             raise fail(
                 f"capture: {per_token} hook points at one token exceed the "
