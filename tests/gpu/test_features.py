@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines.adapters import adapter
 from tests.engines.captured import CapturedEngine, asking, prompt
 from tests.engines.models import save
 from tests.engines.reference import Reference
 from tests.gpu.conftest import BF16, OpenEngine
+from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +101,23 @@ def test_rows_of_a_model_with_fp8_weights(
     engine = open_engine(llama, reference=reference, quantization="fp8")
     # Eight bits of a weight, three of them mantissa: some percent in each product.
     check_all(engine, [prompt(30 + i, seed=50 + i) for i in range(4)], tolerance=0.15)
+
+
+def test_rows_of_requests_with_and_without_an_adapter(
+    tmp_path: Path, llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    adapted = adapter(llama, tmp_path)
+    engine = open_engine(llama, reference=reference, enable_lora=True, max_lora_rank=8)
+    request = LoRARequest("adapter", 1, str(tmp_path))
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt(30 + i, seed=90 + i)} for i in range(4)],
+        asking("all", max_tokens=20, **QUIET),
+        lora_request=[request, None, request, None],
+        use_tqdm=False,
+    )
+    for output, expected in zip(outputs, (adapted, reference) * 2):
+        engine.reference = expected
+        engine.check(output, tolerance=BF16)
 
 
 def test_rows_of_a_mixture_of_experts(tmp_path: Path, open_engine: OpenEngine) -> None:
