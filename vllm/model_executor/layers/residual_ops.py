@@ -38,6 +38,22 @@ class Launch:
 if HAS_TRITON:
 
     @triton.jit
+    def _stream_row(  # type: ignore[no-untyped-def]
+        hidden_ptr,  # [H]
+        residual_ptr,  # [H] or unused
+        column,
+        width,
+        HAS_RESIDUAL: tl.constexpr,
+    ):
+        mask = column < width
+        row = tl.load(hidden_ptr + column, mask=mask)
+        if HAS_RESIDUAL:
+            # Summed and rounded as the next fused add-norm does it.
+            other = tl.load(residual_ptr + column, mask=mask)
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
+        return row
+
+    @triton.jit
     def _capture_rows_kernel(  # type: ignore[no-untyped-def]
         hidden_ptr,  # [T, H]
         residual_ptr,  # [T, H] or unused
@@ -50,24 +66,37 @@ if HAS_TRITON:
         staging_stride,
         width,
         HAS_RESIDUAL: tl.constexpr,
+        AT_ONCE: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         token = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        if AT_ONCE:  # Nothing waits for anything, if the row is wanted.
+            row = _stream_row(
+                hidden_ptr + token * hidden_stride,
+                residual_ptr + token * residual_stride,
+                column,
+                width,
+                HAS_RESIDUAL,
+            )
+        base = tl.load(base_ptr)
         slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
         if slot < 0:
             return
-        slot += tl.load(base_ptr)
-        for start in range(0, width, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            mask = column < width
-            row = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask)
-            if HAS_RESIDUAL:
-                # Summed and rounded as the next fused add-norm does it.
-                other = tl.load(
-                    residual_ptr + token * residual_stride + column, mask=mask
+        place = staging_ptr + (base + slot) * staging_stride
+        if AT_ONCE:
+            tl.store(place + column, row, mask=column < width)
+        else:
+            for start in range(0, width, BLOCK):
+                columns = start + column
+                row = _stream_row(
+                    hidden_ptr + token * hidden_stride,
+                    residual_ptr + token * residual_stride,
+                    columns,
+                    width,
+                    HAS_RESIDUAL,
                 )
-                row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
-            tl.store(staging_ptr + slot * staging_stride + column, row, mask=mask)
+                tl.store(place + columns, row, mask=columns < width)
 
     @triton.jit
     def _steer_rows_kernel(  # type: ignore[no-untyped-def]
@@ -77,20 +106,43 @@ if HAS_TRITON:
         target_stride,
         table_stride,
         width,
+        AT_ONCE: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         token = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        place = target_ptr + token * target_stride
+        if AT_ONCE:  # What the addition needs besides the vector.
+            value = tl.load(place + column, mask=column < width)
         row = tl.load(rows_ptr + token).to(tl.int64)
         if row == 0:
             return
+        vector_ptr = table_ptr + row * table_stride
         for start in range(0, width, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            mask = column < width
-            place = target_ptr + token * target_stride + column
-            value = tl.load(place, mask=mask)
-            vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
-            value = (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
-            tl.store(place, value, mask=mask)
+            columns = start + column
+            mask = columns < width
+            vector = tl.load(vector_ptr + columns, mask=mask)
+            if not AT_ONCE:
+                value = tl.load(place + columns, mask=mask)
+            total = (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
+            tl.store(place + columns, total, mask=mask)
+
+
+def _block(width: int) -> int:
+    """How many columns a kernel takes at a time."""
+    return min(triton.next_power_of_2(width), 4096)
+
+
+def _reads_at_once(num_tokens: int, width: int) -> bool:
+    """Whether rows are read before it is known that they are wanted.
+
+    That saves a decode step the time between two loads; of a prompt's many rows, most
+    of which nobody may want, the reading itself would cost more.
+    """
+    return num_tokens <= FEW_TOKENS and width <= _block(width)
+
+
+FEW_TOKENS = 512
 
 
 def capture_rows(
@@ -127,7 +179,7 @@ def capture_rows(
         num_tokens, width = hidden.shape
         _capture_rows_kernel[(num_tokens,)](
             hidden,
-            residual,
+            hidden if residual is None else residual,
             slots,
             base,
             staging,
@@ -137,7 +189,8 @@ def capture_rows(
             staging.stride(0),
             width,
             HAS_RESIDUAL=residual is not None,
-            BLOCK=min(triton.next_power_of_2(width), 4096),
+            AT_ONCE=_reads_at_once(num_tokens, width),
+            BLOCK=_block(width),
             num_warps=8,
         )
         return
@@ -192,7 +245,8 @@ def steer_rows(target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) ->
             target.stride(0),
             table.stride(0),
             width,
-            BLOCK=min(triton.next_power_of_2(width), 4096),
+            AT_ONCE=_reads_at_once(num_tokens, width),
+            BLOCK=_block(width),
             num_warps=8,
         )
         return
