@@ -15,27 +15,26 @@ The files are written to disk while the server goes on. See README.md beside thi
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
+from benchmarks import reports  # noqa: E402
+from benchmarks.goals import CAPTURE_COST as TARGETS  # noqa: E402
 from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.overhead import _machine, summary  # noqa: E402
+from benchmarks.reports import summary  # noqa: E402
 from benchmarks.served import Cost, Server  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 CAPTURES = WORK / "captures"
 LAYERS, WIDTH = 12, 768
-TARGETS = {"idle": 1.01, "last": 1.02, "four": 1.05}
 SPECS = {
     "last": {"positions": "last_prompt", "hooks": {"post_block": "all"}},
     "four": {"positions": "all", "hooks": {"post_block": [0, 3, 6, 9]}},
@@ -123,7 +122,7 @@ def ratios(rounds: list[dict[str, list[Cost]]], clock: str) -> dict[str, Any]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start both servers, measure, and stop them."""
     load = Load(rounds=options.rounds)
-    load_before = os.getloadavg()
+    head, load_before = reports.begun(), os.getloadavg()
     model = random_llama(WORK / "models", LAYERS, WIDTH)
     shutil.rmtree(CAPTURES, ignore_errors=True)
     # Without prefix caching: a cached prompt would make its capture seem dear.
@@ -147,8 +146,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(CAPTURES, ignore_errors=True)
     turns = [cost for each in rounds for cost in each["off"]]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(load_before),
+        **head,
+        "machine": reports.machine(load_before),
         "model": model.name,
         "compiled": not options.eager,
         "load": asdict(load),
@@ -188,10 +187,8 @@ def main() -> None:
     if options.rounds is None:
         options.rounds = Load().rounds // (4 if options.quick else 1)
     report = asyncio.run(run(options))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
-    print(f"Written to {options.out}")
+    reports.write(report, options.out)
 
 
 if __name__ == "__main__":

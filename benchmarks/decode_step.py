@@ -2,14 +2,15 @@
 """GPU time of one decode step, fork against upstream, by replaying recorded graphs.
 
     python benchmarks/decode_step.py --fork FORK_PATH --upstream UPSTREAM_PATH \
-        [--model 1b|8b] [--variants off,capture,...] [--out results.json]
+        [--model 1b|8b] [--variants off,capture,...] [--quick] [--out results.json]
 
 Each variant runs in a process of its own, with PYTHONPATH set to the folder (or
 folders, separated by colons) that holds its `vllm`. Weights are random; the 1B-class
 model has 16 layers of width 2048, the 8B-class one 32 of 4096. A figure is the median
-of seven measurements of 100 replays between two CUDA events; all ratios are to
-upstream in the same run. Also compares the greedy tokens of all variants. Results are
-written after each variant, so that a run that is cut short keeps what it has.
+of seven measurements of 100 replays between two CUDA events, a range is all seven; all
+ratios are to upstream's median in the same run. Also compares the greedy tokens of all
+variants. Results are written after each variant, so that a run that is cut short keeps
+what it has. `--quick`: both features on, three batch sizes, upstream once; 3 minutes.
 """
 
 import argparse
@@ -23,12 +24,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `benchmarks`
+
+from benchmarks import reports  # noqa: E402
+
 MODELS = {
     "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 BATCHES = (1, 8, 32, 128, 256)
+QUICK_BATCHES = (1, 32, 256)
 CONFIGS = 64
 VARIANTS = {
     "off": "",
@@ -38,6 +45,15 @@ VARIANTS = {
 }
 """The fork's, by the features that are on."""
 ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
+
+
+def describe(name: str) -> str:
+    """A model in words, for reports."""
+    size = MODELS[name]
+    return (
+        f"{name}: Llama, {size['num_hidden_layers']} layers of width "
+        f"{size['hidden_size']}, bfloat16, random weights"
+    )
 
 
 def model_folder(name: str) -> str:
@@ -62,7 +78,7 @@ def model_folder(name: str) -> str:
     return str(folder)
 
 
-def measure(model: str, features: str) -> dict[str, object]:
+def measure(model: str, features: str, batches: list[int]) -> dict[str, Any]:
     """Start an engine and time its graphs; runs in the variant's own process."""
     import time
 
@@ -70,7 +86,7 @@ def measure(model: str, features: str) -> dict[str, object]:
 
     from vllm import LLM, SamplingParams
 
-    extra: dict[str, object] = {}
+    extra: dict[str, Any] = {}
     if "capture" in features:
         extra["capture_consumers"] = ["logging"]
     if "steering" in features:
@@ -84,7 +100,7 @@ def measure(model: str, features: str) -> dict[str, object]:
         max_model_len=2048,
         max_num_seqs=256,
         gpu_memory_utilization=0.6,
-        compilation_config={"cudagraph_capture_sizes": list(BATCHES)},
+        compilation_config={"cudagraph_capture_sizes": batches},
         **extra,
     )
     started = time.perf_counter() - start
@@ -97,28 +113,30 @@ def measure(model: str, features: str) -> dict[str, object]:
     params = SamplingParams(
         temperature=0, max_tokens=48, ignore_eos=True, detokenize=False
     )
-    made = list(cases(runner)) if features else []
+    made = list(cases(runner, batches)) if features else []
     # After the graphs were recorded: recording leaves dummy lengths in the inputs,
     # and a replay computes on what it finds there.
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    times: dict[str, dict[int, float]] = {"plain": {}}
+    times: dict[str, dict[int, list[float]]] = {"plain": {}}
     plain = {
         desc.num_tokens: graph
         for desc, graph in runner.cudagraph_manager.graphs.items()
         if desc.uniform_token_count == 1 and not getattr(desc, "tapped", 0)
     }
-    for batch in BATCHES:
+    for batch in batches:
         times["plain"][batch] = replay_ms(plain[batch])
     for case in made:
         times[case.name] = {}
-        for batch in BATCHES:
+        for batch in batches:
             case.prepare(runner, batch)
             times[case.name][batch] = replay_ms(case.graphs[batch])
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "times": times,
         "start_seconds": started,
-        "memory": torch.cuda.memory_stats()["reserved_bytes.all.peak"],
+        "peak_memory_bytes": torch.cuda.memory_stats()["reserved_bytes.all.peak"],
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
     }
 
 
@@ -162,7 +180,7 @@ class Case:
                 )
 
 
-def cases(runner):  # type: ignore[no-untyped-def]
+def cases(runner, batches):  # type: ignore[no-untyped-def]
     """What the features do, in the graphs that serve such steps.
 
     Of steps that do little there are two kinds of graphs: those recorded when the
@@ -177,7 +195,7 @@ def cases(runner):  # type: ignore[no-untyped-def]
 
     def graphs(addresses, where, exact=True):  # type: ignore[no-untyped-def]
         ops = frozenset(addresses[tap] for tap in where)
-        return {batch: graph_for(runner, batch, ops, exact) for batch in BATCHES}
+        return {batch: graph_for(runner, batch, ops, exact) for batch in batches}
 
     if capture is not None:
         known = capture.addresses
@@ -225,8 +243,8 @@ def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
     return manager.graphs[chosen]
 
 
-def replay_ms(graph) -> float:  # type: ignore[no-untyped-def]
-    """Milliseconds of one replay."""
+def replay_ms(graph) -> list[float]:  # type: ignore[no-untyped-def]
+    """Milliseconds of one replay, measured seven times."""
     import torch
 
     for _ in range(20):
@@ -242,10 +260,12 @@ def replay_ms(graph) -> float:  # type: ignore[no-untyped-def]
         end.record()
         torch.cuda.synchronize()
         samples.append(begin.elapsed_time(end) / 100)
-    return statistics.median(samples)
+    return samples
 
 
-def run_variant(path: str, model: str, features: str) -> dict[str, object]:
+def run_variant(
+    path: str, model: str, features: str, batches: tuple[int, ...]
+) -> dict[str, Any]:
     """Measure one variant in a fresh process."""
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         environment = {
@@ -258,12 +278,40 @@ def run_variant(path: str, model: str, features: str) -> dict[str, object]:
         }
         command = [sys.executable, __file__, "--measure", features]
         command += ["--model", model, "--out", result.name]
-        log = tempfile.gettempdir() + "/decode_step.log"
-        with open(log, "a") as output:
+        command += ["--batches", ",".join(map(str, batches))]
+        log = Path(tempfile.gettempdir()) / "decode_step.log"
+        with log.open("ab") as output:
+            begin = output.tell()
             subprocess.run(
                 command, env=environment, check=True, stdout=output, stderr=output
             )
-        return json.loads(Path(result.name).read_text())  # type: ignore[no-any-return]
+        found: dict[str, Any] = json.loads(Path(result.name).read_text())
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    return {**found, **reports.engine_facts(text)}
+
+
+def evaluated(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """What is reported of a variant; `base` is upstream's run.
+
+    `range` holds the smallest and the largest ratio.
+    """
+    report = {
+        name: value
+        for name, value in run.items()
+        if name not in ("tokens", "times", "device", "torch")
+    }
+    report["same_tokens_as_upstream"] = run["tokens"] == base["tokens"]
+    report |= {"milliseconds": {}, "ratio": {}, "range": {}}
+    plain = {b: statistics.median(ms) for b, ms in base["times"]["plain"].items()}
+    for case, by_batch in run["times"].items():
+        medians = {batch: statistics.median(ms) for batch, ms in by_batch.items()}
+        report["milliseconds"][case] = medians
+        report["ratio"][case] = {b: ms / plain[b] for b, ms in medians.items()}
+        report["range"][case] = {
+            batch: [min(ms) / plain[batch], max(ms) / plain[batch]]
+            for batch, ms in by_batch.items()
+        }
+    return report
 
 
 def main() -> None:
@@ -273,32 +321,46 @@ def main() -> None:
     parser.add_argument("--upstream")
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--measure")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--batches", help=argparse.SUPPRESS)
+    parser.add_argument("--variants", help="default all; both with --quick")
+    parser.add_argument("--quick", action="store_true", help="about 3 minutes")
     parser.add_argument("--out", type=Path, default=Path("decode_step.json"))
     args = parser.parse_args()
     if args.measure is not None:
-        args.out.write_text(json.dumps(measure(args.model, args.measure)))
+        batches = [int(batch) for batch in args.batches.split(",")]
+        args.out.write_text(json.dumps(measure(args.model, args.measure, batches)))
         return
-    runs: dict[str, dict[str, object]] = {}
-    for name in ["upstream", *args.variants.split(","), "upstream again"]:
+    if not args.fork or not args.upstream:
+        parser.error("--fork and --upstream are needed")
+    names = (args.variants or ("both" if args.quick else ",".join(VARIANTS))).split(",")
+    names = ["upstream", *names, *([] if args.quick else ["upstream again"])]
+    sizes = QUICK_BATCHES if args.quick else BATCHES
+    report: dict[str, Any] = {**reports.begun(), "model": describe(args.model)}
+    report["variants"] = {}
+    base: dict[str, Any] = {}
+    for name in names:
         path = args.upstream if name.startswith("upstream") else args.fork
-        runs[name] = run_variant(path, args.model, VARIANTS.get(name, ""))
-        args.out.write_text(json.dumps(runs, indent=1))
-        print_variant(name, runs[name], runs["upstream"])
+        found = run_variant(path, args.model, VARIANTS.get(name, ""), sizes)
+        base = base or found
+        report |= {"device": found["device"], "torch": found["torch"]}
+        report["variants"][name] = evaluated(found, base)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print_variant(name, report["variants"][name])
+    reports.write(report, args.out)
 
 
-def print_variant(name: str, run: dict[str, object], base: dict[str, object]) -> None:
+def print_variant(name: str, variant: dict[str, Any]) -> None:
     """Milliseconds of a decode step, and in brackets the ratio to upstream."""
-    same = run["tokens"] == base["tokens"]
+    graphs = variant.get("graph_gib")
     print(
-        f"{name}: start {run['start_seconds']:.1f} s, peak memory "
-        f"{run['memory'] / 2**20:.0f} MiB, same tokens as upstream: {same}"  # type: ignore[operator]
+        f"{name}: start {variant['start_seconds']:.1f} s, "
+        + (f"graphs {graphs:.2f} GiB, " if graphs is not None else "")
+        + f"peak memory {variant['peak_memory_bytes'] / 2**20:.0f} MiB, same tokens as "
+        f"upstream: {variant['same_tokens_as_upstream']}"
     )
-    for case, by_batch in run["times"].items():  # type: ignore[attr-defined]
-        cells = []
-        for batch, ms in by_batch.items():
-            plain = base["times"]["plain"][batch]  # type: ignore[index]
-            cells.append(f"{batch}: {ms:.4f} ({ms / plain:.4f})")
+    for case, by_batch in variant["milliseconds"].items():
+        ratios = variant["ratio"][case]
+        cells = [f"{b}: {ms:.4f} ({ratios[b]:.4f})" for b, ms in by_batch.items()]
         print(f"  {case:46s} " + "  ".join(cells), flush=True)
 
 

@@ -13,24 +13,21 @@ of three tiny random models must agree bit for bit. See README.md beside this fi
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from math import comb
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `fork` and `benchmarks`
 
+from benchmarks import reports  # noqa: E402
 from benchmarks.engine_process import EngineProcess  # noqa: E402
 from benchmarks.environments import make_upstream_environment  # noqa: E402
 from benchmarks.equality import Equality, check_processes, compare  # noqa: E402
 from benchmarks.models import demo_model, random_prompts, tiny_models  # noqa: E402
+from benchmarks.reports import summary  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 TELLING = 0.1
@@ -70,7 +67,7 @@ def main() -> int:
     """Compare, measure, report; 1 if anything is not as claimed."""
     options = _options()
     load = Load(rounds=20) if options.quick else Load()
-    load_before = os.getloadavg()
+    head, load_before = reports.begun(), os.getloadavg()
     print("Upstream's environment", flush=True)
     python = make_upstream_environment(WORK / "upstream")
     with (
@@ -83,9 +80,8 @@ def main() -> int:
         equalities = _compare_all(upstream, fork)
         rounds = _measure(upstream, fork, load)
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python benchmarks/overhead.py" + " --quick" * options.quick,
-        "machine": _machine(load_before),
+        **head,
+        "machine": reports.machine(load_before),
         "threads": options.threads,
         "upstream": identities[0]["distributions"],
         "fork": identities[1]["distributions"],
@@ -97,10 +93,8 @@ def main() -> int:
         "cpu_ratio": summary([each.cpu_ratio for each in rounds]),
         "control": summary([each.control for each in rounds]),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     good = _print_verdict(report)
-    print(f"Written to {options.out}")
+    reports.write(report, options.out)
     return 0 if good else 1
 
 
@@ -168,39 +162,6 @@ def _round(
         cpu_ratio=total(upstream, "cpu") / total(fork, "cpu"),
         control=upstream[0]["wall"] / upstream[1]["wall"],
     )
-
-
-def summary(values: list[float]) -> dict[str, Any]:
-    """Median, spread, and the interval that holds the true median at 95 %.
-
-    The interval is distribution-free: between two of the ordered values. With fewer
-    than six there is none so sure, and it is the whole range.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    skip, below = 0, 0.5**count
-    while 2 * (below + comb(count, skip + 1) * 0.5**count) <= 0.05:
-        skip += 1
-        below += comb(count, skip) * 0.5**count
-    return {
-        "median": statistics.median(ordered),
-        "smallest": ordered[0],
-        "largest": ordered[-1],
-        "interval": [ordered[skip], ordered[-1 - skip]],
-    }
-
-
-def _machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load_average_before": load_before,
-        "load_average_after": os.getloadavg(),
-    }
 
 
 def _print_verdict(report: dict[str, Any]) -> bool:

@@ -95,6 +95,12 @@ class Server:
                 await asyncio.sleep(0.5)
         raise RuntimeError(f"the server did not start; see {self.log}")
 
+    async def get(self, path: str) -> Any:
+        """What the server answers there."""
+        answer = await self._client.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
     async def turn(self, bodies: list[dict[str, Any]]) -> Cost:
         """Post all completions at once, and wait for all answers."""
         wall, cpu = time.perf_counter(), self._cpu_seconds()

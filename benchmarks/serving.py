@@ -2,20 +2,23 @@
 """Claim: what capture and steering cost a server on a GPU, against upstream's.
 
     python benchmarks/serving.py --fork FORK_PATH --upstream UPSTREAM_PATH \
-        [--model 1b|8b] [--rounds 3] [--out serving.json]
+        [--model 1b|8b] [--rounds 3] [--quick] [--out serving.json] \
+        -- --gpu-memory-utilization 0.42
 
 Two servers share the GPU: upstream's, and the fork's with both features enabled. The
 paths become PYTHONPATH. They take turns at the same load, with upstream's own
 `vllm bench serve` as the client; a round goes through all cases and back, so that a
 machine that gets slower or faster meanwhile cancels out. Each figure is a ratio to
-upstream at the same load in the same round. Weights are random.
+upstream at the same load in the same round. Weights are random. Captured rows go to
+the consumer `logging` while tokens are generated; whole prompts to `host_memory`, which
+keeps them in host memory until their request has ended. `--quick`: two rounds, about
+four minutes.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -23,14 +26,16 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks.decode_step import MODELS, model_folder  # noqa: E402
+from benchmarks import reports  # noqa: E402
+from benchmarks.decode_step import MODELS, describe, model_folder  # noqa: E402
+from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
+from benchmarks.host_memory import plug_in  # noqa: E402
 from benchmarks.served import Server  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "serving"
@@ -58,24 +63,23 @@ class Case:
     body: dict[str, Any] = field(default_factory=dict)
 
 
-def capture(positions: str, layers: Any, hooks: tuple[str, ...]) -> dict[str, Any]:
-    """Request fields that capture with the consumer that only counts rows."""
-    spec = {"positions": positions, "hooks": dict.fromkeys(hooks, layers)}
-    return {"capture": {"logging": spec}}
+def capture(positions: str, layers: Any, consumer: str = "logging") -> dict[str, Any]:
+    """Request fields that capture behind each block."""
+    spec = {"positions": positions, "hooks": {"post_block": layers}}
+    return {"capture": {consumer: spec}}
 
 
 def cases(layers: int) -> dict[str, Case]:
     """By name; `plain` comes after captures, as on a server that others use."""
     middle = layers // 2
-    one = ("post_block",)
     return {
         "plain": Case("decode"),
         "steered, one layer": Case("decode", {"steering_name": "one"}),
         "steered, all layers and hooks": Case("decode", {"steering_name": "all"}),
-        "captured, one layer": Case("decode", capture("all_generated", [middle], one)),
-        "captured, all layers": Case("decode", capture("all_generated", "all", one)),
+        "captured, one layer": Case("decode", capture("all_generated", [middle])),
+        "captured, all layers": Case("decode", capture("all_generated", "all")),
         "plain prompts": Case("prefill"),
-        "captured prompts": Case("prefill", capture("all_prompt", "all", one)),
+        "captured prompts": Case("prefill", capture("all_prompt", "all", HOST_MEMORY)),
     }
 
 
@@ -171,11 +175,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         shutil.copy(ROOT / "examples" / "demo_model" / "weights" / name, model)
     sides = {
         "upstream": Side(options.upstream_python, {"PYTHONPATH": options.upstream}),
-        "fork": Side(options.fork_python, {"PYTHONPATH": options.fork}),
+        "fork": Side(
+            options.fork_python,
+            {"PYTHONPATH": f"{options.fork}:{plug_in(WORK / 'plugin')}"},
+        ),
     }
     common = ["--load-format", "dummy", "--max-model-len", str(options.model_len)]
     common += ["--max-num-seqs", "256", "--no-enable-prefix-caching", *options.serve]
-    features = ["--capture-consumers", "logging", "--enable-steering"]
+    features = ["--capture-consumers", "logging", HOST_MEMORY, "--enable-steering"]
     features += ["--max-steering-configs", "16", "--steering-modules"]
     features += write_modules(width, layers)
     loads = {
@@ -188,15 +195,21 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         log = WORK / f"{name}.log"
         return Server(model, log, common + more, 0, side.python, dict(side.environment))
 
+    load_before = os.getloadavg()
+    report = {**reports.begun(), "model": describe(options.model)}
+    report |= {"gpu": reports.ask_gpu("name"), "serve": common}
     started = {}
+    memory = {"before": reports.gpu_memory_gib()}
     begin = time.monotonic()
     async with serve("upstream", []) as upstream:
         await upstream.ready()
         started["upstream"] = start_of(upstream, begin)
+        memory["upstream is ready"] = reports.gpu_memory_gib()
         begin = time.monotonic()
         async with serve("fork", features) as fork:
             await fork.ready()
             started["fork"] = start_of(fork, begin)
+            memory["both are ready"] = reports.gpu_memory_gib()
             urls = {"upstream": upstream.url, "fork": fork.url}
             order = [("upstream", Case(load)) for load in loads]
             order += [("fork", case) for case in cases(layers).values()]
@@ -217,23 +230,24 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 elif options.rounds == 0:
                     rounds.append(figures)
             client.close()
+            memory["after the load"] = reports.gpu_memory_gib()
+            counters = await fork.get("/v1/capture")
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": options.model,
+        **report,
+        "machine": reports.machine(load_before),
         "loads": {name: repr(load) for name, load in loads.items()},
         "start": started,
+        "gpu_gib": memory,
+        "capture": counters,
         "rounds": rounds,
     }
 
 
 def start_of(server: Server, begin: float) -> dict[str, float]:
-    """Seconds until a server was ready, and what its log says of its graphs."""
-    found = {"seconds": time.monotonic() - begin}
-    pattern = r"Graph capturing finished in (\d+) secs, took ([\d.]+) GiB"
-    graphs = re.findall(pattern, server.log.read_text(errors="replace"))
-    if graphs:  # the last: those before it only measured
-        found["graph_seconds"], found["graph_gib"] = map(float, graphs[-1])
-    return found
+    """Seconds until a server was ready, and what its log says of its start."""
+    seconds = time.monotonic() - begin
+    log = server.log.read_text(errors="replace")
+    return {"seconds": seconds, **reports.engine_facts(log)}
 
 
 def ratio(
@@ -252,6 +266,8 @@ def print_table(report: dict[str, Any], layers: int) -> None:
     for side, found in report["start"].items():
         figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
         print(f"start of {side}: {figures}")
+    for when, gib in report["gpu_gib"].items():
+        print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
     print(f"{'case':<32}{'TPOT':>24}{'TTFT':>24}{'tokens/s':>24}")
     for name, case in cases(layers).items():
         cells = []
@@ -277,14 +293,16 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="default 3; 2 with --quick")
+    parser.add_argument("--quick", action="store_true", help="about 4 minutes")
     parser.add_argument("--out", type=Path, default=WORK / "serving.json")
     parser.add_argument("serve", nargs="*", help="more arguments for both servers")
     options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 3
     report = asyncio.run(run(options))
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report, MODELS[options.model]["num_hidden_layers"])
-    print(f"Written to {options.out}")
+    reports.write(report, options.out)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ request, at width 4096. See README.md beside this file.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +32,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
+from benchmarks import reports  # noqa: E402
 from benchmarks.admission_time import measure_admission  # noqa: E402
+from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
 from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.overhead import _machine, summary  # noqa: E402
+from benchmarks.reports import summary  # noqa: E402
 from benchmarks.served import Cost, Server  # noqa: E402
 from vllm.v1.steering.files import save_module  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 LAYERS, WIDTH, CONFIGS = 12, 768, 16
 HOOKS = ("pre_attn", "post_attn", "post_block")
-TARGETS = {"idle": 1.01, "one": 1.015, "all": 1.06}
 SETUP_TARGETS = {"named": 0.2, "packed": 2.0}
 """Milliseconds."""
 
@@ -152,7 +151,7 @@ def ratios(starts: list[list[Round]], clock: str) -> dict[str, Any]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start both servers, measure, and stop them."""
     load = Load(rounds=options.rounds)
-    load_before = os.getloadavg()
+    head, load_before = reports.begun(), os.getloadavg()
     model = random_llama(WORK / "models", LAYERS, WIDTH)
     modules = write_modules(WORK / "modules")
     common = ["--max-model-len", "256", "--max-num-seqs", "32", "--dtype", model.dtype]
@@ -175,9 +174,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{first!r} was started first", flush=True)
             starts.append(await measure(servers["off"], servers["on"], load))
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": _machine(load_before),
+        **head,
+        "machine": reports.machine(load_before),
         "threads": threads,
         "torch": torch.__version__,
         "serve": common,
@@ -199,10 +197,8 @@ def main() -> int:
     options = _options()
     report = asyncio.run(run(options))
     report["setup_ms"] = measure_admission()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     good = _print_verdict(report)
-    print(f"Written to {options.out}")
+    reports.write(report, options.out)
     return 0 if good else 1
 
 

@@ -17,20 +17,19 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
+from benchmarks import reports  # noqa: E402
+from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
 from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.overhead import _machine  # noqa: E402
 from benchmarks.served import ENVIRONMENT  # noqa: E402
 from benchmarks.steering_cost import (  # noqa: E402
     CONFIGS,
     LAYERS,
-    TARGETS,
     WIDTH,
     WORK,
     write_modules,
@@ -138,7 +137,7 @@ def main() -> int:
     if options.serve:
         serve(options.serve[0], json.loads(options.serve[1]))
         return 0
-    load_before = os.getloadavg()
+    head, load_before = reports.begun(), os.getloadavg()
     model = random_llama(WORK / "models", LAYERS, WIDTH).folder
     modules = write_modules(WORK / "modules")
     starts: list[dict[str, list[float]]] = []
@@ -159,15 +158,14 @@ def main() -> int:
         for mode in TARGETS
     }
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": _machine(load_before),
+        **head,
+        "machine": reports.machine(load_before),
         "starts": {"off first": starts[0], "on first": starts[1]},
         "cost": costs,
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     for mode, cost in costs.items():
         print(f"{mode:<5} {cost:.4f}, target {TARGETS[mode]}")
+    reports.write(report, options.out)
     return 0 if all(costs[mode] <= TARGETS[mode] for mode in TARGETS) else 1
 
 

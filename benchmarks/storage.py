@@ -10,6 +10,8 @@ a worker, and timed until the last result is there.
 
     python benchmarks/storage.py --folder /data/bench --gib 2 --rounds 3
     python benchmarks/storage.py --folder /data/bench --memory-gib 10
+
+The latter only prints how much memory the consumer holds meanwhile.
 """
 
 import argparse
@@ -21,13 +23,19 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter, process_time, sleep
+from typing import Any
 
 import torch
 
-from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
-from vllm.v1.capture.lane import Ending, SinkLane
-from vllm.v1.capture.types import CaptureChunk, CaptureFinalize
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
+from benchmarks import reports  # noqa: E402
+from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
+from vllm.v1.capture.lane import Ending, SinkLane  # noqa: E402
+from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402
+
+WORK = ROOT / "build" / "benchmarks"
 WIDTH = 4096
 ROW_BYTES = WIDTH * 2
 GIB = 1 << 30
@@ -155,19 +163,32 @@ def timed(
     return seconds, process_time() - begin
 
 
-def compare(folder: Path, layout: str, total: int, rounds: int) -> None:
-    ratios = []
+def compare(
+    folder: Path, layout: str, total: int, rounds: int
+) -> list[dict[str, float]]:
+    """Seconds of either writer, and the ratio of throughputs, round by round."""
+    found = []
     for _ in range(rounds):
         base, base_cpu = timed(plain, folder, layout, total)
         ours, ours_cpu = timed(consumer, folder, layout, total)
-        ratios.append(base / ours)
+        found.append(
+            {
+                "plain_seconds": base,
+                "consumer_seconds": ours,
+                "plain_cpu_seconds": base_cpu,
+                "consumer_cpu_seconds": ours_cpu,
+                "ratio": base / ours,
+            }
+        )
         print(
             f"{layout:9} plain {total / base / 1e6:6.0f} MB/s, consumer "
             f"{total / ours / 1e6:6.0f} MB/s, ratio {base / ours:.2f}; CPU seconds a "
             f"GB {base_cpu / total * 1e9:.2f} and {ours_cpu / total * 1e9:.2f}",
             flush=True,
         )
-    print(f"{layout:9} median ratio {statistics.median(ratios):.2f}", flush=True)
+    median = statistics.median(one["ratio"] for one in found)
+    print(f"{layout:9} median ratio {median:.2f}", flush=True)
+    return found
 
 
 def memory(folder: Path, total: int) -> None:
@@ -199,14 +220,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layouts", nargs="+", default=list(SHAPES))
     parser.add_argument("--memory-gib", type=float, default=0.0)
+    parser.add_argument("--out", type=Path, default=WORK / "storage.json")
     args = parser.parse_args()
+    head, load = reports.begun(), os.getloadavg()
     folder = args.folder / "storage-benchmark"
     folder.mkdir(parents=True, exist_ok=True)
     if args.memory_gib:
         memory(folder, int(args.memory_gib * GIB))
     else:
-        for layout in args.layouts:
-            compare(folder, layout, int(args.gib * GIB), args.rounds)
+        total = int(args.gib * GIB)
+        report: dict[str, Any] = {
+            **head,
+            "gib": args.gib,
+            "layouts": {
+                layout: compare(folder, layout, total, args.rounds)
+                for layout in args.layouts
+            },
+            "machine": reports.machine(load),
+        }
+        reports.write(report, args.out)
     shutil.rmtree(folder)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.equality import check_processes, first_difference
 from benchmarks.models import tiny_models
-from benchmarks.overhead import _round, summary
+from benchmarks.overhead import _round
+from benchmarks.reports import summary
 
 OUTPUT = {
     "tokens": [1, 2],

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks are to show, by script and case: drawn into their plots."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound."""
+
+    value: float
+    at_most: bool = True
+    """Otherwise at least."""
+
+
+def _at_most(values: dict[str, float]) -> dict[str, Goal]:
+    return {case: Goal(value) for case, value in values.items()}
+
+
+DECODE_STEP = {
+    "1b": _at_most(
+        {
+            "plain": 1.002,
+            "one layer captured": 1.01,
+            "all layers captured": 1.04,
+            "one layer steered, 16 configs": 1.01,
+            "all layers and hooks steered, 16 configs": 1.03,
+            "all layers and hooks steered, 64 configs": 1.03,
+        }
+    ),
+    "8b": _at_most(
+        {
+            "plain": 1.002,
+            "one layer captured": 1.01,
+            "all layers captured": 1.02,
+            "one layer steered, 16 configs": 1.005,
+            "all layers and hooks steered, 16 configs": 1.015,
+            "all layers and hooks steered, 64 configs": 1.015,
+        }
+    ),
+}
+"""GPU time of a decode step over upstream's, by model."""
+
+SERVING = {
+    "mean_tpot_ms": _at_most(
+        {
+            "steered, one layer": 1.01,
+            "steered, all layers and hooks": 1.03,
+            "captured, one layer": 1.02,
+            "captured, all layers": 1.06,
+        }
+    ),
+    "mean_ttft_ms": {},
+    "total_token_throughput": {
+        "plain": Goal(0.99, at_most=False),
+        "plain prompts": Goal(0.99, at_most=False),
+        "captured prompts": Goal(0.90, at_most=False),
+    },
+    "start": _at_most({"seconds": 1.25, "graph_gib": 1.5}),
+}
+"""By what `vllm bench` calls the figure, over upstream's."""
+
+PREFILL = Goal(0.90, at_most=False)
+"""Throughput of prompts that are captured whole, over upstream's."""
+
+STORAGE = {
+    "per_file": Goal(0.40, at_most=False),
+    "packed": Goal(0.70, at_most=False),
+    "sharded": Goal(0.70, at_most=False),
+}
+"""Throughput over that of a plain sequential writer, by layout."""
+
+CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
+"""Time over that of a server without capture, at most."""
+
+STEERING_COST = {"idle": 1.01, "one": 1.015, "all": 1.06}
+"""Time over that of a server without steering, at most."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports become plots: which figures, which goals, and always the same picture."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import reports
+from benchmarks.charts import Goal, Mark, Row, chart_of
+from benchmarks.decode_step import evaluated
+from benchmarks.plots import draw, plot_beside
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+COMMITTED = sorted(RESULTS.glob("*.json"))
+LARGEST = 60_000
+
+
+def turns(*throughputs: float) -> list[dict[str, float]]:
+    return [
+        {"mean_tpot_ms": 2.0, "mean_ttft_ms": 60.0, "total_token_throughput": each}
+        for each in throughputs
+    ]
+
+
+def serving_report() -> dict[str, Any]:
+    rounds = [
+        {
+            "upstream, decode": turns(100, 100),
+            "upstream, prefill": turns(1000, 1000),
+            "plain": turns(99, slower),
+            "captured prompts": turns(500, 700),
+        }
+        for slower in (95, 97, 101)
+    ]
+    start = {"upstream": {"seconds": 40.0}, "fork": {"seconds": 44.0}}
+    return {
+        "command": "python benchmarks/serving.py --fork F --out old.py.json",
+        "gpu": "H100",
+        "date": "2026-11-21T11:16:49+00:00",
+        "rounds": rounds,
+        "start": start,
+    }
+
+
+def rows_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
+    return {
+        panel.unit: {row.label: row for row in panel.rows}
+        for panel in chart_of(report).panels
+    }
+
+
+def test_there_are_committed_results() -> None:
+    assert COMMITTED
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_result_has_a_small_plot_that_can_be_drawn_again(
+    path: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / path.name
+    again.write_bytes(path.read_bytes())
+    plot_beside(json.loads(again.read_text()), again)
+    drawn = again.with_suffix(".svg").read_text()
+    committed = path.with_suffix(".svg").read_text()
+    # Numbers in it may differ in their last digits from machine to machine.
+    assert drawn.count("<text") == committed.count("<text") > 5
+    assert len(committed.encode()) < LARGEST
+
+
+def test_the_same_report_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.svg", tmp_path / "two.svg"
+    for target in (one, two):
+        draw(chart_of(serving_report()), target)
+    assert one.read_bytes() == two.read_bytes()
+    assert b"dc:date" not in one.read_bytes()
+
+
+def test_serving_shows_each_round_over_upstream_at_the_same_load() -> None:
+    rows = rows_of(serving_report())
+    throughput = rows["throughput / upstream"]
+    assert throughput["plain"].marks == (Mark(0.98, 0.97, 1.0),)
+    assert throughput["plain"].goal == Goal(0.99, at_most=False)
+    assert throughput["captured prompts"].marks == (Mark(0.6, 0.6, 0.6),)
+    assert throughput["captured prompts"].goal == Goal(0.9, at_most=False)
+    # One token has no time between tokens.
+    assert rows["time per output token / upstream"].keys() == {"plain"}
+    assert rows["start and memory / upstream"].keys() == {"seconds until ready"}
+
+
+def test_the_title_says_where_and_when() -> None:
+    assert chart_of(serving_report()).title == "Serving\nH100, 2026-11-21"
+
+
+def test_a_report_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="other"):
+        chart_of({"command": "python other.py"})
+
+
+def test_a_decode_steps_ratios_are_to_upstreams_median() -> None:
+    base = {"tokens": [[1]], "times": {"plain": {"1": [1.0, 2.0, 9.0]}}}
+    run = {
+        "tokens": [[1]],
+        "times": {"one layer captured": {"1": [2.0, 3.0, 4.0]}},
+        "start_seconds": 50.0,
+    }
+    found = evaluated(run, base)
+    assert found["ratio"] == {"one layer captured": {"1": 1.5}}
+    assert found["range"] == {"one layer captured": {"1": [1.0, 2.0]}}
+    assert found["same_tokens_as_upstream"] and "tokens" not in found
+    report = {
+        "command": "python benchmarks/decode_step.py",
+        "model": "8b: Llama",
+        "variants": {"upstream": evaluated(base, base), "both": found},
+    }
+    (rows,) = rows_of(report).values()
+    assert rows["one layer captured"] == Row(
+        "one layer captured", (Mark(1.5, 1.0, 2.0, label="batch 1"),), Goal(1.01)
+    )
+
+
+def test_without_matplotlib_a_benchmark_goes_on_and_says_so_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    path = tmp_path / "new" / "serving.json"
+    reports.write(serving_report(), path)
+    assert json.loads(path.read_text())["gpu"] == "H100"
+    assert not path.with_suffix(".svg").exists()
+    assert capsys.readouterr().out.count("No plot") == 1
