@@ -68,7 +68,6 @@ class Bench:
             names,
             np.array(list(starts.values())),
             np.ones(count, dtype=np.int64),
-            np.arange(count),
             count,
             None if true is None else (lambda: true.true),
         )

@@ -100,7 +100,6 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
             batch,
             np.array([positions[name] for name in batch]),
             scheduled,
-            np.cumsum(scheduled) - scheduled,
             int(scheduled.sum()),
         )
         assert described(placement.place(view)) == anew(view, groups)
@@ -127,9 +126,7 @@ def test_decoding_steps_share_one_layout() -> None:
     tap = LocalGroup(((0, "post_block"),), (0,), ((3, OPEN_END),), ())
     placement.add("a", (tap,))
     placed = [
-        placement.place(
-            StepView(["a"], np.array([at]), np.array([1]), np.array([0]), 1)
-        )
+        placement.place(StepView(["a"], np.array([at]), np.array([1]), 1))
         for at in range(6)
     ]
     assert placed[:3] == [None] * 3

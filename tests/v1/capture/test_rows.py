@@ -25,13 +25,11 @@ def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
     computed = [draw(st.integers(0, END)) for _ in ids]
     scheduled = [draw(st.integers(1, 6)) for _ in ids]
     wants = {i: draw(wanted(PROMPT, END)) for i in ids if draw(st.booleans())}
-    first_row = np.cumsum(scheduled) - scheduled
     padding = draw(st.integers(0, 3))
     view = StepView(
         ids,
         np.array(computed),
         np.array(scheduled),
-        first_row,
         sum(scheduled) + padding,
     )
     return view, wants

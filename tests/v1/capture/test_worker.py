@@ -92,7 +92,6 @@ class Bench:
             [name for name, _, _ in batch],
             np.array([start for _, start, _ in batch]),
             scheduled,
-            np.cumsum(scheduled) - scheduled,
             rows,
         )
         Launch.taps = self.worker.plan_step(view)
@@ -193,7 +192,7 @@ def test_rows_of_any_steps_reach_their_readers(
 
 
 def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
-    view = StepView(["x"], np.array([0]), np.array([3]), np.array([0]), 3)
+    view = StepView(["x"], np.array([0]), np.array([3]), 3)
     assert bench.worker.plan_step(view) == frozenset()
     bench.worker.begin_step(3)
     bench.worker.end_step()
@@ -204,7 +203,7 @@ def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
     bench = Bench(tensor_rank=1)
     plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
     bench.worker.add_request("r", plan, [1, 2, 3], None)
-    view = StepView(["r"], np.array([0]), np.array([3]), np.array([0]), 3)
+    view = StepView(["r"], np.array([0]), np.array([3]), 3)
     assert bench.worker.plan_step(view)
     bench.worker.begin_step(3)
     assert (bench.worker._slots == -1).all()

@@ -57,7 +57,6 @@ def test_each_selected_token_of_the_tier_is_changed_once(
         names,
         np.array([computed for computed, _, _ in requests]),
         scheduled,
-        np.cumsum(scheduled) - scheduled,
         int(scheduled.sum()),
     )
     lengths = {name: size for name, (_, _, size) in zip(names, requests, strict=True)}
@@ -148,6 +147,6 @@ def test_edits_equal_the_float64_reference(kinds: list) -> None:
 
 def test_an_operation_written_twice_acts_twice() -> None:
     one = made("add", [0])
-    view = StepView(["a"], np.array([0]), np.array([2]), np.array([0]), 2)
+    view = StepView(["a"], np.array([0]), np.array([2]), 2)
     found = plan_edits(view, lambda _: [tiers(base=[one, one])], {"a": 2}, {TAP})
     assert [rows for _, rows in found[TAP]] == [[0], [0]]

@@ -24,7 +24,6 @@ def view(*requests: tuple[str, int, int]) -> StepView:
         [name for name, _, _ in requests],
         np.array([computed for _, computed, _ in requests]),
         scheduled,
-        np.cumsum(scheduled) - scheduled,
         int(scheduled.sum()),
     )
 

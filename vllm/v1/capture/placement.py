@@ -88,8 +88,7 @@ class Placement:
         return self._last
 
     def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
-        last = len(view.req_ids) - 1
-        rows = int(view.first_row[last]) + int(view.num_scheduled[last])
+        rows = int(view.num_scheduled.sum())
         slots = np.empty((rows, len(self._addresses)), dtype=np.int32)
         assign_slots(blocks, 0, slots)
         columns = {column for block in blocks for column in block.columns}
@@ -101,7 +100,7 @@ class Placement:
             self._steps_left > 0
             and view.true_starts is None
             and view.decodes(self._req_ids)
-            and np.array_equal(view.num_computed, self._next)
+            and bool((view.num_computed == self._next).all())
         )
 
     def _remember(self, view: StepView) -> None:

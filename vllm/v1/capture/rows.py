@@ -25,7 +25,6 @@ class StepView:
     req_ids: Sequence[str]
     num_computed: npt.NDArray[np.integer]  # [num_reqs], position of the first token
     num_scheduled: npt.NDArray[np.integer]  # [num_reqs]
-    first_row: npt.NDArray[np.integer]  # [num_reqs], row of the first token
     num_rows: int
     """Rows of the step's tensors, padding included."""
     true_starts: Callable[[], torch.Tensor] | None = None
@@ -33,6 +32,11 @@ class StepView:
     is that. With drafts and asynchronous scheduling a step is prepared before it is
     known how many drafts of the last one were rejected; `num_computed` assumes none.
     """
+
+    @property
+    def first_row(self) -> npt.NDArray[np.integer]:  # [num_reqs]
+        """Row of each request's first token: they follow one another."""
+        return np.cumsum(self.num_scheduled) - self.num_scheduled
 
     @property
     def only_decodes(self) -> bool:
@@ -132,13 +136,14 @@ def pick_rows(
 ) -> tuple[Block, ...]:
     """The blocks that a step captures, none where no plan selects a row."""
     picked: dict[tuple[int, ...], list[Pick]] = {}
+    first_row = view.first_row
     for index, req_id in enumerate(view.req_ids):
         groups = groups_of.get(req_id)
         if not groups:
             continue
         start = int(view.num_computed[index])
         stop = start + int(view.num_scheduled[index])
-        offset = int(view.first_row[index]) - start
+        offset = int(first_row[index]) - start
         for number, group in enumerate(groups):
             for first, last in overlap(group.ranges, start, stop):
                 picked.setdefault(group.columns, []).append(

@@ -30,12 +30,13 @@ def plan_edits(
     # One operation that several requests share is carried out once for all; one
     # that a request has twice is carried out twice.
     found: dict[tuple[str, int], tuple[Operation, list[int]]] = {}
+    first_row = view.first_row
     for index, req_id in enumerate(view.req_ids):
         start = int(view.num_computed[index])
         stop = start + int(view.num_scheduled[index])
         boundary = prompt_lengths.get(req_id, 0)
         middle = min(max(boundary, start), stop)
-        offset = int(view.first_row[index]) - start
+        offset = int(first_row[index]) - start
         tiers = tiers_of(req_id)
         phases = (
             ([one for t in tiers for one in t.prefill_operations], start, middle),

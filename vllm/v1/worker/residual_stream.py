@@ -307,12 +307,10 @@ def v1_view(
     `true_starts` is given where the batch's own positions are only assumed.
     """
     num_reqs = len(num_scheduled)
-    first_row = np.cumsum(num_scheduled) - num_scheduled
     return StepView(
         req_ids=input_batch.req_ids,
         num_computed=input_batch.num_computed_tokens_cpu[:num_reqs],
         num_scheduled=num_scheduled,
-        first_row=first_row,
         num_rows=num_rows,
         true_starts=None
         if true_starts is None
@@ -323,12 +321,10 @@ def v1_view(
 def v2_view(req_states: "RequestState", batch: "BatchReqState") -> StepView:
     """The V2 runner's batch, once it is gathered."""
     num_scheduled = batch.num_scheduled_tokens
-    first_row = np.cumsum(num_scheduled) - num_scheduled
     return StepView(
         req_ids=batch.req_ids,
         num_computed=req_states.num_computed_tokens_np[batch.idx_mapping_np],
         num_scheduled=num_scheduled,
-        first_row=first_row,
         num_rows=batch.num_tokens,
         true_starts=partial(_starts_on_device, req_states, batch)
         if req_states.num_speculative_steps
