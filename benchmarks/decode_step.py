@@ -157,6 +157,7 @@ class Case:
         capture, steering = runner.residual._capture, runner.residual.steering
         if capture is not None:
             capture._slots.fill_(-1)
+            capture._base.zero_()
             if self.captured:
                 columns = [capture._columns[tap] for tap in self.captured]
                 rows = torch.arange(batch * len(columns), dtype=torch.int32)

@@ -76,10 +76,10 @@ class WorkerAlone:
         """Each request computes so many tokens, after so many."""
         count, total = len(ids), len(ids) * scheduled
         view = StepView(
-            ids,
-            np.full(count, computed),
-            np.full(count, scheduled),
-            total,
+            req_ids=ids,
+            num_computed=np.full(count, computed),
+            num_scheduled=np.full(count, scheduled),
+            num_rows=total,
         )
         self._worker.plan_step(view)
         self._worker.begin_step(total)
