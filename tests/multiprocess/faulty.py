@@ -14,19 +14,29 @@ import torch
 from tests.multiprocess.launch import FAULT
 from vllm.v1.steering.worker import WorkerSteering
 
+opened = WorkerSteering.__init__
 stage = WorkerSteering.stage_global
+engines: list[int] = []
+"""The data-parallel index of this worker's engine."""
 
 
 class Faulty:
     """Nothing is added to the worker itself."""
 
 
+def opening(self: WorkerSteering, vllm_config: Any, *others: Any) -> None:
+    """Notes whose worker this is."""
+    engines[:] = [vllm_config.parallel_config.data_parallel_index]
+    opened(self, vllm_config, *others)
+
+
 def staged(self: WorkerSteering, tiers: Any) -> None:
     """Fails behind everything that a rank does to prepare a change."""
     stage(self, tiers)
     flag, rank = Path(os.environ[FAULT]), torch.distributed.get_rank()
-    if flag.exists() and int(flag.read_text()) == rank:
+    if flag.exists() and flag.read_text() in (str(rank), f"engine {engines[0]}"):
         raise MemoryError(f"no room for the rows of rank {rank}")
 
 
+WorkerSteering.__init__ = opening  # type: ignore[method-assign]
 WorkerSteering.stage_global = staged  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ import os
 import sys
 
 FAULT = "CLEARBOX_TEST_FAULT"
-"""The variable that names a file: while it is there, the rank that it holds fails to
-change its steering, in workers with the extension `faulty`."""
+"""The variable that names a file: while it is there, the rank or the engine that it
+names fails to change its steering, in workers with the extension `faulty`."""
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     import tests.engines.interpreted  # noqa: F401

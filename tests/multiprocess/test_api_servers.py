@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering and capture through several API server processes of one server.
+
+Whatever one of them is told holds at the others when it has answered.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+
+from examples.demo import serving
+from tests.multiprocess import connections
+from tests.multiprocess.connections import Connections
+from tests.multiprocess.launch import FAULT
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(900),
+]
+
+MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
+HIDDEN = 192
+KEY = "steering"
+ENGINES = {"one": 1, "data": 2}
+HUGE = {"post_block": {"1": [2e38] * HIDDEN}}
+"""Twice this is more than float32 can hold."""
+
+Body = dict[str, Any]
+
+
+class Servers(NamedTuple):
+    """Two API server processes behind one port."""
+
+    opened: Connections
+    processes: list[int]
+    engines: int
+    fault: Path
+    """Names the rank or engine that fails to change its steering, while it is there.
+    """
+
+    def client(self, number: int) -> httpx.Client:
+        """A new client of one of them."""
+        return self.opened.to(number, self.processes)
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp(request.param)
+    port, engines = serving.free_port(8870), ENGINES[request.param]
+    url, fault = f"http://{serving.HOST}:{port}", folder / "fault"
+    command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
+    command += ["--host", serving.HOST, "--port", str(port), "--api-server-count", "2"]
+    command += ["--data-parallel-size", str(engines)]
+    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "256", "--gpu-memory-utilization", "0.2"]
+    command += ["--enable-steering", "--steering-api-key", KEY]
+    command += ["--capture-consumers", "inline", f"filesystem:root={folder}/files"]
+    command += ["--worker-extension-cls", "tests.multiprocess.faulty.Faulty"]
+    environment = {
+        **serving.ENVIRONMENT,
+        **connections.ENVIRONMENT,
+        FAULT: str(fault),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    with (
+        serving.running(
+            command, url, folder / "log", 400, lambda _, __: None, environment
+        ),
+        connections.connections(url) as opened,
+    ):
+        yield Servers(opened, opened.processes(2), engines, fault)
+
+
+@pytest.fixture
+def both(servers: Servers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """A client of each, of servers that nothing was told before."""
+    one, other = servers.client(0), servers.client(1)
+    carried_out(post(one, "clear"))
+    for name in modules(one):
+        carried_out(post(one, "modules/unregister", name=name))
+    yield one, other
+
+
+def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
+
+
+def carried_out(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(response: httpx.Response) -> Body:
+    assert response.status_code == 400, response.text
+    error: Body = response.json()["error"]
+    return error
+
+
+def modules(client: httpx.Client) -> Body:
+    found: Body = carried_out(client.get("/v1/steering/modules"))["modules"]
+    return found
+
+
+def state(client: httpx.Client) -> Body:
+    found: Body = carried_out(client.get("/v1/steering"))
+    return found
+
+
+def at(seed: int, layer: int = 2, hook: str = "post_block") -> Body:
+    vector = np.random.default_rng(seed).normal(size=HIDDEN) * 3
+    return {hook: {str(layer): vector.tolist()}}
+
+
+def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "prompt": "The dog went", "max_tokens": 6, "temperature": 0}
+    return client.post("/v1/completions", json={**body, "logprobs": 1, **fields})
+
+
+def answer(response: httpx.Response) -> list[float]:
+    found: list[float] = carried_out(response)["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
+    return found
+
+
+def close(expected: list[float]) -> Any:
+    return pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+Both = tuple[httpx.Client, httpx.Client]
+
+
+def test_what_is_set_through_one_is_told_and_cleared_by_the_other(both: Both) -> None:
+    one, other = both
+    plain = answer(ask(one))
+    told = carried_out(post(one, "set", vectors=at(1)))
+    told.pop("applied")
+    assert state(other) == told == state(one)
+    # Data-parallel engines take turns: each of them steers.
+    steered = [answer(ask(client)) for client in (one, other) * 2]
+    assert all(found == close(steered[0]) for found in steered)
+    assert steered[0] != close(plain)
+    merged = carried_out(post(other, "set", prefill_vectors=at(2)))
+    assert merged["vectors"] == told["vectors"] == state(one)["vectors"]
+    assert state(one)["prefill_vectors"] == merged["prefill_vectors"]
+    carried_out(post(other, "clear"))
+    assert not state(one)["vectors"]
+    for client in (one, other) * 2:
+        assert answer(ask(client)) == close(plain)
+
+
+def test_changes_at_the_same_time_are_all_kept(servers: Servers, both: Both) -> None:
+    layers, hooks = range(6), ("pre_attn", "post_attn", "post_block")
+    changes = [at(layer, layer, hook) for layer in layers for hook in hooks]
+    clients = [servers.client(number % 2) for number in range(len(changes))]
+    begin = threading.Barrier(len(changes))
+
+    def change(client: httpx.Client, vectors: Body) -> None:
+        begin.wait()
+        carried_out(post(client, "set", vectors=vectors))
+
+    with ThreadPoolExecutor(len(changes)) as pool:
+        list(pool.map(change, clients, changes))
+    for client in both:
+        kept = state(client)["vectors"]
+        assert {hook: sorted(at) for hook, at in kept.items()} == {
+            hook: [str(layer) for layer in layers] for hook in hooks
+        }
+
+
+def test_of_two_that_take_a_name_at_the_same_time_one_is_refused(
+    servers: Servers, both: Both
+) -> None:
+    clients = [servers.client(number % 2) for number in range(8)]
+    begin = threading.Barrier(len(clients))
+
+    def register(number: int) -> httpx.Response:
+        begin.wait()
+        return post(
+            clients[number], "modules/register", name="once", vectors=at(number)
+        )
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(register, range(len(clients))))
+    (taken,) = [one for one in answers if one.status_code == 200]
+    for response in answers:
+        if response is not taken:
+            assert "unregister it first" in refused(response)["message"]
+    kept = {"vectors": taken.json()["vectors"], "metadata": taken.json()["metadata"]}
+    for client in both:
+        found = modules(client)["once"]
+        assert {name: found[name] for name in kept} == kept
+
+
+def test_a_name_is_known_at_once_replaced_and_forgotten_everywhere(both: Both) -> None:
+    one, other = both
+    plain = answer(ask(other))
+    expected = answer(ask(other, steering_vectors=at(1)))
+    carried_out(post(one, "modules/register", name="tone", vectors=at(1)))
+    assert answer(ask(other, steering_name="tone")) == close(expected) != close(plain)
+    assert modules(other) == modules(one)
+    replaced = answer(ask(one, steering_vectors=at(2)))
+    body = {"name": "tone", "vectors": at(2), "metadata": {"origin": "another"}}
+    assert (
+        "unregister it" in refused(post(other, "modules/register", **body))["message"]
+    )
+    carried_out(post(other, "modules/register", **body, replace=True))
+    assert answer(ask(one, steering_name="tone")) == close(replaced)
+    assert modules(one)["tone"]["metadata"]["origin"] == "another"
+    carried_out(post(one, "modules/unregister", name="tone"))
+    error = refused(ask(other, steering_name="tone"))
+    assert error["param"] == "steering_name" and "'tone'" in error["message"]
+    assert refused(post(other, "modules/unregister", name="tone"))["param"] == "name"
+
+
+def test_what_is_too_much_with_what_another_has_set_is_a_clients_mistake(
+    both: Both,
+) -> None:
+    one, other = both
+    carried_out(post(one, "modules/register", name="huge", vectors=HUGE))
+    carried_out(post(one, "set", vectors=HUGE))
+    ways: dict[str, Body] = {
+        "steering_vectors": {"steering_vectors": HUGE},
+        "prefill_steering_vectors": {"prefill_steering_vectors": HUGE},
+        "steering_name": {"steering_name": "huge"},
+    }
+    for parameter, fields in ways.items():
+        for client in both:
+            error = refused(ask(client, **fields))
+            assert error["param"] == parameter
+            assert "with the engine's vectors" in error["message"]
+            assert "GET /v1/steering" in error["message"]
+    several = {"n": 2, "temperature": 1, "logprobs": None}
+    refused(ask(other, steering_vectors=HUGE, **several))
+    streamed = ask(other, steering_vectors=HUGE, stream=True).text
+    assert '"code": 400' in streamed and "with the engine's vectors" in streamed
+    carried_out(post(other, "clear"))
+    carried_out(ask(one, steering_vectors=HUGE))
+    carried_out(ask(other, steering_vectors=HUGE))
+
+
+def test_a_refused_request_leaves_nothing_under_way(both: Both) -> None:
+    one, other = both
+    carried_out(post(one, "set", vectors=HUGE))
+    spec = {"hooks": {"post_block": "all"}, "positions": "last_prompt"}
+    capture = {"inline": spec, "filesystem": {**spec, "request_id": "again"}}
+    for _ in range(2):
+        refused(ask(other, steering_vectors=HUGE, capture=capture))
+    counters = carried_out(other.get("/v1/capture"))["counters"]
+    assert counters["requests_under_way"] == 0
+    carried_out(post(one, "clear"))
+    told = carried_out(ask(other, capture=capture, capture_wait=True))
+    assert told["capture_results"]["filesystem"]["status"] == "ok"
+
+
+def test_a_set_that_one_rank_cannot_take_changes_no_engine(
+    servers: Servers, both: Both
+) -> None:
+    one, other = both
+    carried_out(post(one, "set", vectors=at(1)))
+    before, said = state(other), answer(ask(other))
+    servers.fault.write_text("0" if servers.engines == 1 else "engine 1")
+    try:
+        failed = post(one, "set", vectors=at(2, layer=4))
+        assert failed.status_code == 500 and "no rank has changed" in failed.text
+    finally:
+        servers.fault.unlink()
+    assert state(one) == state(other) == before
+    for client in both * 2:
+        assert answer(ask(client)) == close(said)
+    carried_out(post(other, "set", vectors=at(2, layer=4)))
+    assert answer(ask(one)) != close(said)
+
+
+def test_each_server_has_the_rows_of_its_own_requests(servers: Servers) -> None:
+    spec = {"hooks": {"post_block": [1, 5]}, "positions": "all_prompt"}
+    prompts = [f"Anna has {number} dogs" for number in range(8)]
+    clients = [servers.client(number % 2) for number in range(len(prompts))]
+
+    def rows(client: httpx.Client, prompt: str) -> Any:
+        told = carried_out(ask(client, prompt=prompt, capture={"inline": spec}))
+        assert told["capture_results"]["inline"]["status"] == "ok"
+        return told["capture_results"]["inline"]["payload"]
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        found = list(pool.map(rows, clients, prompts))
+    for number, prompt in enumerate(prompts):
+        through_the_other = rows(clients[number - 1], prompt)
+        assert [one["shape"] for one in through_the_other] == [
+            one["shape"] for one in found[number]
+        ]
+        for one, again in zip(found[number], through_the_other, strict=True):
+            assert decoded(one) == pytest.approx(decoded(again), rel=1e-4, abs=1e-4)
+
+
+def decoded(entry: Body) -> Any:
+    import base64
+
+    return np.frombuffer(base64.b64decode(entry["data"]), dtype=entry["dtype"])
