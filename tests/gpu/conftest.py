@@ -62,7 +62,9 @@ def open_engine() -> Iterator[OpenEngine]:
             "max_model_len": 1024,
             "max_num_seqs": 16,
             "block_size": 32,
-            "gpu_memory_utilization": 0.3,
+            "gpu_memory_utilization": 0.1,
+            # Nothing is measured, so that other processes may share the GPU.
+            "kv_cache_memory_bytes": 2 << 30,
             "skip_tokenizer_init": True,
             "enable_steering": True,
             "max_steering_configs": 8,

@@ -58,6 +58,8 @@ class Case:
     """Arguments of the engine."""
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     """More of them, on a CPU only."""
+    on_cuda: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model there, where upstream's kernels know bfloat16 only."""
     twin: Twin | None = None
     """Where the library has the architecture under another name only."""
     scale: float = 0.2
@@ -87,10 +89,9 @@ class Case:
 
     def on(self, device: str) -> "Case":
         """The case as upstream can run it there."""
-        latent = "kv_lora_rank" in self.options
-        if device == "cuda" and latent and self.dtype == "float32":
-            # Upstream's kernels for latent attention on a GPU know no float32.
-            return replace(self, dtype="bfloat16")
+        if device == "cuda" and self.on_cuda:
+            options = {**self.options, **self.on_cuda}
+            return replace(self, options=options, dtype="bfloat16")
         return self
 
     def save(self, folder: Path) -> tuple[Path, Path]:

@@ -32,6 +32,17 @@ ROUTED = {
 }
 BIASED = Twin(options={"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
 ON_CPU = {"attention_backend": "CPU_MLA"}
+# The sizes of Hopper's kernels; all experts, as bfloat16 cannot turn that choice.
+ON_CUDA = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
 NARROW = {
     "kv_lora_rank": 32,
     "q_lora_rank": 48,
@@ -58,6 +69,7 @@ def case(
         variant=variant,
         options=sizes | LATENT | ROUTED | options,
         on_cpu=ON_CPU,
+        on_cuda=ON_CUDA,
         twin=twin,
         recipe=recipe,
     )
