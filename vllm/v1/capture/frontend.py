@@ -16,6 +16,7 @@ from vllm.v1.capture.channel import (
 from vllm.v1.capture.claims import Claims
 from vllm.v1.capture.disabled import NoCapture
 from vllm.v1.capture.driver import DriverLanes
+from vllm.v1.capture.elsewhere import other_servers
 from vllm.v1.capture.ends import Ends, EndsSender
 from vllm.v1.capture.held import Room
 from vllm.v1.capture.live import LiveRows
@@ -59,7 +60,10 @@ class CaptureFrontend(NoCapture):
         self._admission = admission
         self._live = live
         self._requests = RequestsUnderWay(
-            Claims(admission.consumers),
+            Claims(
+                admission.consumers,
+                other_servers(vllm_config.parallel_config._api_process_count),
+            ),
             vllm_config.parallel_config.pipeline_parallel_size,
             answered=lambda name, seconds: self._status.finalized(name, seconds),
             forgotten=live.close,
@@ -100,7 +104,7 @@ class CaptureFrontend(NoCapture):
             self._live.instances(params),
         )
         if params._capture_plan is not None:
-            self._requests.claims.check(params.capture)
+            self._requests.claims.reserve(params.capture, params._capture_plan)
             self._room.reserve(params._capture_plan, params.max_tokens)
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
@@ -120,7 +124,7 @@ class CaptureFrontend(NoCapture):
             )
             tracked.held = self._room.take(plan, params.max_tokens)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
-            self._requests.claims.take(params.capture, parent)
+            self._requests.claims.take(params.capture, parent, plan)
             state.capture_id = parent
         self._live.open(parent, plan, state.prompt_token_ids, params)
         if params.capture:
