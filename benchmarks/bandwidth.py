@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +210,11 @@ def child(role: str, settings: dict[str, Any]) -> None:
 
 def take_turns(
     upstream: Child, fork: Child, settings: Mapping[str, Any], rounds: int
-) -> list[dict[str, list[float]]]:
-    """Seconds of both turns of each kind, round by round."""
+) -> Iterator[dict[str, list[float]]]:
+    """Seconds of both turns of each kind, round by round, after one that warms up."""
     size = MODELS[settings["model"]]
     tokens = settings["prompts"] * settings["prompt_len"]
     expected = tokens * size["num_hidden_layers"]
-    found = []
     for number in range(-1, rounds):
         seconds: dict[str, list[float]] = {}
         for name in (*TURNS, *TURNS[::-1]):
@@ -223,12 +222,11 @@ def take_turns(
             if name == "captured" and turn["rows"] != expected:
                 raise RuntimeError(f"{turn['rows']} of {expected} rows arrived")
             seconds.setdefault(name, []).append(turn["seconds"])
-        if number >= 0:  # the first one warms up
-            found.append(seconds)
+        if number >= 0:
             speeds = {name: 2 * tokens / sum(both) for name, both in seconds.items()}
             cells = [f"{name} {speed:.0f}" for name, speed in speeds.items()]
             print(f"  {number + 1}: tokens/s " + ", ".join(cells), flush=True)
-    return found
+            yield seconds
 
 
 def evaluated(
@@ -277,15 +275,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     fork = Child(options.fork_python, fork_path, "fork", settings)
     if upstream.about["has_capture"] or not fork.about["has_capture"]:
         raise RuntimeError(f"not as named: {upstream.about}, {fork.about}")
-    rounds = take_turns(upstream, fork, settings, options.rounds)
     sides = {"upstream": upstream, "fork": fork}
-    report["start"] = {
-        name: {**side.start(), **side.ask("memory")} for name, side in sides.items()
-    }
-    for side in sides.values():
+    report["start"] = {name: side.start() for name, side in sides.items()}
+    rounds = []
+    for seconds in take_turns(upstream, fork, settings, options.rounds):
+        rounds.append(seconds)
+        report |= {"machine": reports.machine(load_before), "rounds": rounds}
+        report |= evaluated(rounds, settings)
+        reports.save(report, options.out)  # in case it is cut short
+    for name, side in sides.items():
+        report["start"][name] |= side.ask("memory")
         side.close()
-    report |= {"machine": reports.machine(load_before), "rounds": rounds}
-    return {**report, **evaluated(rounds, settings)}
+    return report
 
 
 def print_stages(report: Mapping[str, Any]) -> None:

@@ -345,7 +345,7 @@ def main() -> None:
         base = base or found
         report |= {"device": found["device"], "torch": found["torch"]}
         report["variants"][name] = evaluated(found, base)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        reports.save(report, args.out)
         print_variant(name, report["variants"][name])
     reports.write(report, args.out)
 

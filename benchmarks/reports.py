@@ -29,10 +29,15 @@ def begun() -> dict[str, Any]:
     }
 
 
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, and beside it the plot."""
+def save(report: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON; also one that is not complete yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON, and beside it the plot."""
+    save(report, path)
     print(f"Written to {path}")
     plot_beside(report, path)
 

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,37 +210,46 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             await fork.ready()
             started["fork"] = start_of(fork, begin)
             memory["both are ready"] = reports.gpu_memory_gib()
-            urls = {"upstream": upstream.url, "fork": fork.url}
-            order = [("upstream", Case(load)) for load in loads]
-            order += [("fork", case) for case in cases(layers).values()]
-            names = [f"upstream, {load}" for load in loads] + list(cases(layers))
-            rounds = []
+            report |= {
+                "machine": reports.machine(load_before),
+                "loads": {name: repr(load) for name, load in loads.items()},
+                "start": started,
+                "gpu_gib": memory,
+                "rounds": [],
+            }
             client = Client(sides["upstream"], model)
-            for number in range(-1, options.rounds):
-                figures: dict[str, list[dict[str, Any]]] = {}
-                turns = list(zip(names, order, strict=True))
-                for name, (side, case) in turns + turns[::-1]:
-                    found = await asyncio.to_thread(
-                        client.run, urls[side], loads[case.load], case.body
-                    )
-                    figures.setdefault(name, []).append(found)
-                if number >= 0:  # the first one warms up
-                    rounds.append(figures)
-                    print(f"  round {number + 1} of {options.rounds}", flush=True)
-                elif options.rounds == 0:
-                    rounds.append(figures)
+            urls = {"upstream": upstream.url, "fork": fork.url}
+            async for figures in take_turns(client, urls, loads, layers, options):
+                report["rounds"].append(figures)
+                reports.save(report, options.out)  # in case it is cut short
             client.close()
             memory["after the load"] = reports.gpu_memory_gib()
-            counters = await fork.get("/v1/capture")
-    return {
-        **report,
-        "machine": reports.machine(load_before),
-        "loads": {name: repr(load) for name, load in loads.items()},
-        "start": started,
-        "gpu_gib": memory,
-        "capture": counters,
-        "rounds": rounds,
-    }
+            report["capture"] = await fork.get("/v1/capture")
+    return report
+
+
+async def take_turns(
+    client: Client,
+    urls: Mapping[str, str],
+    loads: Mapping[str, Load],
+    layers: int,
+    options: argparse.Namespace,
+) -> AsyncIterator[dict[str, list[dict[str, Any]]]]:
+    """Each round's figures, by case; one that warms up comes before them."""
+    turns = [(f"upstream, {load}", "upstream", Case(load)) for load in loads]
+    turns += [(name, "fork", case) for name, case in cases(layers).items()]
+    for number in range(-1, options.rounds):
+        figures: dict[str, list[dict[str, Any]]] = {}
+        # The one that warms up goes one way only.
+        for name, side, case in turns + (turns[::-1] if number >= 0 else []):
+            found = await asyncio.to_thread(
+                client.run, urls[side], loads[case.load], case.body
+            )
+            figures.setdefault(name, []).append(found)
+        if number >= 0:
+            print(f"  round {number + 1} of {options.rounds}", flush=True)
+        if number >= 0 or options.rounds == 0:
+            yield figures
 
 
 def start_of(server: Server, begin: float) -> dict[str, float]:

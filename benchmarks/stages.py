@@ -122,7 +122,8 @@ def measure(
     layers: int, width: int, prompt: int, device: str, rounds: int
 ) -> dict[str, list[float]]:
     """Bytes per second of each stage in each round, after one that warms up."""
-    stages = Stages(layers, width, prompt, torch.device(device))
+    place = torch.device("cuda:0" if device == "cuda" else device)
+    stages = Stages(layers, width, prompt, place)
     samples = stages.samples()
     found: dict[str, list[float]] = {name: [] for name in samples}
     for number in range(-1, rounds):
