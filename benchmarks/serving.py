@@ -288,6 +288,22 @@ def print_table(report: dict[str, Any], layers: int) -> None:
             median = statistics.median(found)
             cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
         print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
+    later = [first_token_later(r, "steered, one layer") for r in report["rounds"]]
+    print(
+        "First token where a steering module is named, ms later than upstream's: "
+        f"{statistics.median(later):.2f} ({min(later):.2f} to {max(later):.2f})"
+    )
+
+
+def first_token_later(
+    figures: Mapping[str, list[dict[str, float]]], name: str
+) -> float:
+    """Milliseconds, the mean of both turns over that of upstream's."""
+
+    def mean(which: str) -> float:
+        return statistics.mean(each["mean_ttft_ms"] for each in figures[which])
+
+    return mean(name) - mean("upstream, decode")
 
 
 def main() -> None:
