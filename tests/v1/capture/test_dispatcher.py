@@ -2,6 +2,7 @@
 """From staged steps to the rows of each request: places, positions, order."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
+from vllm.v1.capture.dispatcher import LARGEST_PART, Dispatcher, StagedStep
 from vllm.v1.capture.gathering import Gathering
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placement
@@ -84,6 +85,17 @@ class Bench:
                     [self.number[name], float(position), float(tap), 0.0]
                 )
         self.steps.append(StagedStep(len(self.steps), placed, segment, true))
+
+    def send_page(self) -> torch.Tensor:
+        """Hand on one step, whose rows are in a page; the page."""
+        (step,) = self.steps
+        segment = step.segment
+        rows = self.staging.rows[segment.start : segment.start + segment.num_rows]
+        page = rows.clone()
+        rows.fill_(-1.0)
+        self.steps = [replace(step, page=page)]
+        self.send()
+        return page
 
     def send(self) -> None:
         """Hand on all steps so far, and wait until that is done."""
@@ -161,3 +173,26 @@ def test_a_request_that_is_not_known_is_skipped() -> None:
     bench.send()
     assert bench.taken["a"].rows == []
     bench.check({"b": [0]})
+
+
+def test_a_page_is_handed_on_as_it_is() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 3, "b": 8})
+    page = bench.send_page()
+    bench.step({"a": 4, "b": 9})
+    bench.send()
+    for name in "ab":
+        assert bench.taken[name].rows[0].memory.data_ptr() == page.data_ptr()
+    bench.check({"a": [3, 4], "b": [8, 9]})
+
+
+def test_a_small_part_of_a_page_is_copied() -> None:
+    names = [f"r{i}" for i in range(LARGEST_PART + 1)]
+    bench = Bench(names)
+    bench.step({name: 10 * i for i, name in enumerate(names)})
+    page = bench.send_page()
+    storage = page.untyped_storage().data_ptr()
+    for name in names:
+        (rows,) = bench.taken[name].rows
+        assert rows.tensor.untyped_storage().data_ptr() != storage
+    bench.check({name: [10 * i] for i, name in enumerate(names)})

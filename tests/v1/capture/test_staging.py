@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gc
 import threading
 from collections import deque
 
@@ -7,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging import RowRing, Segment, Staging
+from vllm.v1.capture.staging import Pages, RowRing, Segment, Staging
 
 RING = 8
+WIDTH = 4
 
 
 @given(st.lists(st.integers(1, RING) | st.none(), max_size=40))
@@ -75,3 +77,18 @@ def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
     segment = staging.ring.reserve(4)
     assert segment is not None
     assert staging.to_host(segment) is None
+
+
+def test_a_page_counts_until_its_last_view_is_gone() -> None:
+    pages = Pages(max_bytes=3 * 4 * WIDTH)
+    page = pages.take(2, WIDTH, torch.float32)
+    assert page is not None and page.shape == (2, WIDTH)
+    assert pages.take(2, WIDTH, torch.float32) is None
+    row = page[1]
+    del page
+    gc.collect()
+    assert pages.num_bytes == 2 * 4 * WIDTH
+    del row
+    gc.collect()
+    assert pages.num_bytes == 0
+    assert pages.take(3, WIDTH, torch.float32) is not None

@@ -58,6 +58,9 @@ class NoCapture:
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """There are no metrics."""
 
+    async def listen(self, core: Any) -> None:
+        """There is nothing to hear."""
+
     def describe(self) -> dict[str, Any]:
         """Consumers, limits and counters, as plain data."""
         return {"consumers": [], "limits": {}, "hook_points": {}, "counters": {}}

@@ -9,15 +9,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.copying import Bytes, bytes_of
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placed
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.rows import TrueStarts
+from vllm.v1.capture.rows import Block, Pick, TrueStarts
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.types import CaptureChunk
 
 logger = init_logger(__name__)
+
+
+LARGEST_PART = 4
+"""A request holds at most this many times the memory of its own rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,14 @@ class StagedStep:
     segment: Segment
     true_starts: TrueStarts | None = None
     """Where the positions are only assumed."""
+    page: torch.Tensor | None = None  # [num_rows, hidden_size]
+    """Where the rows are on the host, if not in the ring."""
 
     def continues(self, before: "StagedStep") -> bool:
         """Whether `before` is the same layout, one position earlier, just below."""
         return (
             self.true_starts is None
+            and self.page is before.page is None
             and self.placed.layout is before.placed.layout
             and self.placed.shift == before.placed.shift + 1
             and self.segment.start == before.segment.start + before.segment.num_rows
@@ -128,32 +136,35 @@ class Dispatcher:
         """Rows of steps with one layout: each request's come together."""
         first, last = run[0], run[-1]
         layout, num_steps = first.placed.layout, len(run)
-        base = first.segment.start
-        staged = self._staging.host_bytes[base : base + num_steps * layout.num_rows]
-        rows = staged.reshape(num_steps, layout.num_rows, -1)
+        rows = self._rows_of(run)
         # A run of several steps has none: its steps were known when they began.
         shifts = {} if first.true_starts is None else first.true_starts.shifts()
         base = 0
         for block in layout.blocks:
-            taps = len(block.columns)
-            stop = base + taps * block.num_rows
-            # [taps, steps, rows of the block, bytes of a row]
-            part = rows[:, base:stop].reshape(num_steps, taps, block.num_rows, -1)
-            part = part.swapaxes(0, 1)
+            stop = base + len(block.columns) * block.num_rows
+            here = StagedBlock.of(block, rows[:, base:stop], first.page, base)
             offset = 0
             for pick in block.picks:
                 request = self._requests.get(pick.req_id)
                 if request is not None:
                     start = pick.start + first.placed.shift
                     start += shifts.get(pick.req_id, 0)
-                    own = part[:, :, offset : offset + pick.num_rows]
-                    kept = request.keep(pick.group, start, own, last.step)
+                    kept = here.keep(request, pick, offset, start, last.step)
                     for rows_of_one in settling(kept, num_steps, first.step):
                         settled = request.add(pick.group, rows_of_one)
                         for instance, batch in settled.items():
                             chunks.setdefault(instance, []).extend(batch)
                 offset += pick.num_rows
             base = stop
+
+    def _rows_of(self, run: Sequence[StagedStep]) -> Bytes:
+        """`[steps, staged rows of a step, bytes of a row]`."""
+        first, num_rows = run[0], run[0].segment.num_rows
+        if first.page is not None:
+            return bytes_of(first.page)[None]
+        start = first.segment.start
+        staged = self._staging.host_bytes[start : start + len(run) * num_rows]
+        return staged.reshape(len(run), num_rows, -1)
 
     def _submit(self, chunks: Mapping[str, Sequence[CaptureChunk]]) -> None:
         for instance, batch in chunks.items():
@@ -168,6 +179,41 @@ class Dispatcher:
         self._submit(chunks)
         for instance, ending in endings.items():
             self._lanes[instance].finish(ending)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """A block's rows of a run, on the host."""
+
+    rows: Bytes  # [taps, steps, rows of the block, bytes of a row]
+    page: torch.Tensor | None  # [taps, rows of the block, hidden_size]
+    page_rows: int
+    """Rows of the whole page."""
+
+    @classmethod
+    def of(
+        cls, block: Block, rows: Bytes, page: torch.Tensor | None, base: int
+    ) -> "StagedBlock":
+        """From `rows`, `[steps, staged rows, bytes]`, which begin at `base`."""
+        shape = len(block.columns), block.num_rows
+        whole, size = 0, shape[0] * shape[1]
+        if page is not None:
+            whole, page = len(page), page[base : base + size].unflatten(0, shape)
+        rows = rows.reshape(len(rows), *shape, rows.shape[-1]).swapaxes(0, 1)
+        return cls(rows, page, whole)
+
+    def keep(
+        self, request: CapturedRequest, pick: Pick, offset: int, start: int, step: int
+    ) -> Rows:
+        """What a request gets: the page itself, or a copy of its rows.
+
+        Who holds some rows of a page holds all of it, so a small part is copied.
+        """
+        own = pick.num_rows * len(self.rows)
+        if self.page is not None and own * LARGEST_PART >= self.page_rows:
+            return Rows(start, pick.num_rows, self.page, offset, step)
+        staged = self.rows[:, :, offset : offset + pick.num_rows]
+        return request.keep(pick.group, start, staged, step)
 
 
 def runs(staged: Sequence[StagedStep]) -> Iterator[Sequence[StagedStep]]:

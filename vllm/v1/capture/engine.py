@@ -57,6 +57,13 @@ def deliver_ends(core: "EngineCore") -> None:
         logger.exception("%d requests lose their captures: no worker", len(ends))
 
 
+def introduce_capture(core: "EngineCore", address: str) -> None:
+    """A front end that listens at `address` wants to hear of all captures."""
+    from vllm.v1.capture import reporting
+
+    core.model_executor.collective_rpc(reporting.introduce, args=(address,))
+
+
 def note_hook_points(core: "EngineCore") -> None:
     """Put the loaded model's hook points, over all stages, into the configuration."""
     from vllm.v1.worker import residual_stream

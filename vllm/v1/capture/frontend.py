@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture in the front end: admission, the ends of requests, and their results."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture import streaming_input
@@ -22,6 +24,7 @@ from vllm.v1.capture.held import Room
 from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE
+from vllm.v1.capture.reporting import PERIOD_SECONDS
 from vllm.v1.capture.status import CaptureStatus
 from vllm.v1.capture.types import CaptureChunk
 from vllm.v1.capture.under_way import RequestsUnderWay
@@ -57,14 +60,18 @@ class CaptureFrontend(NoCapture):
 
         """
         self._vllm_config = vllm_config
+        self._servers = vllm_config.parallel_config._api_process_count
+        self._stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._introduced = False
+        self._introducing = asyncio.Lock()
         self._admission = admission
         self._live = live
         self._requests = RequestsUnderWay(
             Claims(
                 admission.consumers,
-                other_servers(vllm_config.parallel_config._api_process_count),
+                other_servers(self._servers),
             ),
-            vllm_config.parallel_config.pipeline_parallel_size,
+            self._stages,
             answered=lambda name, seconds: self._status.finalized(name, seconds),
             forgotten=live.close,
         )
@@ -198,11 +205,34 @@ class CaptureFrontend(NoCapture):
                 )
             )
 
+    async def listen(self, core: Any) -> None:
+        """Before `describe`: hear of what was captured through other API servers.
+
+        Workers know of the front ends that captures have come from, so this one, if
+        it is not the only one, makes itself known and waits for their first reports.
+
+        Args:
+            core: the client of the engine cores.
+
+        """
+        if self._servers == 1:
+            return
+        async with self._introducing:
+            if self._introduced:
+                return
+            await core.call_utility_async("introduce_capture", self._inbox.address)
+            workers = len(core.core_engines) * self._stages
+            deadline = monotonic() + 3 * PERIOD_SECONDS
+            while self._status.num_workers() < workers and monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            self._introduced = True
+
     def describe(self) -> dict[str, Any]:
         """Consumers, limits and counters, as plain data."""
         counters = self._status.counters()
         counters["requests_under_way"] = self._requests.count()
-        return {**self._admission.describe(), "counters": counters}
+        told = {**self._admission.describe(), "counters": counters}
+        return told if self._servers == 1 else {**told, "api_servers": self._servers}
 
     def settle(self) -> None:
         """Wait until the engine knows the end of every request that has ended.

@@ -95,5 +95,10 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-ROWS = RowMemory(min(MOST_KEPT, psutil.virtual_memory().total // SHARE_KEPT))
+def kept_bytes() -> int:
+    """How much memory for rows may be kept on this machine."""
+    return min(MOST_KEPT, psutil.virtual_memory().total // SHARE_KEPT)
+
+
+ROWS = RowMemory(kept_bytes())
 """Of this process."""

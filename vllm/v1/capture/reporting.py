@@ -4,6 +4,7 @@
 import threading
 from collections.abc import Mapping
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -22,8 +23,9 @@ TRIM_PERIODS = 60
 class Reporter:
     """Looks after the lanes of a worker, and says how they are doing.
 
-    Every front end that has had a captured request hears of all counters, and the
-    first one also adds them to its metrics: these are summed over front ends.
+    Every front end that has had a captured request, or has asked for it, hears of all
+    counters, and the first one also adds them to its metrics: these are summed over
+    front ends.
     """
 
     def __init__(
@@ -84,3 +86,11 @@ class Reporter:
             except Exception:
                 # Counters are not worth a worker; the next report may succeed.
                 logger.exception("The counters of captures could not be reported")
+
+
+def introduce(worker: Any, address: str) -> None:
+    """For `collective_rpc`: a front end wants to hear of all captures.
+
+    Those that have had none themselves are not known here otherwise.
+    """
+    worker.model_runner.residual._capture._reporter.know(address)

@@ -6,17 +6,23 @@ segment of it, from the moment its slots are assigned until the rows have been
 handed on; segments are taken and given back in order, as a ring, so a step
 that is computed while the previous one is still being copied disturbs nothing.
 On a CPU device and host ring are the same memory.
+
+The host ring is copied from once more. Where a step has many rows, that is too slow:
+they go to a page of memory of their own instead, which consumers get as it is.
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.capture.copying import Bytes, bytes_of
+from vllm.v1.capture.recycling import kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,46 @@ class RowRing:
         return head if head + num_rows <= tail else None
 
 
+PAGE_BYTES = 8 << 20
+"""What is worth a page."""
+
+
+class Pages:
+    """Pinned memory that steps' rows are copied to, and that consumers hold.
+
+    What nobody holds any more is kept for the next step, by torch.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Let at most `max_bytes` be held."""
+        self._max_bytes = max_bytes
+        self._held: dict[int, int] = {}
+        """Bytes of each page, by a number. No lock: pages end wherever the interpreter
+        frees an object."""
+        self._numbers = count()
+
+    def take(
+        self, num_rows: int, width: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A page `[num_rows, width]`; None if too much is held."""
+        num_bytes = num_rows * width * dtype.itemsize
+        if self.num_bytes + num_bytes > self._max_bytes:
+            return None
+        pinned = is_pin_memory_available()
+        page = torch.empty(num_rows, width, dtype=dtype, pin_memory=pinned)
+        number = next(self._numbers)
+        self._held[number] = num_bytes
+        # The storage is what all views of the page share.
+        storage = page.untyped_storage()
+        weakref.finalize(storage, self._held.pop, number).atexit = False
+        return page
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held."""
+        return sum(list(self._held.values()))
+
+
 class Staging:
     """Staging memory with the copies that empty it.
 
@@ -97,18 +143,38 @@ class Staging:
             self.host_rows = self.rows
         self.host_bytes: Bytes = bytes_of(self.host_rows)
         """`host_rows` as NumPy sees them."""
+        self._pages = Pages(kept_bytes())
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
-        """Start copying segments to the host, after what the stream has queued.
+        """Start copying segments to the host ring, after what the stream has queued.
 
         Returns the event to wait for, or None if the rows are there already.
         """
         if self._stream is None:
             return None
+        pieces = spans(segments)
+        return self._copy([(self.host_rows[span], self.rows[span]) for span in pieces])
+
+    def to_page(self, segment: Segment) -> tuple[torch.Tensor, torch.cuda.Event] | None:
+        """Start copying a segment of many rows to a page of its own.
+
+        Returns the page and the event to wait for; None where the ring will do.
+        """
+        span = spans([segment])[0]
+        rows = self.rows[span]
+        if self._stream is None or rows.nbytes < PAGE_BYTES:
+            return None
+        page = self._pages.take(*rows.shape, rows.dtype)
+        return None if page is None else (page, self._copy([(page, rows)]))
+
+    def _copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.cuda.Event:
+        assert self._stream is not None, "there is nothing to copy from"
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for span in spans(segments):
-                self.host_rows[span].copy_(self.rows[span], non_blocking=True)
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
             # Blocking: a waiting dispatcher must not spin on the driver's lock.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)

@@ -58,6 +58,11 @@ class CaptureStatus:
         if self._metrics is not None:
             self._metrics.finalized((0, instance), seconds)
 
+    def num_workers(self) -> int:
+        """How many have reported."""
+        with self._lock:
+            return len(self._workers)
+
     def counters(self) -> dict[str, Any]:
         """Totals and levels by consumer instance, over all engines and stages."""
         with self._lock:

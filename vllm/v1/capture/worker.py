@@ -2,7 +2,7 @@
 """Capture in one worker process: what the runner's adapter talks to."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -351,10 +351,11 @@ class WorkerCapture:
         if self._segment is None:
             return
         assert placed is not None
-        self._unsent.append(
-            StagedStep(self._step, placed, self._segment, self._true_starts)
-        )
+        staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
+        if self._send_page(staged):
+            return
+        self._unsent.append(staged)
         rows = sum(step.segment.num_rows for step in self._unsent)
         if (
             self._live
@@ -363,6 +364,16 @@ class WorkerCapture:
             or rows >= self._staging.ring.num_rows // 16
         ):
             self._send()
+
+    def _send_page(self, staged: StagedStep) -> bool:
+        """Send a step by itself to a page of its own, if it has enough rows."""
+        sent = self._staging.to_page(staged.segment)
+        if sent is None:
+            return False
+        self._send()  # What came before stays before.
+        page, copied = sent
+        self._dispatcher.steps([replace(staged, page=page)], copied)
+        return True
 
     def _send(self) -> None:
         """Start copying what has been computed, and let the dispatcher have it."""
