@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import httpx
@@ -307,6 +308,53 @@ def test_each_server_has_the_rows_of_its_own_requests(servers: Servers) -> None:
         ]
         for one, again in zip(found[number], through_the_other, strict=True):
             assert decoded(one) == pytest.approx(decoded(again), rel=1e-4, abs=1e-4)
+
+
+def test_a_name_of_files_is_taken_for_both(servers: Servers) -> None:
+    spec = {"hooks": {"post_block": [0]}, "positions": "all_generated"}
+    named = {"filesystem": {**spec, "request_id": "shared"}}
+    clients = [servers.client(number % 2) for number in range(4)]
+    begin = threading.Barrier(len(clients))
+
+    def capture(client: httpx.Client) -> httpx.Response:
+        begin.wait()
+        # Long enough for the others to come meanwhile.
+        length = {"max_tokens": 200, "ignore_eos": True}
+        return ask(client, capture=named, capture_wait=True, **length)
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(capture, clients))
+    (written,) = [one for one in answers if one.status_code == 200]
+    assert written.json()["capture_results"]["filesystem"]["status"] == "ok"
+    for response in answers:
+        if response is not written:
+            assert refused(response)["param"] == "capture.filesystem.request_id"
+    carried_out(ask(clients[0], capture=named, capture_wait=True))
+    carried_out(ask(clients[1], capture=named, capture_wait=True))
+
+
+def test_each_server_tells_of_what_all_have_captured(
+    servers: Servers, both: Both
+) -> None:
+    one, other = both
+    spec = {"hooks": {"post_block": [0]}, "positions": "last_prompt"}
+    counted = []
+    for client in both:  # The other of the two may never have had a capture.
+        before = captured(client)
+        carried_out(ask(one, capture={"inline": spec}))
+        deadline = monotonic() + 10
+        while captured(client) == before and monotonic() < deadline:
+            sleep(0.2)
+        counted.append(captured(client) - before)
+    assert counted == [1, 1]
+    assert captured(one) == captured(other)
+    assert carried_out(one.get("/v1/capture"))["api_servers"] == 2
+
+
+def captured(client: httpx.Client) -> int:
+    """Rows that went to the consumer `inline`."""
+    counters = carried_out(client.get("/v1/capture"))["counters"]["consumers"]
+    return int(counters["inline"]["rows"])
 
 
 def decoded(entry: Body) -> Any:

@@ -26,4 +26,5 @@ async def get_capture(request: Request) -> JSONResponse:
     capture = getattr(engine, "capture", None)
     if not isinstance(capture, NoCapture):
         raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    await capture.listen(getattr(engine, "engine_core", None))
     return JSONResponse(capture.describe())

@@ -26,6 +26,7 @@ EDITS = [
         scope="EngineCore",
         insert="""
 end_captures = capture_engine.end_captures
+introduce_capture = capture_engine.introduce_capture
 set_steering = steering_engine.set_steering
 get_steering = steering_engine.get_steering
 hold_steering = steering_engine.hold_steering
