@@ -63,6 +63,20 @@ def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
         config(*arguments)
 
 
+def test_engines_that_join_later_are_refused() -> None:
+    arguments: Any = SimpleNamespace(
+        enable_steering=True,
+        enable_elastic_ep=True,
+        max_steering_configs=1,
+        steering_modules=None,
+        steering_api_key=None,
+    )
+    with pytest.raises(SteeringValidationError, match="--enable-elastic-ep"):
+        steering_config(arguments)
+    arguments.enable_steering = False
+    assert not steering_config(arguments).enabled
+
+
 def test_what_changes_the_graph_changes_the_hash() -> None:
     hashes = {
         config().compute_hash(),

@@ -84,6 +84,13 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             "enable_steering",
             True,
         )
+    if args.enable_steering and getattr(args, "enable_elastic_ep", False):
+        raise fail(
+            "--enable-steering: engines that join later (--enable-elastic-ep) would "
+            "not know what is set for all; leave one of the two options out",
+            "enable_steering",
+            True,
+        )
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
         raise fail(

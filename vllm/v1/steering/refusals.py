@@ -41,8 +41,14 @@ def refuse(core: "EngineCoreProc", request: "Request", message: str) -> None:
 
 
 def is_refused(output: "RequestOutput") -> bool:
-    """Whether the engine core has refused the request of an output."""
-    return any(_reason(sample) for sample in output.outputs)
+    """Whether the engine core has refused the request of an output.
+
+    Every output passes here, so it is quick.
+    """
+    for sample in output.outputs:
+        if sample.finish_reason == "error" and _reason(sample) is not None:
+            return True
+    return False
 
 
 def refusal_in(output: "RequestOutput", parameter: str) -> SteeringValidationError:

@@ -22,7 +22,7 @@ from vllm.v1.steering.frontend import (
     SteeringFrontend,
     open_frontend,
 )
-from vllm.v1.steering.refusals import is_refused, refusal_in
+from vllm.v1.steering.refusals import refusal_in
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -128,7 +128,7 @@ def open_control(engine: "AsyncLLM") -> AsyncSteeringControl:
     return AsyncSteeringControl(open_frontend(engine), engines, several)
 
 
-async def check_answered(
+async def raise_refusal(
     engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
 ) -> None:
     """Raise the error of a request that the engine core has refused to steer.
@@ -136,15 +136,13 @@ async def check_answered(
     Args:
         engine: of this front end.
         request_id: as the engine knows the request.
-        output: any of its outputs.
+        output: tells of the refusal.
         params: as the client has sent them.
 
     Raises:
         SteeringValidationError: other vectors were set for all than were known here.
 
     """
-    if not is_refused(output):
-        return
     await engine.abort(request_id, internal=True)  # Other samples may be under way.
     engine.capture.refused(output)
     given = (name for name in FIELDS if getattr(params, name) is not None)

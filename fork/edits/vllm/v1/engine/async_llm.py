@@ -13,6 +13,10 @@ EDITS = [
         why="What the methods below do.",
     ),
     add_import(
+        "from vllm.v1.steering import refusals as steering_refusals",
+        why="What the calls below do.",
+    ),
+    add_import(
         "from vllm.v1.steering import serving as steering_serving",
         why="Opens the front end.",
     ),
@@ -59,7 +63,8 @@ self.input_processor.steering.admit(sampling_params, 1, resumable=True)
         scope="AsyncLLM.generate",
         anchor="yield out",
         insert="""
-await steering_serving.check_answered(self, q.request_id, out, sampling_params)
+if steering_refusals.is_refused(out):
+    await steering_serving.raise_refusal(self, q.request_id, out, sampling_params)
 await self.capture.complete(out, sampling_params)
 """,
         why="The engine may have refused to steer it. Outputs carry rows, and the last "
