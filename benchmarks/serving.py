@@ -10,9 +10,8 @@ paths become PYTHONPATH. They take turns at the same load, with upstream's own
 `vllm bench serve` as the client; a round goes through all cases and back, so that a
 machine that gets slower or faster meanwhile cancels out. Each figure is a ratio to
 upstream at the same load in the same round. Weights are random. Captured rows go to
-the consumer `logging` while tokens are generated; whole prompts to `host_memory`, which
-keeps them in host memory until their request has ended. `--quick`: two rounds, about
-four minutes.
+`host_memory`, a consumer that keeps them until their request has ended and does nothing
+else, so that the figures are capture's own. `--quick`: two rounds, about four minutes.
 """
 
 import argparse
@@ -63,10 +62,10 @@ class Case:
     body: dict[str, Any] = field(default_factory=dict)
 
 
-def capture(positions: str, layers: Any, consumer: str = "logging") -> dict[str, Any]:
+def capture(positions: str, layers: Any) -> dict[str, Any]:
     """Request fields that capture behind each block."""
     spec = {"positions": positions, "hooks": {"post_block": layers}}
-    return {"capture": {consumer: spec}}
+    return {"capture": {HOST_MEMORY: spec}}
 
 
 def cases(layers: int) -> dict[str, Case]:
@@ -79,7 +78,7 @@ def cases(layers: int) -> dict[str, Case]:
         "captured, one layer": Case("decode", capture("all_generated", [middle])),
         "captured, all layers": Case("decode", capture("all_generated", "all")),
         "plain prompts": Case("prefill"),
-        "captured prompts": Case("prefill", capture("all_prompt", "all", HOST_MEMORY)),
+        "captured prompts": Case("prefill", capture("all_prompt", "all")),
     }
 
 
@@ -182,7 +181,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     common = ["--load-format", "dummy", "--max-model-len", str(options.model_len)]
     common += ["--max-num-seqs", "256", "--no-enable-prefix-caching", *options.serve]
-    features = ["--capture-consumers", "logging", HOST_MEMORY, "--enable-steering"]
+    features = ["--capture-consumers", HOST_MEMORY, "--enable-steering"]
     features += ["--max-steering-configs", "16", "--steering-modules"]
     features += write_modules(width, layers)
     loads = {

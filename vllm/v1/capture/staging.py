@@ -164,7 +164,7 @@ class Staging:
         rows = self.rows[span]
         if self._stream is None or rows.nbytes < PAGE_BYTES:
             return None
-        page = self._pages.take(*rows.shape, rows.dtype)
+        page = self._pages.take(len(rows), rows.shape[1], rows.dtype)
         return None if page is None else (page, self._copy([(page, rows)]))
 
     def _copy(
