@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture import copying
-from vllm.v1.capture.copying import bytes_of, copy_rows
+from vllm.v1.capture.copying import bytes_of, copy_all, copy_rows
 
 
 @given(
@@ -25,6 +25,9 @@ def test_any_order_of_rows_is_copied_by_any_number_of_threads(
         target = torch.zeros(source.shape, dtype=torch.bfloat16)
         copy_rows(bytes_of(target), bytes_of(source))
         assert torch.equal(target, source)
+        again = [torch.zeros_like(target) for _ in range(3)]
+        copy_all([(bytes_of(one), bytes_of(source)) for one in again])
+        assert all(torch.equal(one, source) for one in again)
     copying._pool.cache_clear()
 
 

@@ -30,8 +30,8 @@ class Taken:
 
         self._gathering = Gathering(TAPS, torch.float32, together=True)
 
-    def keep(self, group: int, start: int, staged: Any, step: int) -> Rows:
-        return self._gathering.put(start, staged, step, 1000)
+    def place(self, group: int, start: int, shape: Any, step: int) -> Any:
+        return self._gathering.place(start, shape, step, 1000)
 
     def add(self, group: int, rows: Rows) -> dict[str, Any]:
         self.rows.append(rows)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.copying import bytes_of
+from vllm.v1.capture.copying import bytes_of, copy_all
 from vllm.v1.capture.gathering import GATHERED, Gathering, joined
 from vllm.v1.capture.ledger import Rows
 
@@ -15,7 +15,9 @@ def put(gathering: Gathering, start: int, num_rows: int, most: int) -> Rows:
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
     staged = bytes_of(rows.contiguous()).reshape(TAPS, num_rows, 1, -1)
-    return gathering.put(start, staged, 0, most)
+    kept, memory = gathering.place(start, staged.shape, 0, most)
+    copy_all([(memory, staged)])
+    return kept
 
 
 def check(rows: torch.Tensor, positions: list[int]) -> None:

@@ -2,10 +2,12 @@
 """Copying rows on the host, large amounts on several threads.
 
 One core copies a few GB/s, less than a prompt's rows come in; upstream leaves torch
-one thread while it serves. NumPy's copies let go of the interpreter's lock, and between
-two of them nothing does, so a thread that copies seldom gets in the engine's way.
+one thread while it serves. Copies let go of the interpreter's lock; what is done
+between them is NumPy's, which keeps it, as it is held up less by one long wait of
+another thread than by many short ones.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -27,6 +29,22 @@ def bytes_of(rows: torch.Tensor) -> Bytes:
     """The memory of `[..., width]`, in which each row is contiguous, as bytes."""
     found: Bytes = rows.detach().view(torch.uint8).numpy()
     return found
+
+
+def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+    """`target[:] = source` for each pair of equal shapes.
+
+    The small ones in one call: between two calls the interpreter's lock would change
+    hands, and the engine's thread would wait for it each time.
+    """
+    small = [pair for pair in pairs if pair[0].nbytes < 2 * PIECE_BYTES]
+    if small:
+        targets = [torch.from_numpy(target) for target, _ in small]
+        sources = [torch.from_numpy(source) for _, source in small]
+        torch._foreach_copy_(targets, sources)
+    for target, source in pairs:
+        if target.nbytes >= 2 * PIECE_BYTES:
+            copy_rows(target, source)
 
 
 def copy_rows(target: Bytes, source: Bytes) -> None:

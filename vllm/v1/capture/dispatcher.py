@@ -5,11 +5,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.copying import Bytes, bytes_of
+from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placed
@@ -20,6 +21,9 @@ from vllm.v1.capture.types import CaptureChunk
 
 logger = init_logger(__name__)
 
+
+Taken: TypeAlias = tuple[CapturedRequest, int, Rows]
+"""A request, one of its groups, and rows that it gets."""
 
 LARGEST_PART = 4
 """A request holds at most this many times the memory of its own rows."""
@@ -118,22 +122,34 @@ class Dispatcher:
     def _take(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
     ) -> None:
-        chunks: dict[str, list[CaptureChunk]] = {}
+        taken: list[Taken] = []
+        copies: list[tuple[Bytes, Bytes]] = []
         try:
             if copied is not None:
                 copied.synchronize()
             for run in runs(staged):
-                self._take_run(run, chunks)
+                self._take_run(run, taken, copies)
+            copy_all(copies)
         finally:
             for step in staged:
                 self._staging.ring.release(step.segment)
+        chunks: dict[str, list[CaptureChunk]] = {}
+        for request, group, rows in taken:
+            for instance, batch in request.add(group, rows).items():
+                chunks.setdefault(instance, []).extend(batch)
         # One packet for all of it and an instance: each wakes a thread.
         self._submit(chunks)
 
     def _take_run(
-        self, run: Sequence[StagedStep], chunks: dict[str, list[CaptureChunk]]
+        self,
+        run: Sequence[StagedStep],
+        taken: list[Taken],
+        copies: list[tuple[Bytes, Bytes]],
     ) -> None:
-        """Rows of steps with one layout: each request's come together."""
+        """Rows of steps with one layout: each request's come together.
+
+        Adds to `taken` what requests get, and to `copies` what must be copied first.
+        """
         first, last = run[0], run[-1]
         layout, num_steps = first.placed.layout, len(run)
         rows = self._rows_of(run)
@@ -149,11 +165,9 @@ class Dispatcher:
                 if request is not None:
                     start = pick.start + first.placed.shift
                     start += shifts.get(pick.req_id, 0)
-                    kept = here.keep(request, pick, offset, start, last.step)
-                    for rows_of_one in settling(kept, num_steps, first.step):
-                        settled = request.add(pick.group, rows_of_one)
-                        for instance, batch in settled.items():
-                            chunks.setdefault(instance, []).extend(batch)
+                    kept = here.keep(request, pick, offset, start, last.step, copies)
+                    for part in settling(kept, num_steps, first.step):
+                        taken.append((request, pick.group, part))
                 offset += pick.num_rows
             base = stop
 
@@ -203,9 +217,15 @@ class StagedBlock:
         return cls(rows, page, whole)
 
     def keep(
-        self, request: CapturedRequest, pick: Pick, offset: int, start: int, step: int
+        self,
+        request: CapturedRequest,
+        pick: Pick,
+        offset: int,
+        start: int,
+        step: int,
+        copies: list[tuple[Bytes, Bytes]],
     ) -> Rows:
-        """What a request gets: the page itself, or a copy of its rows.
+        """What a request gets: the page itself, or what `copies` then says to copy.
 
         Who holds some rows of a page holds all of it, so a small part is copied.
         """
@@ -213,7 +233,9 @@ class StagedBlock:
         if self.page is not None and own * LARGEST_PART >= self.page_rows:
             return Rows(start, pick.num_rows, self.page, offset, step)
         staged = self.rows[:, :, offset : offset + pick.num_rows]
-        return request.keep(pick.group, start, staged, step)
+        rows, memory = request.place(pick.group, start, staged.shape, step)
+        copies.append((memory, staged))
+        return rows
 
 
 def runs(staged: Sequence[StagedStep]) -> Iterator[Sequence[StagedStep]]:

@@ -5,15 +5,21 @@ Rows of generated tokens come one at a time and are handed on together at the en
 they are put one behind the other at once: nothing has to be joined later.
 """
 
+from typing import TypeAlias
+
 import numpy as np
 import torch
 
-from vllm.v1.capture.copying import Bytes, bytes_of, copy_rows
+from vllm.v1.capture.copying import Bytes, bytes_of
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.recycling import ROWS
 
 GATHERED = 256
 """Rows of a group that lie together, if they come a few at a time."""
+
+Shape: TypeAlias = tuple[int, int, int, int]
+Placed: TypeAlias = tuple[Rows, Bytes]
+"""Rows that a request may keep, and their memory, still to be written."""
 
 
 class Gathering:
@@ -31,28 +37,27 @@ class Gathering:
         self._bytes: Bytes = np.empty((num_taps, 0, 0), dtype=np.uint8)
         self._used = 0
 
-    def put(self, start: int, staged: Bytes, step: int, most: int) -> Rows:
-        """Copy staged rows, which lie where others will soon.
+    def place(self, start: int, shape: Shape, step: int, most: int) -> Placed:
+        """Where staged rows are to be copied, next to others of the request.
 
         Args:
             start: position of the first.
-            staged: `[taps, steps, rows of a step, bytes of a row]`.
+            shape: of what is staged: `(taps, steps, rows of a step, bytes of a row)`.
             step: the step that computed the last of them.
             most: how many rows the request may still have, with these.
 
         """
-        steps, rows_of_one, row_bytes = staged.shape[1:]
-        num_rows = steps * rows_of_one
+        num_rows = shape[1] * shape[2]
         first, stop = self._used, self._used + num_rows
         if not self._together or stop > self._memory.shape[1]:
             capacity = num_rows
             if self._together:
                 capacity = max(num_rows, min(most, GATHERED))
-            self._renew(capacity, row_bytes)
+            self._renew(capacity, shape[3])
             first, stop = 0, num_rows
         self._used = stop
-        copy_rows(self._bytes[:, first:stop].reshape(staged.shape), staged)
-        return Rows(start, num_rows, self._memory, first, step)
+        rows = Rows(start, num_rows, self._memory, first, step)
+        return rows, self._bytes[:, first:stop].reshape(shape)
 
     def _renew(self, num_rows: int, row_bytes: int) -> None:
         shape = self._num_taps, num_rows, row_bytes // self._dtype.itemsize

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.copying import Bytes
-from vllm.v1.capture.gathering import Gathering, joined
+from vllm.v1.capture.gathering import Gathering, Placed, Shape, joined
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
@@ -109,17 +108,9 @@ class CapturedRequest:
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
-    def keep(self, group: int, start: int, staged: Bytes, step: int) -> Rows:
-        """A copy of staged rows that the request may keep.
-
-        Args:
-            group: index of their group.
-            start: position of the first.
-            staged: `[taps, steps, rows of a step, bytes of a row]`.
-            step: the step that computed the last of them.
-
-        """
-        return self._gathered[group].put(start, staged, step, self._most - start)
+    def place(self, group: int, start: int, shape: Shape, step: int) -> Placed:
+        """Memory for staged rows of a group; as `Gathering.place`."""
+        return self._gathered[group].place(start, shape, step, self._most - start)
 
     def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
         """A step's rows of one group; returns the chunks to submit now."""

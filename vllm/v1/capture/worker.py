@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-STEPS_AT_ONCE = 16
+STEPS_AT_ONCE = 32
 """Steps whose rows are copied to the host and handed on together, if they are small."""
 
 
@@ -361,7 +361,7 @@ class WorkerCapture:
             self._live
             or self._true_starts is not None
             or len(self._unsent) >= STEPS_AT_ONCE
-            or rows >= self._staging.ring.num_rows // 16
+            or rows >= self._staging.ring.num_rows // 8
         ):
             self._send()
 
