@@ -14,7 +14,7 @@ ALPHA = 16
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
-def adapter(model: Path, folder: Path, seed: int = 5) -> Reference:
+def adapter(model: Path, folder: Path, seed: int = 5, scale: float = 0.1) -> Reference:
     """Write an adapter for `model`; returns the base with it added to its weights."""
     generator = torch.Generator().manual_seed(seed)
     merged, weights = Reference(model), {}
@@ -23,8 +23,8 @@ def adapter(model: Path, folder: Path, seed: int = 5) -> Reference:
             if name.rpartition(".")[2] not in TARGETS:
                 continue
             weight = module.weight
-            down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
-            up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
+            down = torch.randn(RANK, weight.shape[1], generator=generator) * scale
+            up = torch.randn(weight.shape[0], RANK, generator=generator) * scale
             weights[f"base_model.model.{name}.lora_A.weight"] = down
             weights[f"base_model.model.{name}.lora_B.weight"] = up
             weight += ALPHA / RANK * up @ down

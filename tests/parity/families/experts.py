@@ -28,12 +28,10 @@ def case(
     variant: str = "plain",
     cannot: str = "",
     twin: Twin | None = None,
-    zeros: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
     return Case(
         twin=twin,
-        zeros=zeros,
         cannot=cannot,
         architecture=architecture,
         model_type=model_type,
@@ -196,8 +194,6 @@ CASES = [
         "LagunaForCausalLM",
         "laguna",
         cannot=SIGMOID,
-        # Upstream looks for it in a module that has none, and goes on without.
-        zeros=("e_score_correction_bias",),
         layer_types=WINDOWED,
         sliding_window=16,
         num_attention_heads_per_layer=[2, 2, 2],
