@@ -59,9 +59,11 @@ def deliver_ends(core: "EngineCore") -> None:
 
 def introduce_capture(core: "EngineCore", address: str) -> None:
     """A front end that listens at `address` wants to hear of all captures."""
-    from vllm.v1.capture import reporting
+    from vllm.v1.worker import residual_stream
 
-    core.model_executor.collective_rpc(reporting.introduce, args=(address,))
+    core.model_executor.collective_rpc(
+        residual_stream.report_captures_to, args=(address,)
+    )
 
 
 def note_hook_points(core: "EngineCore") -> None:

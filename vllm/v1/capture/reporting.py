@@ -4,7 +4,6 @@
 import threading
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 import msgspec
 
@@ -86,11 +85,3 @@ class Reporter:
             except Exception:
                 # Counters are not worth a worker; the next report may succeed.
                 logger.exception("The counters of captures could not be reported")
-
-
-def introduce(worker: Any, address: str) -> None:
-    """For `collective_rpc`: a front end wants to hear of all captures.
-
-    Those that have had none themselves are not known here otherwise.
-    """
-    worker.model_runner.residual._capture._reporter.know(address)

@@ -267,6 +267,11 @@ class WorkerCapture:
                 )
             )
 
+    def report_to(self, address: str) -> None:
+        """A front end wants to hear of all captures, though it may have had none."""
+        if self._takes_rows:
+            self._reporter.know(address)
+
     def note_reforwarded(self, tokens: int) -> None:
         """The step computes so many cached tokens again, because they are captured."""
         if self._stage.pipeline_rank == 0:

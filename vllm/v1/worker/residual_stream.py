@@ -92,6 +92,9 @@ class ResidualStream:
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
 
+    def report_captures_to(self, address: str) -> None:
+        """A front end wants to hear how captures are doing."""
+
     def close(self) -> None:
         """Flush and release."""
 
@@ -171,6 +174,11 @@ class OpenResidualStream(ResidualStream):
         assert self._capture is not None, "a capture ends where there is none"
         for end in ends:
             self._capture.end_request(end)
+
+    def report_captures_to(self, address: str) -> None:
+        """A front end wants to hear how captures are doing."""
+        if self._capture is not None:
+            self._capture.report_to(address)
 
     def close(self) -> None:
         """Flush what is under way."""
@@ -354,6 +362,11 @@ def set_hook_points(worker: Any, points: HookPoints) -> None:
 def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:
     """For `collective_rpc`: requests that ended while the engine was idle."""
     worker.model_runner.residual.end_captures(ends)
+
+
+def report_captures_to(worker: Any, address: str) -> None:
+    """For `collective_rpc`: a front end wants to hear how captures are doing."""
+    worker.model_runner.residual.report_captures_to(address)
 
 
 def close(worker: Any) -> None:
