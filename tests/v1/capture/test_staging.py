@@ -92,3 +92,23 @@ def test_a_page_counts_until_its_last_view_is_gone() -> None:
     gc.collect()
     assert pages.num_bytes == 0
     assert pages.take(3, WIDTH, torch.float32) is not None
+
+
+def test_where_no_more_can_be_pinned_the_ring_must_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = Pages(max_bytes=1 << 20)
+    held = pages.take(1, WIDTH, torch.float32)
+
+    def fail(*args: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fail)
+        assert pages.take(1, WIDTH, torch.float32) is None
+    assert pages.take(1, WIDTH, torch.float32) is None, (
+        "it is not tried again and again"
+    )
+    del held
+    gc.collect()
+    assert pages.take(1, WIDTH, torch.float32) is not None

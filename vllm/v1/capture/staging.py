@@ -20,9 +20,12 @@ from itertools import count
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.capture.copying import Bytes, bytes_of
 from vllm.v1.capture.recycling import kept_bytes
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,17 @@ class Pages:
         if self.num_bytes + num_bytes > self._max_bytes:
             return None
         pinned = is_pin_memory_available()
-        page = torch.empty(num_rows, width, dtype=dtype, pin_memory=pinned)
+        try:
+            page = torch.empty(num_rows, width, dtype=dtype, pin_memory=pinned)
+        except RuntimeError as error:
+            logger.warning(
+                "No more than %d MiB of host memory can be pinned for captured rows; "
+                "others are copied once more: %s",
+                self.num_bytes >> 20,
+                error,
+            )
+            self._max_bytes = self.num_bytes
+            return None
         number = next(self._numbers)
         self._held[number] = num_bytes
         # The storage is what all views of the page share.
