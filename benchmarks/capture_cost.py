@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: what capture costs a CPU server, against the same server without it.
 
-    python benchmarks/capture_cost.py            about 15 minutes on idle cores
+    python benchmarks/capture_cost.py            about 21 minutes on idle cores
     python benchmarks/capture_cost.py --quick    about 5 minutes
 
 Two servers of the fork with the same random Llama, 12 layers of width 768, one of them
