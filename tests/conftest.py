@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,13 @@ settings.register_profile(
 )
 settings.register_profile("long", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(autouse=True)
+def read_the_environment_anew() -> None:
+    """An engine in this process makes vllm keep what the environment once said."""
+    if "vllm.envs" in sys.modules:
+        sys.modules["vllm.envs"].disable_envs_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

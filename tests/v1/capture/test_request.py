@@ -130,8 +130,12 @@ def test_steps_whose_positions_are_assumed_too_high_give_the_same_rows(
     )
     assert known.finalizes.keys() == assumed.finalizes.keys()
     for (instance, tap), final in known.finalizes.items():
-        assert assumed.finalizes[instance, tap].sidecar == final.sidecar
-        assert assumed.rows(instance, tap) == known.rows(instance, tap)
+        rows = assumed.rows(instance, tap)
+        if life.settled:
+            assert assumed.finalizes[instance, tap].sidecar == final.sidecar
+            assert rows == known.rows(instance, tap)
+        else:  # Aborted while it recomputed: rows that were held may be gone.
+            assert rows == [(position, float(position)) for position, _ in rows]
 
 
 @given(st.data(), lives())
