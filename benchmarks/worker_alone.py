@@ -54,9 +54,9 @@ class WorkerAlone:
         """From now on take rows as if they had come to the host already."""
         staging: Any = self._worker._staging
         if left_out:
-            staging.to_host = lambda segments: None
+            staging._copy = lambda pairs: None
         else:
-            vars(staging).pop("to_host", None)
+            vars(staging).pop("_copy", None)
 
     def open(
         self,
