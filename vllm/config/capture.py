@@ -122,7 +122,8 @@ class CaptureConfig:
     """The hook points of each layer of the loaded model, set once it is loaded."""
     staging_bytes: int = Field(default=256 * MIB, gt=0)
     """Device memory, in bytes, that captured rows pass through. Half of it bounds
-    what one step captures; a step with more gets fewer prompt tokens."""
+    what one step captures; a step with more gets fewer prompt tokens. Arguments that
+    name no size get more on a GPU: `default_staging_bytes`."""
     dispatch_queue_size: int = Field(default=1024, gt=0)
     """How many packets of rows may wait for a consumer."""
     dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)

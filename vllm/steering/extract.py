@@ -120,7 +120,7 @@ def _run(
     params = SamplingParams(max_tokens=1, detokenize=False, capture={"inline": spec})
     config = llm.llm_engine.vllm_config
     num_layers = len(config.capture_config.hook_points or ()) if layers is None else 0
-    per_token = row_bytes(config) * max(num_layers, len(layers or ()))
+    per_token = row_bytes(config.model_config) * max(num_layers, len(layers or ()))
     for some in in_groups(prompts, per_token if position == "mean" else 0):
         yield from ask(llm, some, params)
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.engines.models import TOKENIZER
 from vllm.config.capture import CaptureConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.capture.cli import capture_config
 from vllm.v1.capture.errors import CaptureValidationError
@@ -16,13 +19,45 @@ def configured(*arguments: str) -> CaptureConfig:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     start = ["--model", str(TOKENIZER), "--capture-consumers", "logging"]
     chosen = parser.parse_args([*start, *arguments])
-    return capture_config(EngineArgs.from_cli_args(chosen))
+    model = SimpleNamespace(
+        get_hidden_size=lambda: 2048,
+        get_total_num_hidden_layers=lambda: 16,
+        dtype=torch.bfloat16,
+    )
+    scheduler = SimpleNamespace(max_num_batched_tokens=8192)
+    return capture_config(EngineArgs.from_cli_args(chosen), model, scheduler)  # type: ignore[arg-type]
 
 
 def test_without_options_the_engine_waits_for_its_consumers() -> None:
     config = configured()
     assert config.overload_policy == "block"
     assert (config.dispatch_queue_size, config.dispatch_queue_bytes) == (1024, 2**28)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Pretend that there is one, with so much memory."""
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: gib << 30)
+
+
+@pytest.mark.parametrize(
+    ("gib", "utilization", "mib"), [(80, 0.9, 1024), (80, 0.2, 512), (8, 0.9, 256)]
+)
+def test_on_a_gpu_whole_steps_have_room_within_a_share_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, utilization: float, mib: int
+) -> None:
+    on_a_gpu(monkeypatch, gib)
+    chosen = configured("--gpu-memory-utilization", str(utilization)).staging_bytes
+    assert chosen == mib << 20
+
+
+def test_staging_of_a_named_size_has_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, 80)
+    assert configured("--capture-staging-bytes", "1000").staging_bytes == 1000
+
+
+def test_without_a_gpu_staging_memory_is_small() -> None:
+    assert configured().staging_bytes == 256 << 20
 
 
 def test_overload_options_reach_the_configuration(tmp_path: Path) -> None:

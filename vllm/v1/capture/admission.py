@@ -51,10 +51,10 @@ class Admission:
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
-            row_bytes(vllm_config)
+            row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.consumers, row_bytes(vllm_config))
+        self.held = HeldRows(self.consumers, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
 
     @property

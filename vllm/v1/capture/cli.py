@@ -8,12 +8,15 @@ from uuid import uuid4
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.geometry import default_staging_bytes, row_bytes
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.spill import prepare_folder
 from vllm.v1.capture.types import HOOK_NAMES
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SchedulerConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
@@ -48,7 +51,8 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         help="Device memory that captured rows pass through; half of it bounds what "
-        "one step captures.",
+        "one step captures. Default: room for whole steps at one hook point of every "
+        "layer, at least 256 MiB.",
     )
     group.add_argument(
         "--capture-dispatch-queue-size",
@@ -89,7 +93,11 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def capture_config(args: "EngineArgs") -> CaptureConfig:
+def capture_config(
+    args: "EngineArgs",
+    model_config: "ModelConfig",
+    scheduler_config: "SchedulerConfig",
+) -> CaptureConfig:
     """The configuration that the engine's arguments stand for.
 
     Raises:
@@ -125,8 +133,17 @@ def capture_config(args: "EngineArgs") -> CaptureConfig:
     if ready:
         key = uuid4().hex
         _READY[key] = ready
+    staging = args.capture_staging_bytes
+    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+        memory = current_platform.get_device_total_memory()
+        staging = default_staging_bytes(
+            row_bytes(model_config),
+            model_config.get_total_num_hidden_layers(),
+            scheduler_config.max_num_batched_tokens,
+            int(memory * args.gpu_memory_utilization),
+        )
     chosen: dict[str, Any] = {
-        "staging_bytes": args.capture_staging_bytes,
+        "staging_bytes": staging,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,

@@ -28,7 +28,7 @@ def capture_context(
         num_computed_tokens=0,
         num_hidden_layers=max(hook_points, default=-1) + 1,
         hidden_size=model_config.get_hidden_size(),
-        element_size_bytes=torch_dtype(vllm_config).itemsize,
+        element_size_bytes=torch_dtype(vllm_config.model_config).itemsize,
         tensor_parallel_size=parallel_config.tensor_parallel_size,
         pipeline_parallel_size=parallel_config.pipeline_parallel_size,
         max_tokens=max_tokens,

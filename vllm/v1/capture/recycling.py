@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import torch
 
-from vllm.v1.capture.copying import Bytes, bytes_of, copy_rows
+from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
 
 SMALLEST = 128 << 10
 """Bytes below which the allocator keeps memory by itself."""
@@ -64,10 +64,8 @@ class RowMemory:
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         joined = self.empty(shape, parts[0].dtype)
-        for target, part in zip(
-            joined.split([part.shape[dim] for part in parts], dim), parts
-        ):
-            copy_rows(bytes_of(target), bytes_of(part))
+        targets = joined.split([part.shape[dim] for part in parts], dim)
+        copy_all([(bytes_of(a), bytes_of(b)) for a, b in zip(targets, parts)])
         return joined
 
     def trim(self) -> None:

@@ -161,4 +161,4 @@ class CaptureScheduling:
 def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
     """The scheduler's part of capture for a configuration."""
     config = vllm_config.capture_config
-    return CaptureScheduling(config.rows_per_step(row_bytes(vllm_config)))
+    return CaptureScheduling(config.rows_per_step(row_bytes(vllm_config.model_config)))

@@ -114,7 +114,7 @@ def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> Steeri
     new = merged(_steering(core).tiers, change, replace)
     requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
-    check_with_requests(new, own, torch_dtype(core.vllm_config))
+    check_with_requests(new, own, torch_dtype(core.vllm_config.model_config))
     return new
 
 
@@ -156,7 +156,10 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     tiers = tiers_of(request)
     if tiers is None:
         return False
-    dtype, possible = torch_dtype(core.vllm_config), _steering(core).possible
+    dtype, possible = (
+        torch_dtype(core.vllm_config.model_config),
+        _steering(core).possible,
+    )
     found = [find_overflow(dtype, shared, tiers) for shared in possible if shared]
     reason = next((one for one in found if one is not None), None)
     if reason is None:

@@ -109,7 +109,7 @@ class SteeringFrontend(NoSteering):
         model = SteeredModel(
             points,
             vllm_config.model_config.get_hidden_size(),
-            torch_dtype(vllm_config),
+            torch_dtype(vllm_config.model_config),
         )
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)

@@ -212,7 +212,7 @@ def open_residual_stream(
     )
     taps = [(index, point) for index in sorted(points) for point in points[index]]
     width = vllm_config.model_config.get_hidden_size()
-    dtype = torch_dtype(vllm_config)
+    dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
     if config.enabled:
         capture = WorkerCapture(vllm_config, stage, taps, width, dtype, device)

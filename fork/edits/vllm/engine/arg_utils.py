@@ -35,7 +35,7 @@ steering_api_key: list[str] | None = None
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="capture_config=capture_config(self)",
+        argument="capture_config=capture_config(self, model_config, scheduler_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     add_argument(
