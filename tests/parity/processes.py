@@ -103,7 +103,9 @@ def _compare(folder: Path, case: Case) -> None:
     from tests.parity.reference import Reference
 
     answers = torch.load(folder / "answers.pt", weights_only=False)
-    reference = Reference(folder / "library", case.torch_dtype, case.recipe)
+    reference = Reference(
+        folder / "library", case.torch_dtype, case.recipe, case.substitute
+    )
     compared = compare(answers, reference, case.tolerance)
     torch.save((compared, answers.hook_points), folder / "compared.pt")
 

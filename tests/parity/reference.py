@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from tests.parity.recipe import ORDER, Point, Recipe, Spot
+from tests.parity.substitutes import Substitute
 
 Tap = tuple[int, str]
 Stream = dict[Tap, torch.Tensor]
@@ -35,11 +36,19 @@ def _leaving(output: Any, result: int = 0) -> torch.Tensor:
 class Reference:
     """A checkpoint, loaded by the library, with hooks at its hook points."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        recipe: Recipe,
+        substitute: Substitute | None = None,
+    ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, **options
         ).eval()
+        if substitute is not None:
+            substitute.apply(self.model)
         layers = self.model.get_submodule(recipe.layers)
         assert isinstance(layers, nn.ModuleList)
         self.points: dict[Tap, Point] = {

@@ -41,7 +41,7 @@ def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
         "intervention_error": float(f"{compared.change_error:.2g}"),
         "hook_points": [hook for hook in HOOKS if hook in offered],
         "tolerance": case.tolerance,
-        **({"coarse": case.coarse} if case.coarse else {}),
+        **({"substitute": case.substitute.why} if case.substitute else {}),
         **({"reason": compared.problems[0]} if compared.problems else {}),
     }
 

@@ -239,7 +239,9 @@ CASES = [
             variant=variant,
             options=common(**ZAMBA | {"num_mem_blocks": blocks}),
             recipe=Recipe(single=("mamba", "mamba_decoder")),
-            coarse="rounding grows to 1.2e-4 in its layers, and in its logits",
+            # With larger weights the attention of its blocks is so sharp that the
+            # library's own float32 is 6e-5 from its float64.
+            scale=0.1,
         )
         for variant, blocks in [("plain", 1), ("two shared blocks", 2)]
     ),

@@ -8,6 +8,7 @@ from torch import nn
 from tests.parity.cases import TOKENS, Case, common
 from tests.parity.families.llama import OPT, WINDOWED
 from tests.parity.recipe import POST_NORM, SANDWICH, Point, Recipe, Spot, named
+from tests.parity.substitutes import EXACT_GELU
 
 GEMMA = {"query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
 BLOOM = {
@@ -16,7 +17,6 @@ BLOOM = {
     "n_layer": 3,
     "n_head": 2,
 }
-GELU = "the kernel of the GELU is an approximation"
 GEMMA4 = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "sliding_window": 16,
@@ -172,7 +172,7 @@ CASES = [
         model_type="bloom",
         options=BLOOM,
         recipe=Recipe(layers="transformer.h", own=bloom_points),
-        coarse=GELU,
+        substitute=EXACT_GELU,
     ),
     Case(
         architecture="BloomForCausalLM",
@@ -180,7 +180,7 @@ CASES = [
         variant="residual after norm",
         options=BLOOM | {"apply_residual_connection_post_layernorm": True},
         recipe=Recipe(layers="transformer.h", own=bloom_points),
-        coarse=GELU,
+        substitute=EXACT_GELU,
     ),
     Case(
         architecture="OPTForCausalLM",

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that upstream and the library compute differently.
+
+What is proven is where the hook points are. So where the two differ in a function
+between them, such as an activation that one of them approximates, the library's model
+gets upstream's: as a formula of our own, on none of upstream's code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Substitute:
+    """What computes a function in the library's model instead of its own module."""
+
+    module: str
+    """The end of the module's name; it is replaced in every layer."""
+    build: Callable[[nn.Module], nn.Module]
+    """Makes the other module from the library's, which has its weights loaded."""
+    why: str
+    """How upstream and the library differ."""
+
+    def apply(self, model: nn.Module) -> None:
+        """Replace the modules."""
+        names = [name for name, _ in model.named_modules() if self._is_meant(name)]
+        assert names, f"no module is called {self.module}"
+        for name in names:
+            model.set_submodule(name, self.build(model.get_submodule(name)))
+
+    def _is_meant(self, name: str) -> bool:
+        return f".{name}".endswith(f".{self.module}")
+
+
+def exact_gelu(module: nn.Module) -> nn.Module:
+    """`x * P(Z <= x)` for a standard normal Z."""
+    return nn.GELU(approximate="none")
+
+
+class XieluInBfloat16(nn.Module):
+    """The expanded integral of the ELU, with its two parameters rounded to bfloat16.
+
+    `a x^2 + x / 2` for positive x, `b (exp(x) - 1 - x) + x / 2` for others, where
+    `a = softplus(alpha_p)` and `b = 1/2 + softplus(alpha_n)`. Each step that leads to
+    `a` and `b` is rounded; what is made of `x` is not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        positive, negative = (
+            nn.functional.softplus(module.get_parameter(name).bfloat16())
+            for name in ("alpha_p", "alpha_n")
+        )
+        self.above = positive.float()
+        self.below = (0.5 + negative).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bent = x.clamp(max=0).expm1() - x
+        return torch.where(x > 0, self.above * x * x, self.below * bent) + x / 2
+
+
+EXACT_GELU = Substitute(
+    "gelu_impl",
+    exact_gelu,
+    "upstream computes the exact GELU, the library its approximation by a tanh",
+)
+XIELU = Substitute(
+    "act_fn",
+    XieluInBfloat16,
+    "upstream keeps the parameters of the xIELU in bfloat16 in every model, the"
+    " library in the model's dtype",
+)
