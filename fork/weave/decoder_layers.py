@@ -190,7 +190,7 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
     if not own:
         return parsed
     sites = [
-        replace(site, run=plan.rule.run)
+        replace(site, run=plan.rule.run, split_when=plan.rule.split.get(site.point, ""))
         for plan in own
         for site in (*plan.sites, *plan.mlp_sites)
     ]

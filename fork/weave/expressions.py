@@ -12,10 +12,13 @@ import libcst as cst
 from .events import NONE, Event, Holding, Trace, Value
 from .layer_class import LayerClass, code
 from .rules import Rule
-from .stream import Role, Tensor, Term, Unprovable, role_of
+from .stream import Role, Tensor, Term, Unprovable, role_of, split_of
 
 _FUSED_REDUCE = re.compile(r"all_?reduce", re.IGNORECASE)
 _BY_TOKENS = re.compile(r"all_gather|reduce_scatter|sequence_parallel|\bsp_")
+_GATHERS = re.compile(r"all_gather$")
+_SCATTERS = re.compile(r"reduce_scatter$")
+_SHARES = re.compile(r"(sequence_parallel_chunk|\bsp_shard)$")
 _SAME_SUM = frozenset({"clone", "contiguous", "to"})
 _NOT_A_TENSOR = frozenset({"shape", "dtype", "device", "dim", "size", "numel"})
 NAME = re.compile(r"(?<![\w.])[a-z_]\w*")
@@ -56,10 +59,10 @@ class Expressions(ABC):
             return self.several(node, [""])[0]
         if isinstance(node, cst.Attribute) and node.attr.value in _NOT_A_TENSOR:
             return None
-        reads = self.reads(node)
-        if not reads or isinstance(node, cst.Comparison | cst.BooleanOperation):
+        held = self.read_by(node)
+        if not held or isinstance(node, cst.Comparison | cst.BooleanOperation):
             return None
-        return Tensor.of(Term(code(node), Role.OTHER, reads))
+        return made(code(node), Role.OTHER, held)
 
     def combine(
         self, operator: cst.CSTNode, left: Value, right: Value, text: str
@@ -73,8 +76,7 @@ class Expressions(ABC):
         scaling = cst.Multiply | cst.MultiplyAssign | cst.Divide | cst.DivideAssign
         if isinstance(operator, scaling) and len(tensors) == 1:
             return tensors[0].scaled()
-        reads = read(tensors)
-        return Tensor.of(Term(text, Role.OTHER, reads))
+        return made(text, Role.OTHER, tensors)
 
     def several(self, node: cst.BaseExpression, names: list[str]) -> list[Value]:
         """The values `node` is unpacked into."""
@@ -116,15 +118,38 @@ class Expressions(ABC):
         if _FUSED_REDUCE.search(callee) and len(arguments) == 1 and count == 1:
             return [arguments[0].reduced()]
         if _BY_TOKENS.search(callee):
-            raise Unprovable(f"{callee} splits the tokens over ranks")
+            return [self.over_ranks(node, arguments[0])]
+        if role is Role.MIXER and split_of(arguments):
+            raise Unprovable(f"{callee} is given a rank's share of the tokens")
         if role is Role.MLP:
             texts = tuple(text for text, _ in followed)
             copies = tuple(tensor.copy() for tensor in arguments)
             self.event("mlp", texts, copies, callee, node=node)
-        results = [Tensor.of(Term(callee, role, read(arguments))) for _ in range(count)]
+        results = [made(callee, role, arguments) for _ in range(count)]
         if _attribute(callee) in self.rule.passing:
             results[0] = arguments[0].plus(results[0])
         return list(results)
+
+    def read_by(self, node: cst.BaseExpression) -> list[Tensor]:
+        """The followed tensors that an expression is computed from."""
+        inner = node.value if isinstance(node, cst.Subscript) else None
+        if isinstance(inner, cst.Call) and _BY_TOKENS.search(code(inner.func)):
+            gathered = self.value(inner)  # and here its padding is cut off
+            return [gathered] if isinstance(gathered, Tensor) else []
+        return self.followed_in(node)
+
+    def over_ranks(self, node: cst.Call, given: Tensor) -> Tensor:
+        """What a function makes of a tensor that it splits over ranks, or gathers."""
+        callee = code(node.func)
+        if any(code(arg.value) != "0" for arg in node.args[1:]):
+            raise Unprovable(f"{code(node)} splits something else than tokens")
+        if _GATHERS.search(callee):
+            return given.over_ranks(split=False)
+        if _SCATTERS.search(callee):
+            return given.reduced().over_ranks(split=True)
+        if _SHARES.search(callee):
+            return given.over_ranks(split=True)
+        raise Unprovable(f"cannot tell how {callee} splits the tokens over ranks")
 
     def add_norm(
         self, callee: str, first: tuple[str, Tensor], second: tuple[str, Tensor]
@@ -135,12 +160,11 @@ class Expressions(ABC):
         if not (reduces or self.adds(_attribute(callee))):
             if hidden.terms.keys() != residual.terms.keys():
                 raise Unprovable(f"cannot tell whether {callee} adds the residual")
-            return [Tensor.of(Term(callee, Role.NORM, hidden.read())), residual]
+            return [made(callee, Role.NORM, [hidden]), residual]
         names = (first[0], second[0])
         self.event("fused", names, (hidden.copy(), residual.copy()), callee)
         total = (hidden.reduced() if reduces else hidden).plus(residual)
-        normed = Tensor.of(Term(callee, Role.NORM, total.read()))
-        return [normed, total]
+        return [made(callee, Role.NORM, [total]), total]
 
     def adds(self, attribute: str) -> bool:
         """Whether a norm adds its second argument to its first."""
@@ -149,7 +173,7 @@ class Expressions(ABC):
     def tap(self, node: cst.Call) -> list[Value]:
         """What a hook point returns: terms of its own, to be followed from there."""
         callee = node.func
-        if isinstance(callee, cst.IfExp):
+        while isinstance(callee, cst.IfExp):
             callee = callee.body if self.decide(callee.test) else callee.orelse
         method = code(callee).rpartition(".")[2]
         point = code(node.args[1].value).strip("\"'")
@@ -157,13 +181,17 @@ class Expressions(ABC):
         values = [self.value(part) for part in given]
         tensors = tuple(v.copy() if isinstance(v, Tensor) else None for v in values)
         names = tuple(map(code, given))
-        if method == "value":
+        split = split_of(t for t in tensors if t is not None)
+        if split != method.startswith("split_"):
+            held = "a rank's share of the tokens" if split else "all tokens"
+            raise Unprovable(f"{point} holds {held}, but its call is {method}")
+        if method in ("value", "split_value"):
             self.event("value", names, tensors, point)
             reads = read(t for t in tensors if t is not None)
-            return [Tensor.of(Term(names[0], Role.OTHER, reads, point))]
+            return [Tensor.of(Term(names[0], Role.OTHER, reads, point), split)]
         self.event("tap", names, tensors, f"{method} {point}")
         return [
-            Tensor.of(Term(names[part], Role.TAP, value.read(), point, part))
+            Tensor.of(Term(names[part], Role.TAP, value.read(), point, part), split)
             if isinstance(value, Tensor)
             else value
             for part, value in enumerate(values)
@@ -177,7 +205,7 @@ class Expressions(ABC):
             return owner.copy()
         if name in _NOT_A_TENSOR:
             return None
-        return Tensor.of(Term(code(node.func), Role.OTHER, self.reads(node)))
+        return made(code(node.func), Role.OTHER, self.followed_in(node))
 
     def inlined(self, node: cst.BaseExpression) -> cst.FunctionDef | None:
         """The method of the class that a call is looked into for, if it is one."""
@@ -206,9 +234,13 @@ class Expressions(ABC):
 
     def reads(self, node: cst.CSTNode) -> frozenset[Term]:
         """The terms of every followed tensor whose name occurs in `node`."""
+        return read(self.followed_in(node))
+
+    def followed_in(self, node: cst.CSTNode) -> list[Tensor]:
+        """The followed tensors with terms whose names occur in `node`."""
         names = set(NAME.findall(code(node)))
         held = [self.env[name] for name in names & self.env.keys()]
-        return read(t for t in held if isinstance(t, Tensor))
+        return [t for t in held if isinstance(t, Tensor) and t.terms]
 
     def event(
         self,
@@ -236,6 +268,12 @@ class Expressions(ABC):
 def read(tensors: Iterable[Tensor]) -> frozenset[Term]:
     """What something that is given `tensors` reads."""
     return frozenset().union(*(tensor.read() for tensor in tensors))
+
+
+def made(label: str, role: Role, given: Iterable[Tensor]) -> Tensor:
+    """What a call makes of `given`, token by token."""
+    given = list(given)
+    return Tensor.of(Term(label, role, read(given)), split_of(given))
 
 
 def _attribute(callee: str) -> str:

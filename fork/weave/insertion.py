@@ -86,6 +86,10 @@ def call(site: Site) -> str:
     method = f"residual_tap.{site.method}"
     if site.condition:
         method = f"(residual_tap.partial if {site.condition} else {method})"
+    if site.split_when:
+        # A rank's share of the tokens is never a partial sum.
+        split = f"residual_tap.split_{site.method.replace('partial', 'pair')}"
+        method = f"({split} if {site.split_when} else {method})"
     return f"{method}({arguments})"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from .events import NONE, Holding, NoTensor, Trace, Value
-from .expressions import NAME, Expressions, Raised, read
+from .expressions import NAME, Expressions, Raised, made
 from .layer_class import LayerClass, code
 from .rules import Rule
 from .stream import Role, Tensor, Term, Unprovable
@@ -79,14 +79,15 @@ class _Path(Expressions):
         hidden = next((n for n in HIDDEN_NAMES if n in self.params), None)
         if hidden is None:
             raise Unprovable(f"forward takes none of {', '.join(HIDDEN_NAMES)}")
-        tensor = Tensor.of(Term(hidden, Role.ENTRY))
+        split = self.assume.get(self.rule.enters_split, False)
+        tensor = Tensor.of(Term(hidden, Role.ENTRY), split)
         entry.append(tensor.copy())
         self.env[hidden] = tensor
         if RESIDUAL in self.params:
             if self.choose():
                 self.env[RESIDUAL] = NONE
             else:
-                tensor = Tensor.of(Term(RESIDUAL, Role.ENTRY))
+                tensor = Tensor.of(Term(RESIDUAL, Role.ENTRY), split)
                 entry.append(tensor.copy())
                 self.env[RESIDUAL] = tensor
         self.trace = Trace(tuple(entry))
@@ -215,18 +216,19 @@ class _Path(Expressions):
         before = self.holding()
         result = self.combine(node.operator, held, operand, code(node))
         held.terms = result.terms if isinstance(result, Tensor) else {}
+        held.split = isinstance(result, Tensor) and result.split
         self.bind(code(node.target), held, before)
 
     def call_for_effect(self, node: cst.BaseExpression) -> None:
         if not isinstance(node, cst.Call):
             return
-        given = [self.value(arg.value) for arg in node.args]
-        tensors = [t for t in given if isinstance(t, Tensor) and t.terms]
+        values = [self.value(arg.value) for arg in node.args]
+        tensors = [t for t in values if isinstance(t, Tensor) and t.terms]
         buffers = [t for t in tensors if t.is_buffer]
-        reads = read(t for t in tensors if t not in buffers)
+        given = [t for t in tensors if t not in buffers]
         for buffer in buffers:
-            term = Term(code(node.func), self.role(node), reads)
-            buffer.terms = dict(Tensor.of(term).terms)
+            written = made(code(node.func), self.role(node), given)
+            buffer.terms, buffer.split = written.terms, written.split
             for name, value in self.env.items():
                 if value is buffer:
                     self.bind(name, buffer)

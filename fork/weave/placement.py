@@ -33,6 +33,8 @@ class Site:
     """When true the method is `partial`, otherwise `pair`."""
     then: tuple[str, ...] = ()
     """Statements that go in behind the call."""
+    split_when: str = ""
+    """When true each rank has only its share of the tokens here."""
     run: str = ""
     """The parameter of `forward` that says which run it is, if there are several."""
 

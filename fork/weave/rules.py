@@ -52,6 +52,9 @@ class Rule:
     `layer_name` has the index that the layer counts as."""
     partial_when: Mapping[str, str] = field(default_factory=dict)
     """Point to the expression that tells whether the branch is a partial sum."""
+    split: Mapping[str, str] = field(default_factory=dict)
+    """Point to the expression that tells whether a rank has only its share of the
+    tokens there; `cases` must decide it."""
     first: tuple[str, ...] = ()
     """Statements that go in after the first tap."""
     anchors: tuple[Anchor, ...] = ()
@@ -62,6 +65,11 @@ class Rule:
     proven: bool = True
     """False where the proof cannot follow; the reason then says who checked."""
 
+    @property
+    def enters_split(self) -> str:
+        """Whether what enters the layer is a rank's share, as `split` has it."""
+        return self.split.get("pre_attn", "")
+
 
 NEVER_GIVEN: Mapping[str, bool] = {
     "encoder_hidden_states is not None": False,
@@ -70,10 +78,22 @@ NEVER_GIVEN: Mapping[str, bool] = {
 """Cases of layers outside of the release: what only decodes has no encoder."""
 
 _MODELS = "model_executor/models/"
-_SPLIT = "tokens are split over tensor-parallel ranks between the layers"
-_ATTN_SPLIT = {
-    "self.use_attn_reduce_scatter_for_moe": f"use_attn_reduce_scatter_for_moe: {_SPLIT}"
-}
+_SHARE = "between layers a rank may hold only its share of the tokens"
+_POINTS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+
+def _everywhere(condition: str) -> dict[str, str]:
+    """`Rule.split` of a layer that needs all tokens for its attention only."""
+    return dict.fromkeys(_POINTS, condition)
+
+
+def _either(
+    condition: str, others: Mapping[str, bool] | None = None
+) -> tuple[Mapping[str, bool], ...]:
+    """`Rule.cases` of a layer that is looked at with both outcomes of `condition`."""
+    return tuple({condition: value, **(others or {})} for value in (False, True))
+
+
 _POST_LN = (
     "the other outcome is post-LN: the stream itself is normed, the same places "
     "hold it and everything later is computed from it"
@@ -88,25 +108,34 @@ RULES: Mapping[str, Rule] = {
     f"{_MODELS}interns2_mobius:InternS2MobiusDecoderLayer": Rule(
         reason="its norms are GemmaRMSNorm under a name imported from qwen3_5",
         adding=("input_layernorm", "post_attention_layernorm"),
-        cases=({"self.use_attn_reduce_scatter_for_moe": False},),
-        unless=_ATTN_SPLIT,
+        cases=_either("self.use_attn_reduce_scatter_for_moe"),
+        split=_everywhere("self.use_attn_reduce_scatter_for_moe"),
     ),
     f"{_MODELS}qwen3_next:Qwen3NextDecoderLayer": Rule(
-        reason="between layers a rank may hold only its share of the tokens",
-        cases=({"self.use_attn_reduce_scatter_for_moe": False},),
-        unless=_ATTN_SPLIT,
+        reason=_SHARE,
+        cases=_either("self.use_attn_reduce_scatter_for_moe"),
+        split=_everywhere("self.use_attn_reduce_scatter_for_moe"),
     ),
     f"{_MODELS}deepseek_v2:DeepseekV2DecoderLayer": Rule(
-        reason="between layers a rank may hold only its share of the tokens",
-        cases=(
+        reason=f"{_SHARE}; the first such layer is given all of them",
+        cases=tuple(
             {
-                "self.use_sequence_parallel_moe": False,
-                "input_is_sequence_parallel": False,
-            },
+                "self.use_sequence_parallel_moe": split,
+                "input_is_sequence_parallel": entry,
+            }
+            for split, entry in ((False, False), (True, False), (True, True))
         ),
-        unless={
-            "self.use_sequence_parallel_moe": f"use_sequence_parallel_moe: {_SPLIT}"
-        },
+        split=_everywhere("self.use_sequence_parallel_moe")
+        | {"pre_attn": "input_is_sequence_parallel"},
+        anchors=(
+            Anchor(
+                point="pre_attn",
+                method="pair",
+                arguments=("hidden_states", "residual"),
+                statement="input_is_sequence_parallel = (",
+                after=True,
+            ),
+        ),
     ),
     f"{_MODELS}longcat_flash:FlashDecoderLayer": Rule(
         reason="two attentions and two MLPs a block: post_attn is the first "
@@ -142,9 +171,10 @@ RULES: Mapping[str, Rule] = {
     ),
     "models/deepseek_v32/nvidia/model:DeepseekV32DecoderLayer": Rule(
         reason="the first layer may be given its normed input along with the stream; "
-        "with a tap in the layer it must norm what the tap returned",
-        cases=({"self.use_sequence_parallel": False, "attn_in is not None": False},),
-        unless={"self.use_sequence_parallel": f"use_sequence_parallel: {_SPLIT}"},
+        "with a tap in the layer it must norm what the tap returned; "
+        f"{_SHARE}",
+        cases=_either("self.use_sequence_parallel", {"attn_in is not None": False}),
+        split=_everywhere("self.use_sequence_parallel"),
         first=("attn_in = None if self.residual_taps else attn_in",),
     ),
     "models/minimax_m3/nvidia/model:MiniMaxM3DecoderLayer": Rule(
@@ -165,19 +195,28 @@ RULES: Mapping[str, Rule] = {
     ),
     "models/kimi_k3/nvidia/model:KimiDecoderLayer": Rule(
         reason="with attention residuals there is no running sum; the norms are "
-        "called in methods of their own",
-        cases=({"self.use_attn_res": False, "self.use_sequence_parallel": False},),
+        "called in methods of their own; an attention whose last product scatters "
+        "its result over the ranks itself leaves what the layer's own call does",
+        cases=_either(
+            "self.use_sequence_parallel",
+            {"self.use_attn_res": False, "hidden_states.shape[0] == M": True},
+        ),
+        split=_everywhere("self.use_sequence_parallel"),
         unless={
             "self.use_attn_res": "attention residuals: blocks read a learned mix "
             "of earlier blocks, there is no running sum",
-            "self.use_sequence_parallel": f"use_sequence_parallel: {_SPLIT}",
         },
         inline=("_pre_attn_norm", "_post_attn_norm"),
     ),
     "models/glm5next/common/model:Glm5NextDecoderLayer": Rule(
         reason="without hyper-connections the block is an ordinary one",
         cases=({"self.mhc": False, "self.is_mtp_layer": False},),
-        unless={"self.mhc": "hyper-connections: several streams, mixed between blocks"},
+        unless={
+            "self.mhc": "hyper-connections: several streams, mixed between blocks",
+            "self.is_sequence_parallel and not self.mhc": "use_sequence_parallel_moe "
+            "without hyper-connections: upstream's attention is given a rank's share "
+            "of the tokens, with the positions of all",
+        },
     ),
     "models/hy_v4/nvidia/model:HYV4DecoderLayer": Rule(
         reason="without hyper-connections the block is an ordinary one",

@@ -79,6 +79,8 @@ class Tensor:
     """A tensor that names refer to; in-place operators change it for all of them."""
 
     terms: dict[Term, Weight] = field(default_factory=dict)
+    split: bool = False
+    """Whether it has only this tensor-parallel rank's share of the tokens."""
 
     @property
     def is_buffer(self) -> bool:
@@ -93,37 +95,64 @@ class Tensor:
         return frozenset(self.terms)
 
     @staticmethod
-    def of(term: Term) -> Tensor:
+    def of(term: Term, split: bool = False) -> Tensor:
         """A tensor that is just `term`."""
-        return Tensor({term: Weight()})
+        return Tensor({term: Weight()}, split)
 
     def copy(self) -> Tensor:
         """The same sum in another buffer."""
-        return Tensor(dict(self.terms))
+        return Tensor(dict(self.terms), self.split)
+
+    def over_ranks(self, split: bool) -> Tensor:
+        """The same sum, its tokens split over the ranks, or gathered from them.
+
+        Raises:
+            Unprovable: it is split, or whole, already.
+        """
+        if self.split == split:
+            label = next(iter(self.terms)).label
+            state = "split over ranks already" if split else "not split over ranks"
+            raise Unprovable(f"the tokens of {label} are {state}")
+        return Tensor(dict(self.terms), split)
 
     def scaled(self) -> Tensor:
         """The same sum times a number."""
         return Tensor(
-            {t: Weight(w.scalings + 1, w.reductions) for t, w in self.terms.items()}
+            {t: Weight(w.scalings + 1, w.reductions) for t, w in self.terms.items()},
+            self.split,
         )
 
     def reduced(self) -> Tensor:
         """The same sum, summed over the tensor-parallel ranks."""
         return Tensor(
-            {t: Weight(w.scalings, w.reductions + 1) for t, w in self.terms.items()}
+            {t: Weight(w.scalings, w.reductions + 1) for t, w in self.terms.items()},
+            self.split,
         )
 
     def plus(self, other: Tensor) -> Tensor:
         """The sum of both.
 
         Raises:
-            Unprovable: a term would count twice.
+            Unprovable: a term would count twice, or the tokens differ.
         """
+        split = split_of((self, other))
         twice = self.terms.keys() & other.terms.keys()
         if twice:
             label = next(iter(twice)).label
             raise Unprovable(f"the same tensor ({label}) is added twice")
-        return Tensor({**self.terms, **other.terms})
+        return Tensor({**self.terms, **other.terms}, split)
+
+
+def split_of(tensors: Iterable[Tensor]) -> bool:
+    """Whether `tensors` have a rank's share of the tokens; all must have the same.
+
+    Raises:
+        Unprovable: some have all tokens.
+    """
+    states = {tensor.split for tensor in tensors if not tensor.is_buffer}
+    if len(states) > 1:
+        raise Unprovable("a rank's share of the tokens meets a tensor of all tokens")
+    return states == {True}
 
 
 class Unprovable(Exception):

@@ -40,6 +40,11 @@ class Subject:
             setattr(made, name, value)
         return made
 
+    def run(self, layer: Layer, hidden: float, taps: Taps) -> float:
+        """The stream that leaves `layer`."""
+        split = self.flags.get(self.rule.enters_split, False)
+        return run(layer, hidden, self.residual, taps, split)
+
     def _adds(self, attribute: str) -> bool:
         return attribute in self.rule.adding or self.cls.norm_adds(attribute)
 
@@ -51,6 +56,9 @@ def subjects(source: str, cls: LayerClass, rule: Rule) -> Iterator[Subject]:
     for flags, truth, residual in itertools.product(
         rule.cases, (False, True), residuals
     ):
+        looks = not rule.enters_split.startswith("self.")
+        if looks and flags.get(rule.enters_split) and residual is None:
+            continue  # the layer's own condition says that this cannot be
         yield Subject(source, cls, rule, flags, truth, residual)
 
 
@@ -80,7 +88,7 @@ def check(subject: Subject) -> None:
     """The hook points hold the stream, and a change at one goes on exactly once."""
     base = Taps()
     layer = subject.layer(base)
-    leaving = run(layer, 0.3, subject.residual, base)
+    leaving = subject.run(layer, 0.3, base)
     entering = 0.3 + (subject.residual or 0.0) * base.paired["pre_attn"]
     near = pytest.approx
     assert base.seen["pre_attn"] == near(entering)
@@ -91,17 +99,15 @@ def check(subject: Subject) -> None:
     _check_changes(subject, base, leaving)
     silent = Taps()
     if not subject.rule.several_mixers:
-        run(subject.layer(silent, mlp_scale_=0.0), 0.3, subject.residual, silent)
+        subject.run(subject.layer(silent, mlp_scale_=0.0), 0.3, silent)
         assert silent.seen["post_block"] == near(silent.seen["post_attn"])
 
 
 def _check_changes(subject: Subject, base: Taps, leaving: float) -> None:
     expected: dict[str, Callable[[Taps], float]] = {
-        "pre_attn": lambda taps: run(
-            subject.layer(taps), 0.3 + DELTA, subject.residual, taps
-        ),
-        "post_attn": lambda taps: run(
-            subject.layer(taps, boost_=DELTA), 0.3, subject.residual, taps
+        "pre_attn": lambda taps: subject.run(subject.layer(taps), 0.3 + DELTA, taps),
+        "post_attn": lambda taps: subject.run(
+            subject.layer(taps, boost_=DELTA), 0.3, taps
         ),
         "post_block": lambda taps: leaving + DELTA,
     }
@@ -112,6 +118,6 @@ def _check_changes(subject: Subject, base: Taps, leaving: float) -> None:
             continue  # no token mixer whose output could be raised instead
         for replaces in (False, True):
             taps = Taps({point: DELTA}, replaces)
-            got = run(subject.layer(taps), 0.3, subject.residual, taps)
+            got = subject.run(subject.layer(taps), 0.3, taps)
             assert got == pytest.approx(wanted), (point, replaces)
             assert taps.seen[point] == pytest.approx(base.seen[point])

@@ -20,23 +20,42 @@ from typing import Any
 
 from fork.weave.stream import Role, role_of
 
+TOKENS, SHARE = 2, 1
+"""Rows of a tensor, and of a rank's share of one."""
+
 
 class Toy:
-    """A tensor of one number."""
+    """A tensor of one number, with all tokens or with a rank's share of them."""
 
     dtype = "float32"
-    shape = (1, 1)
 
-    def __init__(self, number: float, is_buffer: bool = False) -> None:
+    def __init__(
+        self, number: float, is_buffer: bool = False, split: bool = False
+    ) -> None:
         self.number = number
         self.is_buffer = is_buffer
+        self.split = split
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (SHARE if self.split else TOKENS, 1)
+
+    def made(self, number: float) -> Toy:
+        """Another tensor of the same tokens."""
+        return Toy(number, split=self.split)
+
+    def over_ranks(self, split: bool) -> Toy:
+        """The same number; all tokens from a rank's share of them, or that from all."""
+        assert self.split != split, "split twice, or gathered from whole tensors"
+        return Toy(self.number, split=split)
 
     def __iter__(self) -> Iterator[Toy]:
         """Unpacked as (output, bias), as upstream's linear layers return it."""
         return iter((self, Toy(0.0)))
 
     def __add__(self, other: Any) -> Toy:
-        return Toy(self.number + _number(other, 0.0))
+        assert not isinstance(other, Toy) or self.split == other.split
+        return self.made(self.number + _number(other, 0.0))
 
     __radd__ = __add__
 
@@ -45,7 +64,7 @@ class Toy:
         return self
 
     def __mul__(self, other: Any) -> Toy:
-        return Toy(self.number * _number(other, 1.0))
+        return self.made(self.number * _number(other, 1.0))
 
     __rmul__ = __mul__
 
@@ -57,7 +76,7 @@ class Toy:
         return self
 
     def clone(self) -> Toy:
-        return Toy(self.number)
+        return self.made(self.number)
 
     def to(self, *_: object) -> Toy:
         return self
@@ -94,7 +113,7 @@ class Neutral:
         return other if isinstance(other, Toy) else self
 
     __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __add__
-    __truediv__ = __rtruediv__ = __mod__ = __neg__ = __add__
+    __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __neg__ = __add__
 
     def __eq__(self, other: object) -> bool:
         """A layer's kind is one of two names, as the flags are."""
@@ -146,9 +165,19 @@ class Taps:
         return lambda cls: cls
 
     def stream(self, layer: object, point: str, hidden: Toy, run: object = 0) -> Toy:
+        assert not hidden.split, f"{point} does not know that its tokens are split"
+        return self._stream(point, hidden)
+
+    def split_value(
+        self, layer: object, point: str, hidden: Toy, run: object = 0
+    ) -> Toy:
+        assert hidden.split, f"{point} takes all tokens for a rank's share"
+        return self._stream(point, hidden)
+
+    def _stream(self, point: str, hidden: Toy) -> Toy:
         self.seen[point] = hidden.number
         self.paired[point] = False
-        return Toy(hidden.number + self.change.get(point, 0.0))
+        return hidden.made(hidden.number + self.change.get(point, 0.0))
 
     value = stream
 
@@ -160,16 +189,35 @@ class Taps:
         residual: Toy | None,
         run: object = 0,
     ) -> tuple[Toy, Toy | None]:
+        assert not hidden.split, f"{point} does not know that its tokens are split"
+        return self._pair(point, hidden, residual)
+
+    partial = pair
+
+    def split_pair(
+        self,
+        layer: object,
+        point: str,
+        hidden: Toy,
+        residual: Toy | None,
+        run: object = 0,
+    ) -> tuple[Toy, Toy | None]:
+        assert hidden.split, f"{point} takes all tokens for a rank's share"
+        return self._pair(point, hidden, residual)
+
+    def _pair(
+        self, point: str, hidden: Toy, residual: Toy | None
+    ) -> tuple[Toy, Toy | None]:
         if residual is None:
-            return self.stream(layer, point, hidden), None
+            return self._stream(point, hidden), None
+        assert hidden.split == residual.split, f"{point} is split by half"
         self.seen[point] = hidden.number + residual.number
         self.paired[point] = True
         change = self.change.get(point, 0.0)
         if self.replaces:
-            return Toy(hidden.number + residual.number + change), Toy(0.0)
-        return Toy(hidden.number + change), Toy(residual.number)
-
-    partial = pair
+            whole = hidden.made(hidden.number + residual.number + change)
+            return whole, hidden.made(0.0)
+        return hidden.made(hidden.number + change), hidden.made(residual.number)
 
 
 class Layer:
@@ -206,7 +254,8 @@ class Layer:
             if hidden is None:
                 return Neutral()
             if residual is None:
-                return Toy(hidden.number)
+                return hidden.made(hidden.number)
+            assert hidden.split == residual.split
             if self.adding_(name):  # in place, as upstream's kernel is
                 residual.number += hidden.number
                 hidden.number = residual.number
@@ -215,6 +264,7 @@ class Layer:
         return norm
 
     def _mix(self, *args: Any, **kwargs: Any) -> Toy:
+        assert not _inputs(args, kwargs)[0].split, "a mixer needs all tokens"
         output = math.sin(_inputs(args, kwargs)[0].number) + 0.25
         self.mixed_.append(output + (0.0 if self.mixed_ else self.boost_))
         for buffer in _inputs(args, kwargs, buffers=True):
@@ -222,8 +272,8 @@ class Layer:
         return Toy(self.mixed_[-1])
 
     def _mlp(self, *args: Any, **kwargs: Any) -> Toy:
-        number = _inputs(args, kwargs)[0].number
-        return Toy(self.mlp_scale_ * (math.cos(number) + 0.125))
+        given = _inputs(args, kwargs)[0]
+        return given.made(self.mlp_scale_ * (math.cos(given.number) + 0.125))
 
     def _pass(self, *args: Any, **kwargs: Any) -> Toy:
         return _inputs(args, kwargs)[0] + self._mix(*args, **kwargs)
@@ -255,6 +305,30 @@ def fused_allreduce(hidden: Toy, residual: Toy, norm: Any) -> Any:
     return Toy(total), Toy(total)
 
 
+class Positions(Neutral):
+    """As many as the step has tokens."""
+
+    shape = (TOKENS, TOKENS)
+
+
+def _gather(given: Toy, *_: object, **__: object) -> Toy:
+    return given.over_ranks(split=False)
+
+
+def _split(given: Toy, *_: object, **__: object) -> Toy:
+    return given.over_ranks(split=True)
+
+
+SPLITTING: dict[str, Callable[..., Toy]] = {
+    "tensor_model_parallel_all_gather": _gather,
+    "sp_all_gather": _gather,
+    "tensor_model_parallel_reduce_scatter": _split,
+    "sp_reduce_scatter": _split,
+    "sequence_parallel_chunk": _split,
+}
+"""On one rank all of them leave the number as it is."""
+
+
 class _NoAsserts(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.Pass:
         return ast.Pass()
@@ -281,13 +355,20 @@ def methods(
         isinstance=lambda value, kind: False,
         fused_allreduce_rms_norm=fused_allreduce,
         fused_allreduce_gemma_rms_norm=fused_allreduce,
+        **SPLITTING,
     )
     kept = ("forward", *inline)
     exec(_code(source, name, kept), names)
     return {method: names[method] for method in kept}
 
 
-def run(layer: Layer, hidden: float, residual: float | None, taps: Taps) -> float:
+def run(
+    layer: Layer,
+    hidden: float,
+    residual: float | None,
+    taps: Taps,
+    split: bool = False,
+) -> float:
     """Call `forward`; the stream that leaves it, as its last hook point carries it."""
     arguments: dict[str, Any] = {}
     function = type(layer).forward
@@ -295,9 +376,11 @@ def run(layer: Layer, hidden: float, residual: float | None, taps: Taps) -> floa
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         if name in ("hidden_states", "x"):
-            arguments[name] = Toy(hidden)
+            arguments[name] = Toy(hidden, split=split)
         elif name == "residual":
-            arguments[name] = None if residual is None else Toy(residual)
+            arguments[name] = None if residual is None else Toy(residual, split=split)
+        elif name == "positions":
+            arguments[name] = Positions()
         elif role_of(name) is Role.MLP:
             arguments[name] = getattr(layer, name)
         elif name != "self" and parameter.default is parameter.empty:

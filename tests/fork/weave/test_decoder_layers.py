@@ -179,7 +179,11 @@ LOOK_ALIKES = {
     ),
     "tokens that are split over ranks": (
         mini.PLAIN.replace("attn_output + residual", "reduce_scatter(attn_output)"),
-        "splits the tokens over ranks",
+        None,
+    ),
+    "a function that splits something over ranks": (
+        mini.PLAIN.replace("attn_output + residual", "sp_fold(attn_output) + residual"),
+        "cannot tell how sp_fold splits the tokens over ranks",
     ),
     "an mlp that reads half of a point": (
         mini.TWO_NORMS.replace(

@@ -167,7 +167,7 @@ def test_compiled_and_eager_taps_steer_alike(one: dict, launches: bool) -> None:
     assert torch.equal(hidden, before[0]), "an eager tap wrote into its argument"
     if residual is not None:
         assert torch.equal(residual, before[1])
-    in_graph = tap._steer_in_graph(hidden, residual)
+    in_graph = tap._steer_in_graph(hidden, residual, torch.ops.vllm.steer_rows)
     assert torch.equal(hidden, before[0])
     for ours, expected in zip(in_graph, eager, strict=True):
         assert ours is expected is None or torch.equal(ours, expected)

@@ -5,7 +5,8 @@ Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.residual_edits import (
     edited_rows,
 )
 from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_split import share
 
 
 class ResidualTap:
@@ -61,6 +63,32 @@ class ResidualTap:
         partial = residual is not None and get_tensor_model_parallel_world_size() > 1
         return self._visit(hidden_states, residual, partial)
 
+    def on_split(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `__call__`, where each tensor-parallel rank has its share of the tokens.
+
+        Rows are gathered where the step captures any. A change of the stream needs no
+        other rank: each changes the tokens that it has.
+        """
+        assert hidden_states.dim() == 2, f"split {tuple(hidden_states.shape)}"
+        if self.slots is not None:
+            torch.ops.vllm.capture_split_rows(
+                hidden_states, residual, self.slots, self.base, self.staging
+            )
+        if self.table is None or self.rows is None:
+            return hidden_states, residual
+        if torch.compiler.is_compiling():
+            return self._steer_in_graph(
+                hidden_states, residual, torch.ops.vllm.steer_split_rows
+            )
+        if self.edits is None and self.table.data_ptr() not in Launch.taps:
+            return hidden_states, residual
+        tokens = share(len(hidden_states))
+        part = ResidualTap(table=self.table, rows=self.rows[tokens])
+        part.edits = _edits_in(tokens, self.edits or ())
+        return part(hidden_states, residual)
+
     def _visit(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -71,13 +99,18 @@ class ResidualTap:
         if self.table is None or self.rows is None:
             return hidden_states, residual
         if torch.compiler.is_compiling():
-            return self._steer_in_graph(hidden_states, residual)
+            return self._steer_in_graph(
+                hidden_states, residual, torch.ops.vllm.steer_rows
+            )
         if self.edits is not None:
             return self._edit(hidden_states, residual, partial)
         return self._steer(hidden_states, residual)
 
     def _steer_in_graph(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add each token's vector by an op that launches only if a vector is set.
 
@@ -87,11 +120,12 @@ class ResidualTap:
         be known to the layer by another name: a copy takes the vector, which the
         compiler joins to whatever made the stream.
         """
+        assert self.table is not None and self.rows is not None
         if residual is not None:
-            torch.ops.vllm.steer_rows(residual, self.table, self.rows)
+            add(residual, self.table, self.rows)
             return hidden_states, residual
         hidden_states = hidden_states.clone()
-        torch.ops.vllm.steer_rows(hidden_states, self.table, self.rows)
+        add(hidden_states, self.table, self.rows)
         return hidden_states, None
 
     def _steer(
@@ -133,3 +167,13 @@ class ResidualTap:
             beside = beside.clone()
             beside.view(-1, width)[rows] = 0.0
         return changed, beside
+
+
+def _edits_in(tokens: slice, edits: Sequence[RowEdit]) -> list[RowEdit] | None:
+    """What `edits` do to the tokens of one rank, counted from its first."""
+    parts = []
+    for edit in edits:
+        rows = edit.rows[(edit.rows >= tokens.start) & (edit.rows < tokens.stop)]
+        if len(rows):
+            parts.append(replace(edit, rows=rows - tokens.start))
+    return parts or None

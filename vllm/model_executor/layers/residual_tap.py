@@ -3,6 +3,8 @@
 
 The build weaves calls of `pair`, `partial`, `stream` and `value` into the
 `forward` of every decoder layer, and the decorator `tapped` onto its class.
+Where a layer may split its tokens over the tensor-parallel ranks, the call is one of
+`split_pair` and `split_value` while it does.
 With capture and steering off, `layer.residual_taps` is None: the calls return
 their arguments, and nothing of them is left in a compiled graph.
 
@@ -94,6 +96,27 @@ def stream(
     if taps is None or (point, run) not in taps:
         return hidden_states
     return taps[point, run](hidden_states, None)[0]
+
+
+def split_pair(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [ceil(num_tokens / ranks), hidden_size]
+    residual: torch.Tensor | None,
+    run: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `pair`, where each tensor-parallel rank has its share of the tokens."""
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states, residual
+    return taps[point, run].on_split(hidden_states, residual)
+
+
+def split_value(
+    layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
+) -> torch.Tensor:
+    """As `value`, where each tensor-parallel rank has its share of the tokens."""
+    return split_pair(layer, point, hidden_states, None, run)[0]
 
 
 value = stream
