@@ -87,17 +87,13 @@ class WorkerAlone:
 
     def end(self, ids: Sequence[str], generated: int) -> None:
         """The requests end, with so many tokens that they generated."""
-        for req_id in ids:
-            self._worker.end_request(
-                CaptureEnd(
-                    req_id,
-                    self._inbox.address,
-                    list(range(generated)),
-                    0,
-                    "length",
-                    [self._instance],
-                )
-            )
+        tokens, address = list(range(generated)), self._inbox.address
+        self._worker.end_requests(
+            [
+                CaptureEnd(req_id, address, tokens, 0, "length", [self._instance])
+                for req_id in ids
+            ]
+        )
 
     def answers(self, count: int) -> list[ResultMessage]:
         """The results, once so many are there.

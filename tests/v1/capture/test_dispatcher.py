@@ -3,6 +3,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,58 @@ def test_a_small_part_of_a_page_is_copied() -> None:
         (rows,) = bench.taken[name].rows
         assert rows.tensor.untyped_storage().data_ptr() != storage
     bench.check({name: [10 * i] for i, name in enumerate(names)})
+
+
+class EndingRequest:
+    """Stands for a request with a few last rows; one without rows is broken."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+
+    def finish(self, end: Any) -> Any:
+        assert self.num_bytes, f"{self.name} is broken"
+        rows = torch.zeros(1, self.num_bytes, dtype=torch.uint8)
+        chunk = SimpleNamespace(name=self.name, tensor=rows)
+        return {"a": [chunk]}, {"a": self.name, "b": self.name}
+
+
+class RecordingLane:
+    """A lane that keeps what it is given, in order."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def submit(self, chunks: Any) -> None:
+        self.items.append([chunk.name for chunk in chunks])
+
+    def finish(self, ending: str) -> None:
+        self.items.append(ending)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 20))
+def test_requests_that_end_together_share_packets_of_a_bounded_size(
+    sizes: list[int], packet_bytes: int
+) -> None:
+    lanes: Any = {"a": RecordingLane(), "b": RecordingLane()}
+    staging = Staging(1, WIDTH, torch.float32, torch.device("cpu"))
+    dispatcher = Dispatcher(staging, lanes, packet_bytes)
+    requests = {f"r{i}": EndingRequest(f"r{i}", size) for i, size in enumerate(sizes)}
+    for request in requests.values():
+        request.req_id = request.name  # type: ignore[attr-defined]
+        dispatcher.open(request)  # type: ignore[arg-type]
+    ends: Any = [SimpleNamespace(request_id=name) for name in requests]
+    dispatcher.end(ends)
+    dispatcher.close(5)
+    sound = [name for name, request in requests.items() if request.num_bytes]
+    assert lanes["b"].items == sound
+    packet: list[str] = []
+    seen: list[str] = []
+    for item in lanes["a"].items:
+        if isinstance(item, list):
+            assert not packet, "a packet's requests end before the next packet"
+            packet, size = list(item), sum(requests[n].num_bytes for n in item)
+            assert size - requests[item[-1]].num_bytes < packet_bytes
+        else:
+            assert packet.pop(0) == item
+            seen.append(item)
+    assert seen == sound and not packet

@@ -119,8 +119,8 @@ class Bench:
 
     def end(self, name: str, life: Life) -> None:
         tokens = list(range(life.counted))
-        self.worker.end_request(
-            CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))
+        self.worker.end_requests(
+            [CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))]
         )
 
     def collect(self, requests: int) -> dict[Any, list[tuple[float, float]]]:

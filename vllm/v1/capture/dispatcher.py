@@ -11,7 +11,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
-from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.lane import Ending, SinkLane
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.placement import Placed
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
@@ -25,6 +25,8 @@ logger = init_logger(__name__)
 Taken: TypeAlias = tuple[CapturedRequest, int, Rows]
 """A request, one of its groups, and rows that it gets."""
 
+PACKET_BYTES = 32 << 20
+"""What requests that end together hand on in one packet, about."""
 LARGEST_PART = 4
 """A request holds at most this many times the memory of its own rows."""
 
@@ -59,8 +61,15 @@ class Dispatcher:
     queue is bounded by staging memory, whose segments are released here.
     """
 
-    def __init__(self, staging: Staging, lanes: Mapping[str, SinkLane]) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        lanes: Mapping[str, SinkLane],
+        packet_bytes: int = PACKET_BYTES,
+    ) -> None:
+        """Start; a packet of `packet_bytes` and more gets no further request."""
         self._staging = staging
+        self._packet_bytes = packet_bytes
         self._lanes = lanes
         self._requests: dict[str, CapturedRequest] = {}
         self._queue: deque[Callable[[], None]] = deque()
@@ -81,9 +90,9 @@ class Dispatcher:
         """The rows of steps, in order, once `copied` says that they are there."""
         self._put(lambda: self._take(staged, copied))
 
-    def end(self, end: RequestEnd) -> None:
-        """A request's end; every step that computed its rows came before."""
-        self._put(lambda: self._finish(end))
+    def end(self, ends: Sequence[RequestEnd]) -> None:
+        """Ends of requests; every step that computed their rows came before."""
+        self._put(lambda: self._finish(ends))
 
     def close(self, timeout: float) -> None:
         """Work off the queue, which ends with the ends of all requests."""
@@ -184,15 +193,47 @@ class Dispatcher:
         for instance, batch in chunks.items():
             self._lanes[instance].submit(batch)
 
-    def _finish(self, end: RequestEnd) -> None:
-        request = self._requests.pop(end.request_id, None)
-        if request is None:
-            end.never_started()
-            return
-        chunks, endings = request.finish(end)
-        self._submit(chunks)
-        for instance, ending in endings.items():
+    def _finish(self, ends: Sequence[RequestEnd]) -> None:
+        """Hand on what is left of requests, several of them in one packet."""
+        last = LastRows()
+        for end in ends:
+            request = self._requests.pop(end.request_id, None)
+            try:
+                if request is None:
+                    end.never_started()
+                else:
+                    last.add(*request.finish(end))
+            except Exception:  # The others' ends are as good as ever.
+                logger.exception("The capture of %s has no end", end.request_id)
+            if last.num_bytes >= self._packet_bytes:
+                self._hand_on(last)
+                last = LastRows()
+        self._hand_on(last)
+
+    def _hand_on(self, last: "LastRows") -> None:
+        self._submit(last.chunks)
+        for instance, ending in last.endings:
             self._lanes[instance].finish(ending)
+
+
+class LastRows:
+    """Requests' last chunks, and their ends, which come behind."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, list[CaptureChunk]] = {}
+        self.endings: list[tuple[str, Ending]] = []
+        self.num_bytes = 0
+
+    def add(
+        self,
+        chunks: Mapping[str, Sequence[CaptureChunk]],
+        endings: Mapping[str, Ending],
+    ) -> None:
+        """Those of one more request, by instance."""
+        for instance, batch in chunks.items():
+            self.chunks.setdefault(instance, []).extend(batch)
+            self.num_bytes += sum(chunk.tensor.nbytes for chunk in batch)
+        self.endings.extend(endings.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,14 @@ class RowRing:
             f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
         )
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._place(num_rows) is not None, timeout
-            ):
-                return None
             start = self._place(num_rows)
-            assert start is not None
+            if start is None:
+                self._changed.wait_for(
+                    lambda: self._place(num_rows) is not None, timeout
+                )
+                start = self._place(num_rows)
+                if start is None:
+                    return None
             segment = Segment(start, num_rows)
             self._taken.append(segment)
             return segment
@@ -85,6 +87,9 @@ class RowRing:
 
 PAGE_BYTES = 8 << 20
 """What is worth a page."""
+PIECE_BYTES = 16 << 20
+"""The device copies one piece after another to the host. What others copy there, such
+as sampled tokens, waits for a piece, not for all rows of a prompt."""
 
 
 class Pages:
@@ -157,6 +162,9 @@ class Staging:
         self.host_bytes: Bytes = bytes_of(self.host_rows)
         """`host_rows` as NumPy sees them."""
         self._pages = Pages(kept_bytes())
+        row_bytes = width * dtype.itemsize
+        self._page_rows = PAGE_BYTES // row_bytes
+        self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
         """Start copying segments to the host ring, after what the stream has queued.
@@ -173,10 +181,9 @@ class Staging:
 
         Returns the page and the event to wait for; None where the ring will do.
         """
-        span = spans([segment])[0]
-        rows = self.rows[span]
-        if self._stream is None or rows.nbytes < PAGE_BYTES:
+        if self._stream is None or segment.num_rows < self._page_rows:
             return None
+        rows = self.rows[segment.start : segment.start + segment.num_rows]
         page = self._pages.take(len(rows), rows.shape[1], rows.dtype)
         return None if page is None else (page, self._copy([(page, rows)]))
 
@@ -187,7 +194,10 @@ class Staging:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for host, device in pairs:
-                host.copy_(device, non_blocking=True)
+                for piece, source in zip(
+                    host.split(self._piece_rows), device.split(self._piece_rows)
+                ):
+                    piece.copy_(source, non_blocking=True)
             # Blocking: a waiting dispatcher must not spin on the driver's lock.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
-from vllm.v1.capture.dispatcher import Dispatcher, StagedStep
+from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher, StagedStep
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-STEPS_AT_ONCE = 32
+STEPS_AT_ONCE = 128
 """Steps whose rows are copied to the host and handed on together, if they are small."""
 
 
@@ -101,6 +101,7 @@ class WorkerCapture:
         self._placed: Placed | None = None
         self._segment: Segment | None = None
         self._unsent: list[StagedStep] = []
+        self._unsent_rows = 0
         self._live = 0
         """Requests whose rows are wanted as steps compute them."""
         self._true_starts: TrueStarts | None = None
@@ -127,7 +128,12 @@ class WorkerCapture:
             "pipeline_parallel_rank": stage.pipeline_rank,
             "pipeline_parallel_size": stage.pipeline_size,
         }
-        self._dispatcher = Dispatcher(self._staging, self._lanes)
+        self._dispatcher = Dispatcher(
+            self._staging,
+            self._lanes,
+            # Large packets in a small queue would let it hold more than it may.
+            min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
+        )
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,
@@ -249,23 +255,25 @@ class WorkerCapture:
             opening = Opening(req_id, partial(validate, specs[name], context))
             self._lanes[name].open(opening)
 
-    def end_request(self, end: "CaptureEnd") -> None:
-        """The front end says that a request has ended, and with which tokens."""
-        self._placement.remove(end.request_id)
-        plan = self._plans.pop(end.request_id, None)
-        self._live -= plan is not None and not self._at_once.isdisjoint(plan.lanes)
+    def end_requests(self, ends: Sequence["CaptureEnd"]) -> None:
+        """The front end says that requests have ended, and with which tokens."""
+        for end in ends:
+            self._placement.remove(end.request_id)
+            plan = self._plans.pop(end.request_id, None)
+            self._live -= plan is not None and not self._at_once.isdisjoint(plan.lanes)
         if self._takes_rows:
             self._send()
-            self._dispatcher.end(
-                RequestEnd(
-                    request_id=end.request_id,
-                    token_ids=tuple(end.token_ids),
-                    sample_index=end.sample_index,
-                    finish_reason=end.finish_reason,
-                    answer=partial(self._answer, end.reply_to, end.request_id),
-                    instances=tuple(end.instances),
-                )
-            )
+            self._dispatcher.end([self._request_end(end) for end in ends])
+
+    def _request_end(self, end: "CaptureEnd") -> RequestEnd:
+        return RequestEnd(
+            request_id=end.request_id,
+            token_ids=tuple(end.token_ids),
+            sample_index=end.sample_index,
+            finish_reason=end.finish_reason,
+            answer=partial(self._answer, end.reply_to, end.request_id),
+            instances=tuple(end.instances),
+        )
 
     def report_to(self, address: str) -> None:
         """A front end wants to hear of all captures, though it may have had none."""
@@ -277,20 +285,17 @@ class WorkerCapture:
         if self._stage.pipeline_rank == 0:
             self._reporter.add_reforwarded(tokens)
 
-    def _give_up(self, req_id: str, plan: CapturePlan) -> None:
+    def _given_up(self, req_id: str, plan: CapturePlan) -> RequestEnd:
         """The engine stops while the request is captured: its capture has failed."""
-        if self._takes_rows:
-            self._dispatcher.end(
-                RequestEnd(
-                    request_id=req_id,
-                    token_ids=(),
-                    sample_index=0,
-                    finish_reason="abort",
-                    answer=partial(self._answer, plan.reply_to, req_id),
-                    instances=plan.instances,
-                    error="the engine stopped before the request had ended",
-                )
-            )
+        return RequestEnd(
+            request_id=req_id,
+            token_ids=(),
+            sample_index=0,
+            finish_reason="abort",
+            answer=partial(self._answer, plan.reply_to, req_id),
+            instances=plan.instances,
+            error="the engine stopped before the request had ended",
+        )
 
     def _answer(
         self, reply_to: str, request_id: str, instance: str, result: CaptureResult
@@ -361,12 +366,12 @@ class WorkerCapture:
         if self._send_page(staged):
             return
         self._unsent.append(staged)
-        rows = sum(step.segment.num_rows for step in self._unsent)
+        self._unsent_rows += staged.segment.num_rows
         if (
             self._live
             or self._true_starts is not None
             or len(self._unsent) >= STEPS_AT_ONCE
-            or rows >= self._staging.ring.num_rows // 8
+            or self._unsent_rows >= self._staging.ring.num_rows // 8
         ):
             self._send()
 
@@ -384,7 +389,7 @@ class WorkerCapture:
         """Start copying what has been computed, and let the dispatcher have it."""
         if not self._unsent:
             return
-        steps, self._unsent = self._unsent, []
+        steps, self._unsent, self._unsent_rows = self._unsent, [], 0
         copied = self._staging.to_host([step.segment for step in steps])
         self._dispatcher.steps(steps, copied)
 
@@ -398,8 +403,8 @@ class WorkerCapture:
                 sorted(self._plans)[:8],
             )
         self._send()
-        for req_id, plan in self._plans.items():
-            self._give_up(req_id, plan)
+        if self._takes_rows:
+            self._dispatcher.end([self._given_up(*one) for one in self._plans.items()])
         deadline = monotonic() + flush_seconds()
         self._dispatcher.close(deadline - monotonic())
         for lane in self._lanes.values():

@@ -172,8 +172,7 @@ class OpenResidualStream(ResidualStream):
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the capture of requests that have ended."""
         assert self._capture is not None, "a capture ends where there is none"
-        for end in ends:
-            self._capture.end_request(end)
+        self._capture.end_requests(ends)
 
     def report_captures_to(self, address: str) -> None:
         """A front end wants to hear how captures are doing."""
