@@ -50,11 +50,16 @@ def main() -> None:
         for case in CASES
         if not options.names or any(name in case.name for name in options.names)
     ]
-    if options.device == "cpu":
-        unable = {case: results.failure(case.cannot) for case in chosen if case.cannot}
-        chosen = [case for case in chosen if case not in unable]
-        if options.record:
-            results.record(unable, "cpu")
+    unable = {
+        case: results.failure(reason)
+        for case in chosen
+        if (reason := case.obstacle(options.device))
+    }
+    chosen = [case.on(options.device) for case in chosen if case not in unable]
+    if options.record:
+        results.record(unable, options.device)
+    for case, found in unable.items():
+        print(f"unable {case.name}: {found['reason']}")
     with ThreadPoolExecutor(options.jobs) as pool:
         for line in pool.map(lambda case: look(case, options), chosen):
             print(line, flush=True)

@@ -10,6 +10,7 @@ import torch
 
 from tests.parity.cases import VOCABULARY, Case
 from tests.parity.reference import Stream, Tap
+from tests.parity.stand_ins import stand_in
 
 PROMPTS = (5, 37)
 STEERED_PROMPT = 6
@@ -72,6 +73,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
 
+    stand_in(case.stand_ins)
     # Upstream looks at every model class in a new process, once for each version of
     # its file: seconds. Here none needs that.
     registry._run_in_subprocess = lambda look: look()

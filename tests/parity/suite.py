@@ -33,7 +33,7 @@ class Suite:
 
     def obstacle(self, case: Case) -> str | None:
         """Why upstream itself cannot run the case on this device."""
-        return case.cannot or None if self.device == "cpu" else None
+        return case.obstacle(self.device)
 
     def tolerance(self, case: Case) -> float:
         """The largest relative error of a row of the case on this device."""

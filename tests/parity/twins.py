@@ -32,6 +32,8 @@ class Twin:
 
     ones: Mapping[str, int] = field(default_factory=dict)
     """Weights of norms that nothing reads, and their sizes."""
+    unread: tuple[str, ...] = ()
+    """Parts of the names of weights that the library saves and never reads."""
 
     def save(self, library: Path, folder: Path) -> Path:
         """Write the twin of the checkpoint `library`."""
@@ -48,6 +50,8 @@ class Twin:
     def _renamed(self, weights: Weights) -> Weights:
         found: Weights = {}
         for name, weight in weights.items():
+            if any(part in name for part in self.unread):
+                continue
             for old, new in self.rename:
                 name = name.replace(old, new)
             assert name not in found, name

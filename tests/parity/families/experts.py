@@ -11,6 +11,11 @@ from tests.parity.twins import Twin
 EXPERTS = ("block_sparse_moe",)
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SIGMOID = "the router of a CPU knows sigmoid scores in groups only"
+CORRECTION = ("e_score_correction_bias",)
+DROPPED = (
+    "upstream's loader drops the correction bias of the router: it looks for it among"
+    " the weights of the experts, and goes on without"
+)
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED = {
     "n_routed_experts": 8,
@@ -37,6 +42,32 @@ def case(
         model_type=model_type,
         variant=variant,
         options=common(**options),
+    )
+
+
+def laguna(
+    variant: str = "plain",
+    cannot: str = "",
+    wrong: str = "",
+    zeros: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    sizes = common(
+        layer_types=WINDOWED,
+        sliding_window=16,
+        num_attention_heads_per_layer=[2, 2, 2],
+        shared_expert_intermediate_size=64,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        **SPARSE,
+    )
+    return Case(
+        architecture="LagunaForCausalLM",
+        model_type="laguna",
+        variant=variant,
+        options=sizes | options,
+        cannot=cannot,
+        wrong=wrong,
+        zeros=zeros,
     )
 
 
@@ -131,7 +162,7 @@ CASES = [
             moe_layer_start_index=1,
             moe_layer_end_index=2,
         ),
-        zeros=("e_score_correction_bias",),
+        zeros=CORRECTION,
     ),
     case(
         "ExaoneMoeForCausalLM",
@@ -190,17 +221,9 @@ CASES = [
         attention_chunk_size=128,
         attn_temperature_tuning=False,
     ),
-    case(
-        "LagunaForCausalLM",
-        "laguna",
-        cannot=SIGMOID,
-        layer_types=WINDOWED,
-        sliding_window=16,
-        num_attention_heads_per_layer=[2, 2, 2],
-        shared_expert_intermediate_size=64,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        **SPARSE,
-    ),
+    laguna(cannot=SIGMOID, zeros=CORRECTION),
+    laguna("correction bias", wrong=DROPPED),
+    laguna("dense", mlp_layer_types=["dense"] * 3),
     case(
         "MiMoV2FlashForCausalLM",
         "mimo_v2_flash",

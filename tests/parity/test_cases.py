@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity.cases import GENTLE, Case, common
+from tests.parity.twins import Twin
+
+PLAIN = {"architecture": "ToyForCausalLM", "model_type": "llama", "options": common()}
+
+
+def test_a_kernel_for_bfloat16_is_asked_for_no_more_than_that() -> None:
+    case = Case(**PLAIN, on_cuda={"num_hidden_layers": 2})
+    on_cpu, on_cuda = case.on("cpu"), case.on("cuda")
+    assert (on_cpu.dtype, on_cpu.options["num_hidden_layers"]) == ("float32", 3)
+    assert (on_cuda.dtype, on_cuda.options["num_hidden_layers"]) == ("bfloat16", 2)
+    assert (on_cuda.tolerance, on_cuda.scale) == (2e-2, GENTLE)
+
+
+def test_some_obstacles_are_a_cpu_s_alone() -> None:
+    assert Case(**PLAIN).obstacle("cpu") is None
+    unable = Case(**PLAIN, cannot="no kernel")
+    assert (unable.obstacle("cpu"), unable.obstacle("cuda")) == ("no kernel", None)
+    assert Case(**PLAIN, wrong="lost weights").obstacle("cuda") == "lost weights"
+
+
+def test_a_twin_has_the_weights_under_its_names(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "config.json").write_text('{"architectures": ["Toy"], "dtype": "f"}')
+    weights = {"a.q.weight": torch.ones(2, 4), "a.k.weight": torch.zeros(1, 4)}
+    more = {"a.spare.weight": torch.ones(4), "b.o.weight": torch.ones(3)}
+    save_file(weights | more, library / "model.safetensors")
+    twin = Twin(rename=(("a.", "c."),), fuse={"qk": ("q", "k")}, unread=("spare",))
+    found = load_file(twin.save(library, tmp_path / "twin") / "model.safetensors")
+    assert set(found) == {"c.qk.weight", "b.o.weight"}
+    assert found["c.qk.weight"].tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
