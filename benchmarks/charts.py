@@ -144,15 +144,10 @@ def _serving(report: Report) -> list[Panel]:
     for figure, unit in units.items():
         rows = []
         for case in report["rounds"][0]:
-            prefill = "prompts" in case
-            if case.startswith("upstream") or (prefill and figure == "mean_tpot_ms"):
+            if "prompts" in case and figure == "mean_tpot_ms":
                 continue
-            base = f"upstream, {'prefill' if prefill else 'decode'}"
-            ratios = [
-                statistics.mean(turn[figure] for turn in each[case])
-                / statistics.mean(turn[figure] for turn in each[base])
-                for each in report["rounds"]
-            ]
+            both = [each[case] for each in report["rounds"]]
+            ratios = [each["fork"][figure] / each["upstream"][figure] for each in both]
             rows.append(Row(case, (spread(ratios),), goals.SERVING[figure].get(case)))
         panels.append(Panel(unit, tuple(rows)))
     return [*panels, _start(report)]

@@ -2,14 +2,14 @@
 """Claim: what capture and steering cost a server on a GPU, against upstream's.
 
     python benchmarks/serving.py --fork FORK_PATH --upstream UPSTREAM_PATH \
-        [--model 1b|8b] [--rounds 3] [--quick] [--out serving.json] \
+        [--model 1b|8b] [--rounds 6] [--quick] [--out serving.json] \
         -- --gpu-memory-utilization 0.42
 
 Two servers share the GPU: upstream's, and the fork's with both features enabled. The
-paths become PYTHONPATH. They take turns at the same load, with upstream's own
-`vllm bench serve` as the client; a round goes through all cases and back, so that a
-machine that gets slower or faster meanwhile cancels out. Each figure is a ratio to
-upstream at the same load in the same round. Weights are random. Captured rows go to
+paths become PYTHONPATH. For each case both serve the same load, one right after the
+other, and each figure is the ratio of the two: a machine that gets slower or faster
+meanwhile disturbs it little, and every other round goes the other way. The client is
+upstream's own `vllm bench serve`. Weights are random. Captured rows go to
 `host_memory`, a consumer that keeps them until their request has ended and does nothing
 else, so that the figures are capture's own. `--quick`: two rounds, about four minutes.
 """
@@ -26,7 +26,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
@@ -42,6 +42,8 @@ HOOKS = ("pre_attn", "post_attn", "post_block")
 MODULE_FORMAT = "clearbox-steering-v1"
 """As `vllm.v1.steering.files` names it; this process may have no vLLM to import."""
 FIGURES = ("mean_tpot_ms", "mean_ttft_ms", "total_token_throughput")
+Round: TypeAlias = dict[str, dict[str, dict[str, float]]]
+"""The client's figures, by case and side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Client:
         self._process.stdin.close()
         self._process.wait(60)
 
-    def run(self, url: str, load: Load, body: dict[str, Any]) -> dict[str, Any]:
+    def run(self, url: str, load: Load, body: dict[str, Any]) -> dict[str, float]:
         """Send one load to a server; the client's figures."""
         result = WORK / "result.json"
         result.unlink(missing_ok=True)
@@ -233,21 +235,21 @@ async def take_turns(
     loads: Mapping[str, Load],
     layers: int,
     options: argparse.Namespace,
-) -> AsyncIterator[dict[str, list[dict[str, Any]]]]:
-    """Each round's figures, by case; one that warms up comes before them."""
-    turns = [(f"upstream, {load}", "upstream", Case(load)) for load in loads]
-    turns += [(name, "fork", case) for name, case in cases(layers).items()]
+) -> AsyncIterator[Round]:
+    """Each round's figures; one that warms up comes before them."""
+    turns = list(cases(layers).items())
     for number in range(-1, options.rounds):
-        figures: dict[str, list[dict[str, Any]]] = {}
-        # The one that warms up goes one way only.
-        for name, side, case in turns + (turns[::-1] if number >= 0 else []):
-            found = await asyncio.to_thread(
-                client.run, urls[side], loads[case.load], case.body
-            )
-            figures.setdefault(name, []).append(found)
+        forth = number % 2 == 0
+        figures: Round = {}
+        for name, case in turns if forth else turns[::-1]:
+            figures[name] = {}
+            for side in ("upstream", "fork") if forth else ("fork", "upstream"):
+                body = case.body if side == "fork" else {}
+                figures[name][side] = await asyncio.to_thread(
+                    client.run, urls[side], loads[case.load], body
+                )
         if number >= 0:
             print(f"  round {number + 1} of {options.rounds}", flush=True)
-        if number >= 0 or options.rounds == 0:
             yield figures
 
 
@@ -258,15 +260,9 @@ def start_of(server: Server, begin: float) -> dict[str, float]:
     return {"seconds": seconds, **reports.engine_facts(log)}
 
 
-def ratio(
-    figures: Mapping[str, list[dict[str, float]]], name: str, load: str, figure: str
-) -> float:
-    """Both turns of a case over both turns of upstream."""
-
-    def total(which: str) -> float:
-        return sum(each[figure] for each in figures[which])
-
-    return total(name) / total(f"upstream, {load}")
+def ratio(figures: Round, name: str, figure: str) -> float:
+    """The fork's over upstream's."""
+    return figures[name]["fork"][figure] / figures[name]["upstream"][figure]
 
 
 def print_table(report: dict[str, Any], layers: int) -> None:
@@ -283,7 +279,7 @@ def print_table(report: dict[str, Any], layers: int) -> None:
             if case.load == "prefill" and figure == "mean_tpot_ms":
                 cells.append("-")  # one token has no time between tokens
                 continue
-            found = [ratio(r, name, case.load, figure) for r in report["rounds"]]
+            found = [ratio(r, name, figure) for r in report["rounds"]]
             median = statistics.median(found)
             cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
         print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
@@ -294,15 +290,10 @@ def print_table(report: dict[str, Any], layers: int) -> None:
     )
 
 
-def first_token_later(
-    figures: Mapping[str, list[dict[str, float]]], name: str
-) -> float:
-    """Milliseconds, the mean of both turns over that of upstream's."""
-
-    def mean(which: str) -> float:
-        return statistics.mean(each["mean_ttft_ms"] for each in figures[which])
-
-    return mean(name) - mean("upstream, decode")
+def first_token_later(figures: Round, name: str) -> float:
+    """Milliseconds, over upstream's."""
+    first = {side: one["mean_ttft_ms"] for side, one in figures[name].items()}
+    return first["fork"] - first["upstream"]
 
 
 def main() -> None:
@@ -317,13 +308,13 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=32)
-    parser.add_argument("--rounds", type=int, help="default 3; 2 with --quick")
+    parser.add_argument("--rounds", type=int, help="default 6; 2 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 4 minutes")
     parser.add_argument("--out", type=Path, default=WORK / "serving.json")
     parser.add_argument("serve", nargs="*", help="more arguments for both servers")
     options = parser.parse_args()
     if options.rounds is None:
-        options.rounds = 2 if options.quick else 3
+        options.rounds = 2 if options.quick else 6
     report = asyncio.run(run(options))
     print_table(report, MODELS[options.model]["num_hidden_layers"])
     reports.write(report, options.out)
