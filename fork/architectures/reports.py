@@ -71,7 +71,7 @@ def reports(
         library: The Transformers library whose layers upstream's backend runs.
     """
     sources = Sources(root)
-    layers = _Layers(root, weave)
+    layers = _Layers(sources, weave)
     rows = [_report(name, sources, layers, library) for name in names(root)]
     return _unwrapped(rows)
 
@@ -84,13 +84,24 @@ def unaccounted(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
 class _Layers:
     """The weave's results, by the place of each class."""
 
-    def __init__(self, root: Path, weave: Weave) -> None:
-        self.root = root
+    def __init__(self, sources: Sources, weave: Weave) -> None:
+        self.sources = sources
         self.weave = weave
         self.of = lru_cache(maxsize=None)(self._of)
 
+    def running(self, place: Place) -> TappedLayer | RefusedLayer | None:
+        """The class, or the base class whose `forward` it runs, under its name."""
+        layer = self.of(place[0]).get(place[1])
+        if not isinstance(layer, TappedLayer) or not layer.inherits:
+            return layer
+        for base in self.sources.resolve((place[0], layer.inherits)):
+            woven = self.running(base)
+            if isinstance(woven, TappedLayer):
+                return replace(woven, name=layer.name)
+        return layer
+
     def _of(self, path: str) -> dict[str, TappedLayer | RefusedLayer]:
-        file = self.root / path
+        file = self.sources.root / path
         if not file.exists():
             return {}
         result = self.weave(file.read_text(encoding="utf-8"), path)
@@ -171,7 +182,7 @@ def _found(reached: Reached, layers: _Layers) -> Iterator[LayerReport]:
         if chosen:
             break
     for path, name in sorted({*reached.used, *chosen}):
-        layer = layers.of(path).get(name)
+        layer = layers.running((path, name))
         if layer is not None and getattr(layer, "is_layer", True):
             yield _layer(path, layer)
 

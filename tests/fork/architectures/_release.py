@@ -45,6 +45,19 @@ class ChosenForCausalLM(FirstForCausalLM):
     def make(self):
         return FirstModel(layer_type=ChosenDecoderLayer)
 """,
+    # A layer that makes its own parts, and runs the first one's `forward`.
+    "heir": """
+from .first import FirstDecoderLayer, FirstForCausalLM, FirstModel
+
+class HeirDecoderLayer(FirstDecoderLayer):
+    def __init__(self, prefix):
+        super().__init__()
+        self.mlp = make_mlp(prefix)
+
+class HeirForCausalLM(FirstForCausalLM):
+    def make(self):
+        return FirstModel(layer_type=HeirDecoderLayer)
+""",
     "wrapping": """
 from torch import nn
 from .utils import init_vllm_registered_model
@@ -71,6 +84,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "_TEXT_GENERATION_MODELS": {
         "FirstForCausalLM": ("first", "FirstForCausalLM"),
         "ChosenForCausalLM": ("chosen", "ChosenForCausalLM"),
+        "HeirForCausalLM": ("heir", "HeirForCausalLM"),
         "AnyForCausalLM": ("wrapping", "AnyForCausalLM"),
     },
     "_MULTIMODAL_MODELS": {"NamedForCausalLM": ("wrapping", "NamedForCausalLM")},

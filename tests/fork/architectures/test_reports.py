@@ -32,6 +32,17 @@ def test_a_layer_that_is_chosen_replaces_the_stack_s_own(rows) -> None:
     assert layers(rows["ChosenForCausalLM"]) == ["ChosenDecoderLayer"]
 
 
+def test_a_layer_has_the_points_of_the_forward_that_it_inherits(rows) -> None:
+    (layer,) = rows["HeirForCausalLM"].layers
+    (base,) = rows["FirstForCausalLM"].layers
+    assert (layer.module, layer.name) == (
+        "vllm/model_executor/models/heir.py",
+        "HeirDecoderLayer",
+    )
+    assert layer.points == base.points
+    assert layer.points[3:] == ("mlp_in", "mlp_out")
+
+
 def test_what_wraps_a_named_model_has_its_layers(rows) -> None:
     row = rows["NamedForCausalLM"]
     assert row.wraps == ("FirstForCausalLM",)
