@@ -75,6 +75,10 @@ def compare(answers: Answers, reference: Reference, tolerance: float) -> Compare
     return compared
 
 
+def _run(reference: Reference, answer: Answer) -> tuple[Stream, torch.Tensor]:
+    return reference.run(answer.fed, answer.num_prompt_tokens)
+
+
 def _generated(logits: torch.Tensor, answer: Answer) -> torch.Tensor:
     return logits[answer.num_prompt_tokens - 1 :]
 
@@ -93,7 +97,7 @@ def _check_rows(
 def _plain(
     answer: Answer, reference: Reference, tolerance: float, compared: Compared
 ) -> None:
-    expected, logits = reference.run(answer.fed)
+    expected, logits = _run(reference, answer)
     _check_rows(answer, expected, tolerance, compared)
     error = relative(answer.logits, _generated(logits, answer))
     compared.logit_error = max(compared.logit_error, error)
@@ -105,11 +109,11 @@ def _plain(
 def _steered(
     answer: Answer, tap: Tap, reference: Reference, tolerance: float, compared: Compared
 ) -> None:
-    rows, logits = reference.run(answer.fed)
+    rows, logits = _run(reference, answer)
     before = _generated(logits, answer)
     added = vector(tap, answer.rows[tap].shape[-1])
     with reference.adding(tap, added):
-        expected, logits = reference.run(answer.fed)
+        expected, logits = _run(reference, answer)
     # A capture sees a point before what is added there.
     expected[tap] = rows[tap]
     for other in reference.shared_with(tap):
@@ -123,7 +127,7 @@ def _steered(
         compared.wrong_changes.append(f"logits steered at {tap}: {error:.1e}")
     for other, size in _elsewhere(tap, tolerance, reference):
         with reference.adding(other, added * size):
-            wrong = _generated(reference.run(answer.fed)[1], answer)
+            wrong = _generated(_run(reference, answer)[1], answer)
         if relative(wrong - before, after - before) <= changes:
             compared.unnoticed.append(f"steered at {other} by {size}, not at {tap}")
 

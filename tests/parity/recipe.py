@@ -7,7 +7,7 @@ layer.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -27,6 +27,8 @@ class Spot:
     """What one unit that is added here adds to the stream."""
     result: int = 0
     """Which of several results, on the side "out"."""
+    run: int = 0
+    """How many runs of the module in the same pass come before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,15 @@ class Point:
     """The hook point whose value `read` has on top."""
     also: Spot | None = None
     """A second tensor; the value is the sum."""
+
+    def of_run(self, run: int) -> "Point":
+        """The same in another run of the layer."""
+        return replace(
+            self,
+            read=replace(self.read, run=run),
+            change=replace(self.change, run=run),
+            also=replace(self.also, run=run) if self.also else None,
+        )
 
 
 def named(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -94,8 +105,21 @@ class Recipe:
     """The factor by which a layer adds its attention to the stream."""
     single: tuple[str, ...] = ()
     """Mixers of layers without an MLP: `post_attn` is `post_block` there."""
+    order: Callable[[nn.Module], list[tuple[nn.Module, int]]] | None = None
+    """The layers of a model that runs some several times, in the order of a pass, each
+    with how many of its runs come before."""
+    both_ways: bool = False
+    """Whether the tokens of a prompt see those behind them."""
     own: Callable[[nn.Module, "Recipe"], Mapping[str, Point] | None] | None = None
     """Points of a layer that the names above do not describe; None: they do."""
+
+    def runs(self, model: nn.Module) -> list[tuple[nn.Module, int]]:
+        """Every run of a layer in a pass, and how many of that layer come before."""
+        if self.order is not None:
+            return self.order(model)
+        layers = model.get_submodule(self.layers)
+        assert isinstance(layers, nn.ModuleList)
+        return [(layer, 0) for layer in layers]
 
     def points(self, layer: nn.Module) -> dict[str, Point]:
         """The hook points of one layer."""

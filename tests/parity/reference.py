@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The residual stream as the Transformers library computes it, watched and changed."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,14 +50,17 @@ class Reference:
         ).eval()
         if substitute is not None:
             substitute.apply(self.model)
-        layers = self.model.get_submodule(recipe.layers)
-        assert isinstance(layers, nn.ModuleList)
+        self._both_ways = recipe.both_ways
+        runs = recipe.runs(self.model)
         self.points: dict[Tap, Point] = {
-            (index, hook): point
-            for index, layer in enumerate(layers)
+            (index, hook): point.of_run(run)
+            for index, (layer, run) in enumerate(runs)
             for hook, point in recipe.points(layer).items()
         }
+        self._last_run = max(run for _, run in runs)
         self._seen: dict[Spot, torch.Tensor] = {}
+        self._met: Counter[Spot] = Counter()
+        self._changed = 0
         self._added: tuple[Tap, torch.Tensor] | None = None
         spots = [s for p in self.points.values() for s in (p.read, p.also) if s]
         for spot in dict.fromkeys(spots):
@@ -64,9 +68,12 @@ class Reference:
 
     def _watch(self, spot: Spot) -> None:
         def put(hidden: torch.Tensor) -> None:
-            assert spot not in self._seen, f"{spot} was met twice"
-            rows = hidden.detach().float().reshape(-1, hidden.shape[-1])
-            self._seen[spot] = rows.clone()
+            run = self._met[spot]
+            assert run <= self._last_run, f"{spot} was met once too often"
+            self._met[spot] += 1
+            if run == spot.run:
+                rows = hidden.detach().float().reshape(-1, hidden.shape[-1])
+                self._seen[spot] = rows.clone()
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
             put(_entering(args, kwargs))
@@ -100,11 +107,19 @@ class Reference:
             return rows + self._added[1]
         return rows
 
-    def run(self, token_ids: Sequence[int]) -> tuple[Stream, torch.Tensor]:
+    def run(
+        self, token_ids: Sequence[int], num_prompt_tokens: int = 0
+    ) -> tuple[Stream, torch.Tensor]:
         """Every hook point's rows for these tokens, and logits `[tokens, words]`."""
-        self._seen = {}
+        self._seen, self._met, self._changed = {}, Counter(), 0
+        ids = torch.tensor([list(token_ids)])
+        more = {}
+        if self._both_ways:
+            more["token_type_ids"] = (torch.arange(ids.numel()) < num_prompt_tokens)[
+                None
+            ].long()
         with torch.no_grad():
-            output = self.model(torch.tensor([list(token_ids)]), use_cache=False)
+            output = self.model(ids, use_cache=False, **more)
         missed = [tap for tap, p in self.points.items() if p.read not in self._seen]
         assert not missed, f"the library's model never passes {missed}"
         rows = {tap: self._value(tap) for tap in self.points}
@@ -116,6 +131,9 @@ class Reference:
         spot = self.points[tap].change
 
         def more(hidden: torch.Tensor) -> torch.Tensor:
+            self._changed += 1
+            if self._changed != spot.run + 1:
+                return hidden
             return hidden + (vector.to(hidden.dtype) / spot.scale).to(hidden.dtype)
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:

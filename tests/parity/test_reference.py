@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parity.cases import Case, common
 from tests.parity.comparison import neighbours, relative
+from tests.parity.families import repeated
 from tests.parity.recipe import PARALLEL, PLAIN, SANDWICH
 from tests.parity.reference import Reference
 
@@ -103,3 +104,20 @@ def test_rows_that_are_no_numbers_are_wrong() -> None:
     assert relative(expected * torch.nan, expected) == float("inf")
     assert relative(torch.ones(1, 4), expected) == float("inf")
     assert relative(torch.ones(2, 4), torch.zeros(2, 4)) == float("inf")
+
+
+def test_each_run_of_a_layer_has_hook_points_of_its_own(tmp_path: Path) -> None:
+    (case,) = repeated.CASES
+    reference = Reference(case.save(tmp_path)[0], case.torch_dtype, case.recipe)
+    first, again = reference.points[0, "pre_attn"], reference.points[4, "pre_attn"]
+    assert first.read.module is again.read.module
+    plain, _ = reference.run(TOKENS, 4)
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    with reference.adding((4, "pre_attn"), vector):
+        changed, _ = reference.run(TOKENS, 4)
+    assert torch.equal(plain[3, "post_block"], changed[3, "post_block"])
+    assert not torch.allclose(plain[4, "post_block"], changed[4, "post_block"])
+    causal, _ = reference.run(TOKENS)
+    seen = [rows[0, "post_attn"] for rows in (plain, causal)]
+    assert not torch.allclose(seen[0][0], seen[1][0])
+    assert torch.allclose(seen[0][4:], seen[1][4:], atol=1e-5)

@@ -11,6 +11,7 @@ from tests.parity.families import (
     on_cuda,
     parallel,
     renamed,
+    repeated,
 )
 
 CASES = [
@@ -21,6 +22,7 @@ CASES = [
     *latent.CASES,
     *hybrids.CASES,
     *renamed.CASES,
+    *repeated.CASES,
     *backend.CASES,
     *on_cuda.CASES,
 ]
