@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import gc
 import threading
 from collections import deque
 
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging import Pages, RowRing, Segment, Staging
+from vllm.v1.capture.staging import RowRing, Segment, Staging
 
 RING = 8
 WIDTH = 4
@@ -77,38 +76,3 @@ def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
     segment = staging.ring.reserve(4)
     assert segment is not None
     assert staging.to_host(segment) is None
-
-
-def test_a_page_counts_until_its_last_view_is_gone() -> None:
-    pages = Pages(max_bytes=3 * 4 * WIDTH)
-    page = pages.take(2, WIDTH, torch.float32)
-    assert page is not None and page.shape == (2, WIDTH)
-    assert pages.take(2, WIDTH, torch.float32) is None
-    row = page[1]
-    del page
-    gc.collect()
-    assert pages.num_bytes == 2 * 4 * WIDTH
-    del row
-    gc.collect()
-    assert pages.num_bytes == 0
-    assert pages.take(3, WIDTH, torch.float32) is not None
-
-
-def test_where_no_more_can_be_pinned_the_ring_must_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pages = Pages(max_bytes=1 << 20)
-    held = pages.take(1, WIDTH, torch.float32)
-
-    def fail(*args: object, **options: object) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", fail)
-        assert pages.take(1, WIDTH, torch.float32) is None
-    assert pages.take(1, WIDTH, torch.float32) is None, (
-        "it is not tried again and again"
-    )
-    del held
-    gc.collect()
-    assert pages.take(1, WIDTH, torch.float32) is not None

@@ -185,13 +185,15 @@ class CapturedRequest:
         return [
             CaptureChunk(
                 (self.req_id, layer, hook),
-                rows[index],
+                rows_of_tap,
                 rows.dtype,
                 offset,
                 parts[-1].step,
                 {"positions": list(positions)},
             )
-            for index, (layer, hook) in enumerate(self._groups[number].taps)
+            for (layer, hook), rows_of_tap in zip(
+                self._groups[number].taps, rows.unbind(), strict=True
+            )
         ]
 
     def _finalizes(

@@ -12,20 +12,17 @@ they go to a page of memory of their own instead, which consumers get as it is.
 """
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 
+import numpy as np
 import torch
 
-from vllm.logger import init_logger
-from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.capture.copying import Bytes, bytes_of
+from vllm.v1.capture.pinned import Pages, pin
 from vllm.v1.capture.recycling import kept_bytes
-
-logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,52 +89,6 @@ PIECE_BYTES = 16 << 20
 as sampled tokens, waits for a piece, not for all rows of a prompt."""
 
 
-class Pages:
-    """Pinned memory that steps' rows are copied to, and that consumers hold.
-
-    What nobody holds any more is kept for the next step, by torch.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        """Let at most `max_bytes` be held."""
-        self._max_bytes = max_bytes
-        self._held: dict[int, int] = {}
-        """Bytes of each page, by a number. No lock: pages end wherever the interpreter
-        frees an object."""
-        self._numbers = count()
-
-    def take(
-        self, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """A page `[num_rows, width]`; None if too much is held."""
-        num_bytes = num_rows * width * dtype.itemsize
-        if self.num_bytes + num_bytes > self._max_bytes:
-            return None
-        pinned = is_pin_memory_available()
-        try:
-            page = torch.empty(num_rows, width, dtype=dtype, pin_memory=pinned)
-        except RuntimeError as error:
-            logger.warning(
-                "No more than %d MiB of host memory can be pinned for captured rows; "
-                "others are copied once more: %s",
-                self.num_bytes >> 20,
-                error,
-            )
-            self._max_bytes = self.num_bytes
-            return None
-        number = next(self._numbers)
-        self._held[number] = num_bytes
-        # The storage is what all views of the page share.
-        storage = page.untyped_storage()
-        weakref.finalize(storage, self._held.pop, number).atexit = False
-        return page
-
-    @property
-    def num_bytes(self) -> int:
-        """What is held."""
-        return sum(list(self._held.values()))
-
-
 class Staging:
     """Staging memory with the copies that empty it.
 
@@ -151,20 +102,23 @@ class Staging:
         self.ring = RowRing(num_rows)
         # Recorded graphs hold the address: allocated once, never replaced.
         self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        row_bytes = width * dtype.itemsize
+        self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
+        self._page_rows = PAGE_BYTES // row_bytes
         self._stream: torch.cuda.Stream | None = None
+        self._pages: Pages | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self.host_rows = torch.empty(
-                num_rows, width, dtype=dtype, pin_memory=is_pin_memory_available()
-            )
+            if num_rows // 2 >= self._page_rows:
+                largest = min(num_rows // 2 * row_bytes, kept_bytes())
+                self._pages = Pages(largest, kept_bytes(), partial(pin, device=device))
+            memory = np.empty((num_rows, row_bytes), dtype=np.uint8)
+            pin(memory, device)
+            self.host_rows = torch.from_numpy(memory).view(dtype)
         else:
             self.host_rows = self.rows
         self.host_bytes: Bytes = bytes_of(self.host_rows)
         """`host_rows` as NumPy sees them."""
-        self._pages = Pages(kept_bytes())
-        row_bytes = width * dtype.itemsize
-        self._page_rows = PAGE_BYTES // row_bytes
-        self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
         """Start copying segments to the host ring, after what the stream has queued.
@@ -181,7 +135,7 @@ class Staging:
 
         Returns the page and the event to wait for; None where the ring will do.
         """
-        if self._stream is None or segment.num_rows < self._page_rows:
+        if self._pages is None or segment.num_rows < self._page_rows:
             return None
         rows = self.rows[segment.start : segment.start + segment.num_rows]
         page = self._pages.take(len(rows), rows.shape[1], rows.dtype)
