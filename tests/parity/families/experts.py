@@ -164,16 +164,19 @@ CASES = [
         ),
         zeros=CORRECTION,
     ),
-    case(
-        "ExaoneMoeForCausalLM",
-        "exaone_moe",
-        sliding_window=16,
-        layer_types=WINDOWED,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        num_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        **SPARSE | {"num_experts": 8},
+    *(
+        case(
+            architecture,
+            "exaone_moe",
+            sliding_window=16,
+            layer_types=WINDOWED,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            num_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            **SPARSE | {"num_experts": 8},
+        )
+        for architecture in ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")
     ),
     case(
         "HYV3ForCausalLM",
@@ -224,40 +227,43 @@ CASES = [
     laguna(cannot=SIGMOID, zeros=CORRECTION),
     laguna("correction bias", wrong=DROPPED),
     laguna("dense", mlp_layer_types=["dense"] * 3),
-    case(
-        "MiMoV2FlashForCausalLM",
-        "mimo_v2_flash",
-        twin=Twin(
-            options={
-                "hybrid_layer_pattern": [1, 0, 1],
-                "moe_layer_freq": [0, 1, 1],
-                "layernorm_epsilon": 1e-5,
-                "swa_num_attention_heads": 2,
-                "swa_num_key_value_heads": 2,
-                "add_swa_attention_sink_bias": True,
-                "swa_head_dim": 32,
-                "swa_v_head_dim": 32,
-                "v_head_dim": 32,
-                "sliding_window_size": 16,
-                "rope_theta": 10000.0,
-                "swa_rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "attention_value_scale": 0.707,
-            }
-        ),
-        v_head_dim=32,
-        rope_parameters={
-            kind: {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-            }
-            for kind in ("full_attention", "sliding_attention")
-        },
-        layer_types=WINDOWED,
-        sliding_window=16,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        **ROUTED,
+    *(
+        case(
+            architecture,
+            "mimo_v2_flash",
+            twin=Twin(
+                options={
+                    "hybrid_layer_pattern": [1, 0, 1],
+                    "moe_layer_freq": [0, 1, 1],
+                    "layernorm_epsilon": 1e-5,
+                    "swa_num_attention_heads": 2,
+                    "swa_num_key_value_heads": 2,
+                    "add_swa_attention_sink_bias": True,
+                    "swa_head_dim": 32,
+                    "swa_v_head_dim": 32,
+                    "v_head_dim": 32,
+                    "sliding_window_size": 16,
+                    "rope_theta": 10000.0,
+                    "swa_rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "attention_value_scale": 0.707,
+                }
+            ),
+            v_head_dim=32,
+            rope_parameters={
+                kind: {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                }
+                for kind in ("full_attention", "sliding_attention")
+            },
+            layer_types=WINDOWED,
+            sliding_window=16,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            **ROUTED,
+        )
+        for architecture in ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
     ),
     Case(
         architecture="AfmoeForCausalLM",

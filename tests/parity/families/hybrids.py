@@ -218,7 +218,7 @@ CASES = [
     ),
     *(
         Case(
-            architecture="NemotronHForCausalLM",
+            architecture=architecture,
             model_type="nemotron_h",
             variant=variant,
             options=common(
@@ -229,6 +229,7 @@ CASES = [
             if "moe" in blocks
             else "",
         )
+        for architecture in ("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM")
         for variant, blocks in [
             ("plain", ["mamba", "mlp", "attention", "mlp"]),
             ("experts", ["mamba", "moe", "attention", "moe"]),

@@ -13,7 +13,7 @@ from tests.parity.twins import Twin
 
 # Upstream's CPU backend knows one size of the cache, 512 + 64, and rotates in place
 # unless the embedding is a scaled one.
-LATENT = {
+LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": None,
     "qk_rope_head_dim": 64,
@@ -32,6 +32,15 @@ ROUTED = {
     "topk_group": 1,
 }
 BIASED = Twin(options={"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
+SARVAM = Twin(
+    options={
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "rope_parameters": {**LATENT["rope_parameters"], "rope_type": "deepseek_yarn"},
+    }
+)
 ON_CPU = {"attention_backend": "CPU_MLA"}
 # The sizes of Hopper's kernels; all experts, as a choice may be a matter of rounding.
 ON_CUDA = {
@@ -125,6 +134,13 @@ CASES = [
         q_lora_rank=48,
     ),
     case("DeepseekV3ForCausalLM", "deepseek_v3", "dense", first_k_dense_replace=3),
+    case(
+        "SarvamMLAForCausalLM",
+        "deepseek_v3",
+        twin=SARVAM,
+        on_cuda={**ON_CUDA, "n_routed_experts": 8, "num_experts_per_tok": 8},
+    ),
+    case("MistralLarge3ForCausalLM", "deepseek_v3", twin=BIASED, q_lora_rank=48),
     case(
         "AXK1ForCausalLM",
         "axk1",

@@ -38,6 +38,21 @@ GATED = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 128,
 }
+KIMI = {
+    **LATENT,
+    "q_lora_rank": None,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "linear_head_dim": 128,
+    "linear_num_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_token": 4,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "num_expert_group": 1,
+    "topk_group": 1,
+}
 DBRX = {
     **TOKENS,
     "d_model": 64,
@@ -105,6 +120,30 @@ CASES = [
         dtype="bfloat16",
         scale=GENTLE,
         cannot="identity experts have no kernel on a CPU",
+    ),
+    Case(
+        architecture="KimiLinearForCausalLM",
+        model_type="kimi_linear",
+        options=sized(**KIMI),
+        # The same said as published configurations do; and the library saves a dense
+        # MLP as if it were experts.
+        twin=Twin(
+            options={
+                "mla_use_nope": True,
+                "first_k_dense_replace": 1,
+                "linear_attn_config": {
+                    "kda_layers": [1],
+                    "full_attn_layers": [2],
+                    "num_heads": 2,
+                    "head_dim": 128,
+                    "short_conv_kernel_size": 4,
+                },
+            },
+            rename=(("layers.0.block_sparse_moe", "layers.0.mlp"),),
+        ),
+        dtype="bfloat16",
+        scale=GENTLE,
+        cannot="its delta attention has no kernel on a CPU",
     ),
     Case(
         architecture="DbrxForCausalLM",

@@ -4,10 +4,10 @@
 from typing import Any
 
 from tests.parity.cases import TOKENS, Case, common
-from tests.parity.recipe import PLAIN, SCALED, Recipe
+from tests.parity.recipe import PLAIN, SANDWICH, SCALED, Recipe
 from tests.parity.twins import Twin
 
-RMS = {"rms_norm_eps": 1e-6}
+UNBIASED = (*(f"{name}_proj.bias" for name in ("q", "k", "v", "gate", "up")),)
 INTERNLM2 = Twin(
     rename=(
         ("model.embed_tokens", "model.tok_embeddings"),
@@ -107,6 +107,48 @@ CHATGLM = Twin(
     ),
     fuse={"query_key_value": ("q_proj", "k_proj", "v_proj")},
 )
+# Its queries, keys and values have no bias. One head: a checkpoint has the rows of keys
+# and values head by head.
+TELECHAT2 = Twin(
+    options={
+        "n_layer": 3,
+        "n_head": 1,
+        "ffn_hidden_size": 96,
+        "layer_norm_epsilon": 1e-6,
+    },
+    rename=(
+        ("self_attn.q_proj", "self_attention.query"),
+        ("self_attn.k_proj", "self_attention.key"),
+        ("self_attn.v_proj", "self_attention.value"),
+        ("self_attn.o_proj", "self_attention.dense"),
+        ("model.embed_tokens", "transformer.word_embeddings"),
+        ("model.norm", "transformer.ln_f"),
+        ("model.layers", "transformer.h"),
+    ),
+    fuse={"key_value": ("key", "value")},
+    unread=UNBIASED,
+)
+DEEPSEEK = Twin(
+    options={
+        "qk_nope_head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "n_routed_experts": 4,
+        "n_shared_experts": None,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+    },
+    rename=(
+        ("block_sparse_moe", "mlp"),
+        ("w1.weight", "gate_proj.weight"),
+        ("w2.weight", "down_proj.weight"),
+        ("w3.weight", "up_proj.weight"),
+    ),
+)
 
 
 def case(
@@ -115,6 +157,8 @@ def case(
     twin: Twin | None = None,
     variant: str = "plain",
     recipe: Recipe = PLAIN,
+    zeros: tuple[str, ...] = (),
+    cannot: str = "",
     **options: Any,
 ) -> Case:
     return Case(
@@ -124,6 +168,8 @@ def case(
         options=common(**options),
         recipe=recipe,
         twin=twin,
+        zeros=zeros,
+        cannot=cannot,
     )
 
 
@@ -139,6 +185,35 @@ CASES = [
     case("ExaoneForCausalLM", "llama", EXAONE),
     case("SolarForCausalLM", "llama", SOLAR),
     case("MiMoForCausalLM", "qwen2"),
+    case(
+        "TeleChat2ForCausalLM",
+        "llama",
+        TELECHAT2,
+        zeros=UNBIASED,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    case(
+        "DeepseekForCausalLM",
+        "mixtral",
+        DEEPSEEK,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    ),
+    case(
+        "Rnj1ForCausalLM",
+        "gemma3_text",
+        recipe=SANDWICH,
+        cannot="attention on a CPU knows no chunks",
+        layer_types=["full_attention"] * 3,
+        final_logit_softcapping=30.0,
+        query_pre_attn_scalar=32,
+        hidden_activation="gelu_pytorch_tanh",
+    ),
     case(
         "OrionForCausalLM",
         "stablelm",
