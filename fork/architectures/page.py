@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from textwrap import shorten
+from typing import Any, NamedTuple
 
 from fork.architectures.registry import LIBRARY, MULTIMODAL, TEXT
 from fork.architectures.reports import ArchitectureReport, LayerReport
 
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 Results = Mapping[str, Mapping[str, Any]]
 """What the parity suite recorded: an entry per architecture, dtype and device."""
 
@@ -36,6 +39,16 @@ same list, with the classes and the conditions under which a configuration is re
 An architecture that is refused runs as upstream's. A server that is asked to capture
 or steer with it stops when it starts, and says why.
 """
+
+
+class _CaseName(NamedTuple):
+    architecture: str
+    variant: str
+    device: str
+
+    def __str__(self) -> str:
+        plain = self.variant in ("plain", "none")
+        return self.architecture if plain else f"{self.architecture}, {self.variant}"
 
 
 def lines(rows: list[ArchitectureReport]) -> Iterator[str]:
@@ -71,6 +84,8 @@ def page(rows: list[ArchitectureReport], results: Results) -> str:
     for kind, title in _TITLES.items():
         of_kind = [row for row in rows if row.table == kind]
         parts += ["", f"## {title}", "", *_table(of_kind, results)]
+    parts += ["", "## Not proven, and why", "", *_not_proven(rows, results)]
+    parts += ["", "## Compared by another function", "", *_substitutes(results)]
     parts += ["", "## Refused and conditional", "", *_reasons(rows), ""]
     return "\n".join(parts)
 
@@ -125,6 +140,51 @@ def _compared(found: list[Mapping[str, Any]], device: str) -> str:
         if entry["device"] == device and entry.get("max_relative_error") is not None
     ]
     return "<br>".join(cells) or "–"
+
+
+def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[str]:
+    """Each reason once, with the configurations and devices that it is about."""
+    yield "What the suite's last run on a device gave no proof of. What upstream said"
+    yield "when it stopped is in code."
+    yield ""
+    listed = {row.architecture for row in rows}
+    found = ((n, e) for n, e in _cases(results) if n.architecture in listed)
+    about: dict[str, dict[str, set[str]]] = {}
+    for name, case in found:
+        if not case["proven"]:
+            text = _shortened(case["reason"])
+            about.setdefault(text, {}).setdefault(str(name), set()).add(name.device)
+    for text, names in sorted(about.items()):
+        which = (f"{n} ({', '.join(sorted(d))})" for n, d in names.items())
+        yield f"- {', '.join(which)}: {text}."
+
+
+def _substitutes(results: Results) -> Iterator[str]:
+    """Functions that the library's model was given of ours, for what upstream has."""
+    yield "Where upstream and the library differ in a function between hook points, the"
+    yield "library's model was given upstream's function, as a formula of the suite."
+    yield ""
+    about: dict[str, set[str]] = {}
+    for name, case in _cases(results):
+        if "substitute" in case:
+            about.setdefault(case["substitute"], set()).add(name.architecture)
+    for text, names in sorted(about.items()):
+        yield f"- {', '.join(sorted(names))}: {text}."
+
+
+def _cases(results: Results) -> Iterator[tuple[_CaseName, Mapping[str, Any]]]:
+    for entry in results.values():
+        for variant, case in entry.get("cases", {}).items():
+            device = entry["device"].upper()
+            yield _CaseName(entry["architecture"], variant, device), case
+
+
+def _shortened(reason: str) -> str:
+    """An exception's text is code, and as long as a line."""
+    if not _RAISED.match(reason):
+        return reason
+    text = shorten(reason.rstrip("."), 160, placeholder=" ...")
+    return f"`{text.replace('`', chr(39))}`"
 
 
 def _several(found: list[Mapping[str, Any]], fact: str) -> str:

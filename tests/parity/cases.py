@@ -77,8 +77,8 @@ class Case:
     """A function of the library that upstream computes differently."""
     cannot: str = ""
     """Why upstream cannot run it on a CPU."""
-    wrong: str = ""
-    """What upstream gets wrong on every device."""
+    never: str = ""
+    """Why it cannot be compared on any device."""
     stand_ins: tuple[str, ...] = ()
     """Libraries that upstream's file imports, and that nothing here needs."""
 
@@ -97,7 +97,7 @@ class Case:
 
     def obstacle(self, device: str) -> str | None:
         """Why upstream itself cannot run it there."""
-        return self.wrong or (self.cannot if device == "cpu" else "") or None
+        return self.never or (self.cannot if device == "cpu" else "") or None
 
     def on(self, device: str) -> "Case":
         """The case as upstream can run it there."""

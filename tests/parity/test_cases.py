@@ -22,7 +22,7 @@ def test_some_obstacles_are_a_cpu_s_alone() -> None:
     assert Case(**PLAIN).obstacle("cpu") is None
     unable = Case(**PLAIN, cannot="no kernel")
     assert (unable.obstacle("cpu"), unable.obstacle("cuda")) == ("no kernel", None)
-    assert Case(**PLAIN, wrong="lost weights").obstacle("cuda") == "lost weights"
+    assert Case(**PLAIN, never="lost weights").obstacle("cuda") == "lost weights"
 
 
 def test_a_twin_has_the_weights_under_its_names(tmp_path: Path) -> None:

@@ -86,3 +86,25 @@ def test_the_page_has_the_proofs(rows) -> None:
     assert row in text.replace("| 5 |", "| 3 |").splitlines()
     assert "| EmptyForCausalLM | refused |" in text
     assert "- EmptyForCausalLM: no decoder layer was found." in text
+
+
+def test_the_page_says_why_what_is_not_proven_is_not(rows) -> None:
+    lost = {"proven": False, "reason": "its weights are lost"}
+    ended = {"proven": False, "reason": f"ValueError: no `kernel` {'x ' * 200}"}
+    cases = {"plain": lost, "wide": lost, "long": ended, "other": {"proven": True}}
+    on_cpu = RESULT | {"cases": cases}
+    on_cuda = on_cpu | {"device": "cuda", "cases": {"wide": lost}}
+    text = page(list(rows.values()), {"one": on_cpu, "two": on_cuda})
+    names = "FirstForCausalLM (CPU), FirstForCausalLM, wide (CPU, CUDA)"
+    assert f"- {names}: its weights are lost." in text
+    (line,) = (row for row in text.splitlines() if "FirstForCausalLM, long" in row)
+    assert ": `ValueError: no 'kernel' x x" in line
+    assert line.endswith(" ...`.")
+    assert len(line) < 240
+    assert "FirstForCausalLM, other" not in text
+
+
+def test_the_page_says_what_was_compared_by_a_function_of_ours(rows) -> None:
+    case = {"proven": True, "substitute": "they differ in a rounding"}
+    text = page(list(rows.values()), {"one": RESULT | {"cases": {"plain": case}}})
+    assert "- FirstForCausalLM: they differ in a rounding." in text

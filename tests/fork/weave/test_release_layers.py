@@ -116,6 +116,17 @@ def test_the_page_of_supported_models_is_up_to_date(
     assert written == page(rows, results), "run `make models`"
 
 
+def test_each_decoder_is_compared_or_has_a_reason(
+    rows: list[ArchitectureReport],
+) -> None:
+    results = json.loads(HERE.parity_results.read_text())
+    known = {entry["architecture"] for entry in results.values()}
+    decoders = [row for row in rows if row.table in ("text", "transformers")]
+    tapped = {row.architecture for row in decoders if row.layers and not row.refused}
+    assert len(tapped) > 120
+    assert not tapped - known
+
+
 @pytest.mark.parametrize(
     ("architecture", "names"),
     [

@@ -2,6 +2,7 @@
 """All cases, by how their blocks are built."""
 
 from tests.parity.families import (
+    absent,
     backend,
     experts,
     hybrids,
@@ -25,4 +26,5 @@ CASES = [
     *repeated.CASES,
     *backend.CASES,
     *on_cuda.CASES,
+    *absent.CASES,
 ]

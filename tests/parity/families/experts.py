@@ -48,7 +48,7 @@ def case(
 def laguna(
     variant: str = "plain",
     cannot: str = "",
-    wrong: str = "",
+    never: str = "",
     zeros: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
@@ -66,7 +66,7 @@ def laguna(
         variant=variant,
         options=sizes | options,
         cannot=cannot,
-        wrong=wrong,
+        never=never,
         zeros=zeros,
     )
 
@@ -225,7 +225,7 @@ CASES = [
         attn_temperature_tuning=False,
     ),
     laguna(cannot=SIGMOID, zeros=CORRECTION),
-    laguna("correction bias", wrong=DROPPED),
+    laguna("correction bias", never=DROPPED),
     laguna("dense", mlp_layer_types=["dense"] * 3),
     *(
         case(

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders that nothing is compared with, so that none is missing without a reason."""
+
+from tests.parity.cases import Case
+
+NO_MODEL = "Transformers 5.19 has no model of it, and no case renames another's"
+CODE = "its configuration is code that comes with its checkpoints"
+WITH_PICTURES = "Transformers has its layers only inside a model of pictures"
+ON_GPUS = (
+    "upstream has it for GPUs only, with sparse attention; no case of it is written"
+)
+
+ABSENT = {
+    NO_MODEL: (
+        "BailingMoeV2_5ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+        "IQuestLoopCoderForCausalLM",
+        "K2HorizonForCausalLM",
+        "LongcatFlashNgramForCausalLM",
+        "PanguProMoEV2ForCausalLM",
+        "PanguUltraMoEForCausalLM",
+        "Param2MoEForCausalLM",
+        "Plamo3ForCausalLM",
+        "Step1ForCausalLM",
+        "Step3TextForCausalLM",
+    ),
+    CODE: ("DeciLMForCausalLM",),
+    WITH_PICTURES: (
+        "Emu3ForConditionalGeneration",
+        "Glm5NextForCausalLM",
+        "HunYuanVLForConditionalGeneration",
+        "MuseGlimmerForCausalLM",
+        "Step3p5ForCausalLM",
+    ),
+    ON_GPUS: ("HYV4ForCausalLM", "MiniMaxM3SparseForCausalLM"),
+}
+CASES = [
+    Case(
+        architecture=architecture,
+        model_type="",
+        options={},
+        variant="none",
+        never=reason,
+    )
+    for reason, names in ABSENT.items()
+    for architecture in names
+]
