@@ -15,7 +15,7 @@ from .insertion import Decoration, insert
 from .interpreter import Interpreter
 from .layer_class import LayerClass, Module
 from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
-from .placement import Site, final_terms, place
+from .placement import BLOCK, Site, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule
 from .stream import Role, Unprovable, sublayers
@@ -227,6 +227,12 @@ def _conditional(sites: list[Site], rule: Rule) -> list[Site]:
     return [
         site.on_condition(rule.partial_when[site.point])
         if site.point in rule.partial_when
-        else site.followed_by(rule.first if site.is_first else ())
+        else site.followed_by(_behind(site, rule))
         for site in sites
     ]
+
+
+def _behind(site: Site, rule: Rule) -> tuple[str, ...]:
+    if site.point == BLOCK:
+        return rule.last
+    return rule.first if site.is_first else ()

@@ -57,6 +57,8 @@ class Rule:
     tokens there; `cases` must decide it."""
     first: tuple[str, ...] = ()
     """Statements that go in after the first tap."""
+    last: tuple[str, ...] = ()
+    """Statements that go in after the last tap."""
     anchors: tuple[Anchor, ...] = ()
     """Calls put in by hand instead of those the analysis finds for their points."""
     points: tuple[str, ...] = ("pre_attn", "post_attn", "post_block")
@@ -80,6 +82,14 @@ NEVER_GIVEN: Mapping[str, bool] = {
 _MODELS = "model_executor/models/"
 _SHARE = "between layers a rank may hold only its share of the tokens"
 _POINTS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+
+_LONE_TOKEN = (
+    "if self.use_sequence_parallel_moe:\n"
+    "    hidden_states, residual = residual_tap.lone_token(\n"
+    "        self, positions.shape[0], hidden_states, residual\n"
+    "    )"
+)
 
 
 def _everywhere(condition: str) -> dict[str, str]:
@@ -117,7 +127,8 @@ RULES: Mapping[str, Rule] = {
         split=_everywhere("self.use_attn_reduce_scatter_for_moe"),
     ),
     f"{_MODELS}deepseek_v2:DeepseekV2DecoderLayer": Rule(
-        reason=f"{_SHARE}; the first such layer is given all of them",
+        reason=f"{_SHARE}; the first such layer is given all of them; what the share "
+        "of a single token is, upstream's layers cannot tell by its shape",
         cases=tuple(
             {
                 "self.use_sequence_parallel_moe": split,
@@ -127,6 +138,7 @@ RULES: Mapping[str, Rule] = {
         ),
         split=_everywhere("self.use_sequence_parallel_moe")
         | {"pre_attn": "input_is_sequence_parallel"},
+        last=(_LONE_TOKEN,),
         anchors=(
             Anchor(
                 point="pre_attn",

@@ -25,10 +25,10 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 SHARES = "CLEARBOX_TEST_SHARES"
 """The variable that says that ranks share tokens, in all processes of the engine."""
 HIDDEN, LAYERS = 64, 4
-LENGTHS = (5, 6, 40, 21)
-"""The first two go on after the others. So no step has a single token: there upstream,
-run eagerly, takes a share for the whole."""
-NEW_TOKENS = (24, 24, 6, 6)
+LENGTHS = (5, 40, 21, 6)
+"""Computed in several steps of all parities; the last ones have a single token, which
+only the first rank has."""
+NEW_TOKENS = 6
 STEERED = ((0, "post_block"), (1, "pre_attn"), (2, "post_attn"), (3, "pre_attn"))
 """Where requests are steered: each of them elsewhere, in one batch."""
 
@@ -158,8 +158,8 @@ def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
     from tests.engines.captured import asking
 
     params = [
-        asking("all", None, count, logprobs=-1, detokenize=False, **chosen)
-        for count, chosen in zip(NEW_TOKENS, fields, strict=True)
+        asking("all", None, NEW_TOKENS, logprobs=-1, detokenize=False, **chosen)
+        for chosen in fields
     ]
     found = []
     for output in engine.run(prompts, params):

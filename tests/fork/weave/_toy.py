@@ -219,6 +219,12 @@ class Taps:
             return whole, hidden.made(0.0)
         return hidden.made(hidden.number + change), hidden.made(residual.number)
 
+    def lone_token(
+        self, layer: object, num_tokens: int, hidden: Toy, residual: Toy
+    ) -> tuple[Toy, Toy]:
+        assert hidden.split and residual.split
+        return hidden, residual
+
 
 class Layer:
     """Base of the toy layers: what `forward` finds on `self`."""

@@ -108,6 +108,17 @@ def test_the_layers_own_condition_says_whether_a_point_has_a_share(
     ]
 
 
+def test_statements_may_follow_the_last_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = "residual_tap.lone_token(self, num_tokens, hidden_states, residual)"
+    statement = f"if self.shares:\n    hidden_states, residual = {call}"
+    rule = replace(RULE, last=(statement,))
+    result = weave_with(monkeypatch, SHARES, {KEY: rule})
+    assert result.problems == ()
+    before, _, behind = (result.source or "").partition(f"residual = {call}\n")
+    assert '"post_block"' in before.splitlines()[-3]
+    assert behind.strip() == "return hidden_states, residual"
+
+
 def test_a_share_is_no_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = "fused_allreduce_rms_norm(hidden_states, residual, self.norm_a)"
     source = SHARES.replace(

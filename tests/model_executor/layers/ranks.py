@@ -22,6 +22,7 @@ from vllm.distributed import (
     initialize_model_parallel,
     tensor_model_parallel_all_gather,
 )
+from vllm.model_executor.layers import residual_tap
 from vllm.model_executor.layers.residual_edits import RowEdit
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
@@ -118,6 +119,9 @@ def check(one: Step, visit: Callable[[torch.Tensor, torch.Tensor | None], Pair])
 
 def run(rank: int, ranks: int, folder: str) -> None:
     """Join the other ranks and check random steps."""
+    # Different names: so upstream takes gloo, whose ranks wait for one another without
+    # using a processor.
+    os.environ["VLLM_DIST_IDENT"] = f"{os.getpid()}"
     with set_current_vllm_config(VllmConfig()):
         store = f"file://{folder}/store-{ranks}"
         init_distributed_environment(ranks, rank, store, rank, "gloo")
@@ -138,7 +142,21 @@ def run(rank: int, ranks: int, folder: str) -> None:
         one = step(seed, torch.float32)
         check(one, lambda *pair, tap=one.tap: compiled(tap, *pair))  # type: ignore[misc]
     assert (captured > 40) == (rank == 0), f"rank {rank} took {captured} rows"
+    check_lone()
     check_idle()
+
+
+def check_lone() -> None:
+    """The share of a single token reaches all ranks; other shares stay."""
+    layer = torch.nn.Module()
+    layer.residual_taps = {}  # type: ignore[assignment]
+    for tokens in (1, 5):
+        torch.manual_seed(tokens)
+        whole = torch.randn(2, tokens, WIDTH)
+        given = tuple(sequence_parallel_chunk(half) for half in whole)
+        found = residual_tap.lone_token(layer, tokens, *given)
+        for one, before, half in zip(found, given, whole, strict=True):
+            assert torch.equal(one, half) if tokens == 1 else one is before
 
 
 def check_idle() -> None:
@@ -154,7 +172,6 @@ def check_idle() -> None:
 
 def main(ranks: int, folder: str) -> None:
     """Run the ranks, as copies of this process: importing takes longer than they do."""
-    os.environ["VLLM_DIST_IDENT"] = f"ranks-{os.getpid()}-{ranks}"
     context = multiprocessing.get_context("fork")
     started = [
         context.Process(target=run, args=(rank, ranks, folder)) for rank in range(ranks)

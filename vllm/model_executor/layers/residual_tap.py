@@ -18,6 +18,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.residual_point import ResidualTap
 
 Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
@@ -117,6 +118,25 @@ def split_value(
 ) -> torch.Tensor:
     """As `value`, where each tensor-parallel rank has its share of the tokens."""
     return split_pair(layer, point, hidden_states, None, run)[0]
+
+
+def lone_token(
+    layer: nn.Module,
+    num_tokens: int,
+    hidden_states: torch.Tensor,  # [ceil(num_tokens / ranks), hidden_size]
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives all ranks the share of the first, if it is the only token.
+
+    The layers that call this tell shares from all tokens by their number, and so take
+    the share of a single token for the whole. In compiled code they were traced with
+    more. But steps that change single rows are not compiled.
+    """
+    if layer.residual_taps is None or hidden_states.shape[0] != num_tokens:
+        return hidden_states, residual
+    both = tensor_model_parallel_all_gather(torch.cat([hidden_states, residual], -1), 0)
+    hidden_states, residual = both[:num_tokens].chunk(2, -1)
+    return hidden_states.contiguous(), residual.contiguous()
 
 
 value = stream
