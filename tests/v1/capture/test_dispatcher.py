@@ -2,7 +2,6 @@
 """From staged steps to the rows of each request: places, positions, order."""
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +93,7 @@ class Bench:
         rows = self.staging.rows[segment.start : segment.start + segment.num_rows]
         page = rows.clone()
         rows.fill_(-1.0)
-        self.steps = [replace(step, page=page)]
+        self.steps = [step._replace(page=page)]
         self.send()
         return page
 

@@ -17,8 +17,16 @@ from vllm.v1.capture.wire import CaptureEnd
 PROMPT, END = 6, 20
 
 
-def request(plan: CapturePlan | None) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(_capture_plan=plan))
+def request(plan: CapturePlan | None, name: str = "r") -> Any:
+    params = SimpleNamespace(_capture_plan=plan)
+    return SimpleNamespace(request_id=name, sampling_params=params)
+
+
+def scheduling_of(budget: int, *requests: Any) -> CaptureScheduling:
+    scheduling = CaptureScheduling(budget)
+    for one in requests:
+        scheduling.add_request(one)
+    return scheduling
 
 
 plans = wanted(PROMPT, END).map(lambda want: plan_for(want, PROMPT))
@@ -33,16 +41,17 @@ def test_a_request_gets_the_most_tokens_whose_rows_fit(
         for n in range(num_tokens + 1)
         if plan.rows_in(computed, computed + n) <= budget
     ]
-    scheduling = CaptureScheduling(budget)
-    assert scheduling.limit(request(plan), computed, num_tokens) == max(fits)
+    one = request(plan)
+    assert scheduling_of(budget, one).limit(one, computed, num_tokens) == max(fits)
 
 
 @given(st.lists(st.tuples(plans, st.integers(0, END), st.integers(0, 10))))
 def test_a_step_never_captures_more_rows_than_its_budget(batch: list) -> None:
-    scheduling, rows = CaptureScheduling(20), 0
-    for plan, computed, num_tokens in batch:
-        granted = scheduling.limit(request(plan), computed, num_tokens)
-        scheduling.scheduled(request(plan), computed, granted)
+    requests = [request(plan, f"r{i}") for i, (plan, _, _) in enumerate(batch)]
+    scheduling, rows = scheduling_of(20, *requests), 0
+    for one, (plan, computed, num_tokens) in zip(requests, batch):
+        granted = scheduling.limit(one, computed, num_tokens)
+        scheduling.scheduled(one, computed, granted)
         wanted = [plan.rows_in(computed, computed + n) for n in range(num_tokens + 1)]
         assert granted == max(n for n, more in enumerate(wanted) if rows + more <= 20)
         rows += wanted[granted]
@@ -51,21 +60,33 @@ def test_a_step_never_captures_more_rows_than_its_budget(batch: list) -> None:
 
 @given(plans, st.integers(12, 40))
 def test_step_by_step_every_token_is_scheduled(plan: CapturePlan, budget: int) -> None:
-    scheduling, computed, steps = CaptureScheduling(budget), 0, 0
+    one = request(plan)
+    scheduling, computed, steps = scheduling_of(budget, one), 0, 0
     while computed < END:
         scheduling.new_step()
-        granted = scheduling.limit(request(plan), computed, END - computed)
+        granted = scheduling.limit(one, computed, END - computed)
         assert granted > 0, "a request that admission let in cannot go on"
-        scheduling.scheduled(request(plan), computed, granted)
+        scheduling.scheduled(one, computed, granted)
         computed, steps = computed + granted, steps + 1
     total = plan.rows_in(0, END)
     assert steps <= max(1, 2 * -(-total // budget) + 1)
 
 
 def test_requests_without_a_plan_are_not_limited() -> None:
-    scheduling = CaptureScheduling(0)
-    assert scheduling.limit(request(None), 0, 7) == 7
-    assert scheduling.limit(SimpleNamespace(sampling_params=None), 0, 7) == 7  # type: ignore[arg-type]
+    plain, pooled = request(None), request(None, "pooled")
+    pooled.sampling_params = None
+    scheduling = scheduling_of(0, plain, pooled)
+    assert scheduling.limit(plain, 0, 7) == scheduling.limit(pooled, 0, 7) == 7
+    assert not scheduling.forget("r")
+
+
+def test_a_request_that_was_forgotten_is_not_limited_any_more() -> None:
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 5),)}}, PROMPT)
+    one = request(plan)
+    scheduling = scheduling_of(2, one)
+    assert scheduling.limit(one, 0, 5) == 2
+    assert scheduling.forget("r") and not scheduling.forget("r")
+    assert scheduling.limit(one, 0, 5) == 5
 
 
 @given(plans, st.integers(0, END))

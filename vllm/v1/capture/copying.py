@@ -8,9 +8,8 @@ another thread than by many short ones.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,36 +31,48 @@ def bytes_of(rows: torch.Tensor) -> Bytes:
 
 
 def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-    """`target[:] = source` for each pair of equal shapes.
+    """`target[:] = source` for pairs of equal shapes, `[..., bytes of a row]`.
 
-    The small ones in one call: between two calls the interpreter's lock would change
-    hands, and the engine's thread would wait for it each time.
+    Each thread makes a single call: between two calls the interpreter's lock would
+    change hands, and the engine's thread would wait for it each time.
     """
-    small = [pair for pair in pairs if pair[0].nbytes < 2 * PIECE_BYTES]
-    if small:
-        targets = [torch.from_numpy(target) for target, _ in small]
-        sources = [torch.from_numpy(source) for _, source in small]
-        torch._foreach_copy_(targets, sources)
-    for target, source in pairs:
-        if target.nbytes >= 2 * PIECE_BYTES:
-            copy_rows(target, source)
-
-
-def copy_rows(target: Bytes, source: Bytes) -> None:
-    """`target[:] = source`, equal shapes `[..., bytes of a row]`."""
-    pieces = min(num_threads(), target.nbytes // PIECE_BYTES)
-    if pieces < 2:
-        np.copyto(target, source)
+    total = sum(target.nbytes for target, _ in pairs)
+    count = min(num_threads(), total // PIECE_BYTES)
+    if count < 2:
+        _copy_some(pairs)
         return
-    axis = int(np.argmax(target.shape[:-1]))
-    parts = zip(
-        np.array_split(target, pieces, axis), np.array_split(source, pieces, axis)
-    )
-    first, *others = parts
-    futures: list[Future[Any]] = [_pool().submit(np.copyto, *part) for part in others]
-    np.copyto(*first)
+    first, *others = shares(pairs, -(-total // count))
+    futures = [_pool().submit(_copy_some, share) for share in others]
+    _copy_some(first)
     for future in futures:
         future.result()
+
+
+def shares(
+    pairs: Sequence[tuple[Bytes, Bytes]], size: int
+) -> list[list[tuple[Bytes, Bytes]]]:
+    """The pairs in parts of about `size` bytes; a larger pair is cut."""
+    parts: list[list[tuple[Bytes, Bytes]]] = []
+    left = 0
+    for target, source in pairs:
+        axis = int(np.argmax(target.shape[:-1]))
+        cuts = min(-(-target.nbytes // size), target.shape[axis])
+        for piece in zip(
+            np.array_split(target, cuts, axis), np.array_split(source, cuts, axis)
+        ):
+            if left <= 0:
+                parts.append([])
+                left = size
+            parts[-1].append(piece)
+            left -= piece[0].nbytes
+    return parts
+
+
+def _copy_some(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+    if pairs:
+        targets = [torch.from_numpy(target) for target, _ in pairs]
+        sources = [torch.from_numpy(source) for _, source in pairs]
+        torch._foreach_copy_(targets, sources)
 
 
 @cache

@@ -4,8 +4,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -31,8 +31,7 @@ LARGEST_PART = 4
 """A request holds at most this many times the memory of its own rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagedStep:
+class StagedStep(NamedTuple):
     """A step whose rows are in staging memory, or on their way to the host."""
 
     step: int
@@ -297,7 +296,7 @@ def settling(rows: Rows, num_steps: int, first_step: int) -> Iterator[Rows]:
         last = rows.stop - 1  # Each step of a longer run has one row.
         before = rows.between(rows.start, last)
         assert before is not None
-        yield replace(before, step=first_step + num_steps - 2)
+        yield before._replace(step=first_step + num_steps - 2)
         after = rows.between(last, rows.stop)
         assert after is not None
         yield after

@@ -9,14 +9,16 @@ handed on before.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows at consecutive positions, at all taps of a group."""
+class Rows(NamedTuple):
+    """Rows at consecutive positions, at all taps of a group.
+
+    Some come into being per request and step: a tuple takes a third of the time.
+    """
 
     start: int
     """Token position of the first row."""

@@ -8,6 +8,7 @@ anew: its layout is the last one's, shifted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,7 @@ class Layout:
     """Counted from the step's first staging row; -1 where nothing is captured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """One step's layout, and how far its requests have moved on since it was made."""
 
     layout: Layout

@@ -9,7 +9,8 @@ the number of layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,7 @@ import torch
 from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(NamedTuple):
     """What the runner-neutral code needs to know of a step, in batch order."""
 
     req_ids: Sequence[str]
@@ -56,7 +56,7 @@ class StepView:
         if self.true_starts is None:
             return self
         starts = self.true_starts().cpu().numpy()
-        return replace(self, num_computed=starts, true_starts=None)
+        return self._replace(num_computed=starts, true_starts=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,17 +76,19 @@ class CaptureScheduling:
         self._rows_per_step = rows_per_step
         self._rows = 0
         """Of the step, without what is not counted yet."""
-        self._uncounted: list[tuple[CapturePlan, int, int]] = []
+        self._uncounted: list[tuple[Request, int, int]] = []
         self._at_most = 0
         """Rows of the step, if every token had a row at every tap of its request."""
         self._ends: list[CaptureEnd] = []
-        self._known: set[str] = set()
+        self._taps: dict[str, int] = {}
+        """How many rows a token of each captured request has at most."""
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
         """A request has come to this engine."""
-        if plan_of(request) is not None:
-            self._known.add(request.request_id)
+        plan = plan_of(request)
+        if plan is not None:
+            self._taps[request.request_id] = plan.num_taps
 
     def forget(self, request_id: str) -> bool:
         """Whether a request that has ended was this engine's, which is asked once.
@@ -94,9 +96,7 @@ class CaptureScheduling:
         Under data parallelism every engine hears of every end, and only the one
         that had the request may answer.
         """
-        known = request_id in self._known
-        self._known.discard(request_id)
-        return known
+        return self._taps.pop(request_id, None) is not None
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""
@@ -109,11 +109,13 @@ class CaptureScheduling:
         What does not fit is scheduled in a later step: nothing fails, no row is
         lost.
         """
+        taps = self._taps.get(request.request_id)
+        if taps is None or num_tokens <= 0:
+            return num_tokens
+        if self._at_most + num_tokens * taps <= self._rows_per_step:
+            return num_tokens
         plan = plan_of(request)
-        if plan is None or num_tokens <= 0:
-            return num_tokens
-        if self._at_most + num_tokens * plan.num_taps <= self._rows_per_step:
-            return num_tokens
+        assert plan is not None, "a captured request has no plan"
         left = self._rows_per_step - self._count()
         if plan.rows_in(computed, computed + num_tokens) <= left:
             return num_tokens
@@ -128,16 +130,21 @@ class CaptureScheduling:
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """The step will compute these tokens of the request."""
-        plan = plan_of(request)
-        if plan is not None:
-            self._at_most += num_tokens * plan.num_taps
-            self._uncounted.append((plan, computed, num_tokens))
-            # Known since the cache was asked, which may be some steps ago.
-            self._reforwarded += vars(request).pop("capture_forgone", 0)
+        taps = self._taps.get(request.request_id)
+        if taps is not None:
+            self._at_most += num_tokens * taps
+            self._uncounted.append((request, computed, num_tokens))
+
+    def begins(self, request: "Request") -> None:
+        """The request is among those that run, from this step on."""
+        # Known since the cache was asked, which may be some steps ago.
+        self._reforwarded += vars(request).pop("capture_forgone", 0)
 
     def _count(self) -> int:
         """The step's rows so far. Counted only if their bound does not suffice."""
-        for plan, computed, num_tokens in self._uncounted:
+        for request, computed, num_tokens in self._uncounted:
+            plan = plan_of(request)
+            assert plan is not None, "a captured request has no plan"
             self._rows += plan.rows_in(computed, computed + num_tokens)
         self._uncounted.clear()
         self._at_most = self._rows

@@ -14,8 +14,8 @@ they go to a page of memory of their own instead, which consumers get as it is.
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from vllm.v1.capture.pinned import Pages, pin
 from vllm.v1.capture.recycling import kept_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Staging rows `[start, start + num_rows)` of one step."""
 
     start: int

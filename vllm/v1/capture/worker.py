@@ -2,7 +2,7 @@
 """Capture in one worker process: what the runner's adapter talks to."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -382,7 +382,7 @@ class WorkerCapture:
             return False
         self._send()  # What came before stays before.
         page, copied = sent
-        self._dispatcher.steps([replace(staged, page=page)], copied)
+        self._dispatcher.steps([staged._replace(page=page)], copied)
         return True
 
     def _send(self) -> None:

@@ -67,7 +67,10 @@ if request_token_budget == 0:
     before(
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
-        insert=("self.capture.scheduled(request, num_computed_tokens, num_new_tokens)"),
+        insert="""
+self.capture.scheduled(request, num_computed_tokens, num_new_tokens)
+self.capture.begins(request)
+""",
         why="A request that was waiting takes its share of the budget.",
     ),
     add_argument(
