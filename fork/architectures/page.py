@@ -85,7 +85,7 @@ def page(rows: list[ArchitectureReport], results: Results) -> str:
         of_kind = [row for row in rows if row.table == kind]
         parts += ["", f"## {title}", "", *_table(of_kind, results)]
     parts += ["", "## Not proven, and why", "", *_not_proven(rows, results)]
-    parts += ["", "## Compared by another function", "", *_substitutes(results)]
+    parts += ["", "## How some were compared", "", *_notes(results)]
     parts += ["", "## Refused and conditional", "", *_reasons(rows), ""]
     return "\n".join(parts)
 
@@ -159,15 +159,13 @@ def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[st
         yield f"- {', '.join(which)}: {text}."
 
 
-def _substitutes(results: Results) -> Iterator[str]:
-    """Functions that the library's model was given of ours, for what upstream has."""
-    yield "Where upstream and the library differ in a function between hook points, the"
-    yield "library's model was given upstream's function, as a formula of the suite."
-    yield ""
+def _notes(results: Results) -> Iterator[str]:
+    """What the suite says of how it compared."""
+    yield "- All of the multimodal ones: their language model, with text alone."
     about: dict[str, set[str]] = {}
     for name, case in _cases(results):
-        if "substitute" in case:
-            about.setdefault(case["substitute"], set()).add(name.architecture)
+        for note in case.get("notes", ()):
+            about.setdefault(note, set()).add(name.architecture)
     for text, names in sorted(about.items()):
         yield f"- {', '.join(sorted(names))}: {text}."
 

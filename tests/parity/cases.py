@@ -75,10 +75,14 @@ class Case:
     """Whether it is part of `make test`."""
     substitute: Substitute | None = None
     """A function of the library that upstream computes differently."""
+    note: str = ""
+    """What else is to know of how it is compared."""
     cannot: str = ""
     """Why upstream cannot run it on a CPU."""
     never: str = ""
     """Why it cannot be compared on any device."""
+    loader: str = "AutoModelForCausalLM"
+    """What makes and loads the library's model."""
     stand_ins: tuple[str, ...] = ()
     """Libraries that upstream's file imports, and that nothing here needs."""
 
@@ -90,6 +94,17 @@ class Case:
     def tolerance(self) -> float:
         """The largest relative error of a row."""
         return TOLERANCE[self.dtype]
+
+    @property
+    def notes(self) -> list[str]:
+        """How the comparison differs from one of upstream and the library as such."""
+        notes = [self.substitute.why if self.substitute else "", self.note]
+        if self.stand_ins:
+            notes.append(
+                f"where {self.stand_ins[0]} is not installed, empty classes stand in"
+                " for what its file imports"
+            )
+        return [note for note in notes if note]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,7 +124,7 @@ class Case:
     def save(self, folder: Path) -> tuple[Path, Path]:
         """Checkpoints of the model: the library's, and the one upstream loads."""
         config = transformers.AutoConfig.for_model(self.model_type, **self.options)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = getattr(transformers, self.loader).from_config(config)
         randomise(model, self.seed, self.scale)
         for name, weight in model.named_parameters():
             if any(part in name for part in self.zeros):

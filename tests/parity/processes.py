@@ -104,7 +104,11 @@ def _compare(folder: Path, case: Case) -> None:
 
     answers = torch.load(folder / "answers.pt", weights_only=False)
     reference = Reference(
-        folder / "library", case.torch_dtype, case.recipe, case.substitute
+        folder / "library",
+        case.torch_dtype,
+        case.recipe,
+        case.substitute,
+        case.loader,
     )
     compared = compare(answers, reference, case.tolerance)
     torch.save((compared, answers.hook_points), folder / "compared.pt")

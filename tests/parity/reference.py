@@ -43,11 +43,11 @@ class Reference:
         dtype: torch.dtype,
         recipe: Recipe,
         substitute: Substitute | None = None,
+        loader: str = "AutoModelForCausalLM",
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, **options
-        ).eval()
+        made = getattr(transformers, loader).from_pretrained(folder, **options)
+        self.model = made.eval()
         if substitute is not None:
             substitute.apply(self.model)
         self._both_ways = recipe.both_ways

@@ -41,7 +41,7 @@ def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
         "intervention_error": float(f"{compared.change_error:.2g}"),
         "hook_points": [hook for hook in HOOKS if hook in offered],
         "tolerance": case.tolerance,
-        **({"substitute": case.substitute.why} if case.substitute else {}),
+        **({"notes": case.notes} if case.notes else {}),
         **({"reason": compared.problems[0]} if compared.problems else {}),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 TORCHVISION = (
     "torchvision",
     "torchvision.transforms",
+    "torchvision.transforms.functional",
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
 )
@@ -31,13 +32,16 @@ class _StandIn(ModuleType):
 
 
 def stand_in(names: tuple[str, ...]) -> None:
-    """Make these modules importable, where they are not installed.
+    """Make these modules importable, packages first, where they are not installed.
 
     Others ask whether they are there when they are imported, and adapt: call this
     after vllm and transformers were.
     """
-    missing = [name for name in names if not _is_there(name)]
-    sys.modules.update({name: _StandIn(name) for name in missing})
+    for name in [name for name in names if not _is_there(name)]:
+        sys.modules[name] = _StandIn(name)
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], last, sys.modules[name])
 
 
 def _is_there(name: str) -> bool:

@@ -65,11 +65,12 @@ class XieluInBfloat16(nn.Module):
 EXACT_GELU = Substitute(
     "gelu_impl",
     exact_gelu,
-    "upstream computes the exact GELU, the library its approximation by a tanh",
+    "the library's model is given the exact GELU, as upstream computes it, for its"
+    " approximation by a tanh",
 )
 XIELU = Substitute(
     "act_fn",
     XieluInBfloat16,
-    "upstream keeps the parameters of the xIELU in bfloat16 in every model, the"
-    " library in the model's dtype",
+    "the library's model is given an xIELU with parameters in bfloat16, as upstream"
+    " keeps them in every model, for one with parameters in the model's dtype",
 )

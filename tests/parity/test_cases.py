@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.cases import GENTLE, Case, common
+from tests.parity.substitutes import EXACT_GELU
 from tests.parity.twins import Twin
 
 PLAIN = {"architecture": "ToyForCausalLM", "model_type": "llama", "options": common()}
@@ -25,14 +26,27 @@ def test_some_obstacles_are_a_cpu_s_alone() -> None:
     assert Case(**PLAIN, never="lost weights").obstacle("cuda") == "lost weights"
 
 
+def test_what_a_comparison_does_besides_is_noted() -> None:
+    assert Case(**PLAIN).notes == []
+    case = Case(**PLAIN, note="slowly", substitute=EXACT_GELU, stand_ins=("eyes", "x"))
+    assert case.notes[:2] == [EXACT_GELU.why, "slowly"]
+    assert "eyes is not installed" in case.notes[2]
+
+
 def test_a_twin_has_the_weights_under_its_names(tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
     (library / "config.json").write_text('{"architectures": ["Toy"], "dtype": "f"}')
     weights = {"a.q.weight": torch.ones(2, 4), "a.k.weight": torch.zeros(1, 4)}
-    more = {"a.spare.weight": torch.ones(4), "b.o.weight": torch.ones(3)}
+    more = {"a.spare.weight": torch.ones(4), "b.o.weight": torch.arange(3.0)[None]}
     save_file(weights | more, library / "model.safetensors")
-    twin = Twin(rename=(("a.", "c."),), fuse={"qk": ("q", "k")}, unread=("spare",))
+    twin = Twin(
+        rename=(("a.", "c."),),
+        fuse={"qk": ("q", "k")},
+        transposed=("o.weight",),
+        unread=("spare",),
+    )
     found = load_file(twin.save(library, tmp_path / "twin") / "model.safetensors")
     assert set(found) == {"c.qk.weight", "b.o.weight"}
+    assert found["b.o.weight"].tolist() == [[0.0], [1.0], [2.0]]
     assert found["c.qk.weight"].tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]

@@ -19,6 +19,7 @@ def test_a_missing_library_can_be_imported() -> None:
     stand_in(("nowhere", "nowhere.inside"))
     module = importlib.import_module("nowhere.inside")
     assert isinstance(module.Anything, type)
+    assert importlib.import_module("nowhere").inside is module
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nowhere.elsewhere")
 

@@ -32,6 +32,8 @@ class Twin:
 
     ones: Mapping[str, int] = field(default_factory=dict)
     """Weights of norms that nothing reads, and their sizes."""
+    transposed: tuple[str, ...] = ()
+    """Parts of the names of weights whose last two dimensions change places."""
     unread: tuple[str, ...] = ()
     """Parts of the names of weights that the library saves and never reads."""
 
@@ -55,6 +57,8 @@ class Twin:
             for old, new in self.rename:
                 name = name.replace(old, new)
             assert name not in found, name
+            if any(part in name for part in self.transposed):
+                weight = weight.transpose(-1, -2).contiguous()
             found[name] = weight
         return found
 

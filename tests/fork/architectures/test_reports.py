@@ -104,7 +104,7 @@ def test_the_page_says_why_what_is_not_proven_is_not(rows) -> None:
     assert "FirstForCausalLM, other" not in text
 
 
-def test_the_page_says_what_was_compared_by_a_function_of_ours(rows) -> None:
-    case = {"proven": True, "substitute": "they differ in a rounding"}
+def test_the_page_says_how_some_were_compared(rows) -> None:
+    case = {"proven": True, "notes": ["they differ in a rounding"]}
     text = page(list(rows.values()), {"one": RESULT | {"cases": {"plain": case}}})
     assert "- FirstForCausalLM: they differ in a rounding." in text

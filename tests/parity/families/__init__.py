@@ -11,6 +11,7 @@ from tests.parity.families import (
     norms,
     on_cuda,
     parallel,
+    pictures,
     renamed,
     repeated,
 )
@@ -24,6 +25,7 @@ CASES = [
     *hybrids.CASES,
     *renamed.CASES,
     *repeated.CASES,
+    *pictures.CASES,
     *backend.CASES,
     *on_cuda.CASES,
     *absent.CASES,

@@ -5,7 +5,12 @@ from tests.parity.cases import Case
 
 NO_MODEL = "Transformers 5.19 has no model of it, and no case renames another's"
 CODE = "its configuration is code that comes with its checkpoints"
-WITH_PICTURES = "Transformers has its layers only inside a model of pictures"
+WITH_PICTURES = (
+    "Transformers has its layers inside a model of pictures, and no case makes one"
+)
+BACKEND = (
+    "upstream's Transformers backend asks for a processor of pictures, text or not"
+)
 ON_GPUS = (
     "upstream has it for GPUs only, with sparse attention; no case of it is written"
 )
@@ -26,12 +31,10 @@ ABSENT = {
     ),
     CODE: ("DeciLMForCausalLM",),
     WITH_PICTURES: (
-        "Emu3ForConditionalGeneration",
         "Glm5NextForCausalLM",
-        "HunYuanVLForConditionalGeneration",
-        "MuseGlimmerForCausalLM",
         "Step3p5ForCausalLM",
     ),
+    BACKEND: ("Emu3ForConditionalGeneration", "HunYuanVLForConditionalGeneration"),
     ON_GPUS: ("HYV4ForCausalLM", "MiniMaxM3SparseForCausalLM"),
 }
 CASES = [

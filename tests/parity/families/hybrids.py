@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State-space, linear-attention and convolution mixers, alone or with attention."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -116,7 +118,11 @@ def nemotron_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
     }
 
 
-ROTATION = "rotary embeddings on a CPU are wrong for its normed queries"
+ROTATION = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+WRONG = (
+    "on a CPU, the kernel of rotary embeddings, which is wrong for its normed queries,"
+    " is off: `custom_ops` are `all` and `-rotary_embedding`"
+)
 SCAN = "the scan of Mamba-1 has no kernel on a CPU"
 MIXER = Recipe(layers="backbone.layers", single=("mixer",))
 
@@ -127,9 +133,13 @@ def case(
     variant: str = "plain",
     twin: Twin | None = None,
     cannot: str = "",
+    on_cpu: Mapping[str, Any] = MappingProxyType({}),
+    note: str = "",
     **options: Any,
 ) -> Case:
     return Case(
+        on_cpu=on_cpu,
+        note=note,
         twin=twin,
         cannot=cannot,
         architecture=architecture,
@@ -252,13 +262,15 @@ CASES = [
         "Lfm2ForCausalLM",
         "lfm2",
         twin=Twin(options={"conv_dim": 64, "block_dim": 64, "block_ff_dim": 96}),
-        cannot=ROTATION,
+        on_cpu=ROTATION,
+        note=WRONG,
         **CONVOLUTION,
     ),
     case(
         "Lfm2MoeForCausalLM",
         "lfm2_moe",
-        cannot=ROTATION,
+        on_cpu=ROTATION,
+        note=WRONG,
         **CONVOLUTION,
         num_dense_layers=1,
         num_experts=4,
