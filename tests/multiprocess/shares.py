@@ -1,76 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run an engine whose tensor-parallel ranks share the tokens between layers.
+"""Run engines whose tensor-parallel ranks share the tokens between layers.
 
     python -m tests.multiprocess.shares ORDER.json
 
-A process of its own, because an engine leaves a process group behind. Upstream shares
-tokens only with data parallelism on top, and on a CPU its experts lack two collectives
-and take every expert for a rank's own. `on_one_engine` supplies what is missing.
+A process of its own, because an engine leaves a process group behind.
 """
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    # Here, since workers import this module anew before they import vllm.
-    import tests.engines.interpreted  # noqa: F401
+from tests.multiprocess.experts import complete_on_cpu, share_in_one_engine
 
-SHARES = "CLEARBOX_TEST_SHARES"
-"""The variable that says that ranks share tokens, in all processes of the engine."""
-HIDDEN, LAYERS = 64, 4
+LAYERS = 4
 LENGTHS = (5, 40, 21, 6)
 """Computed in several steps of all parities; the last ones have a single token, which
 only the first rank has."""
 NEW_TOKENS = 6
+FLAGS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe")
+"""What layers say whether they share, of which each has one."""
 STEERED = ((0, "post_block"), (1, "pre_attn"), (2, "post_attn"), (3, "pre_attn"))
 """Where requests are steered: each of them elsewhere, in one batch."""
-
-
-def on_one_engine() -> None:
-    """Let one engine share tokens, on a CPU too."""
-    from vllm.config import ParallelConfig
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
-        CPUUnquantizedExperts,
-    )
-
-    ParallelConfig.use_sequence_parallel_moe = property(  # type: ignore[method-assign, assignment]
-        lambda self: self.enable_expert_parallel and self.tensor_parallel_size > 1
-    )
-
-    def all_gatherv(self: Any, given: Any, dim: int = 0, sizes: Any = None) -> Any:
-        assert len(set(sizes)) == 1, "one engine's shares are equal"
-        if isinstance(given, torch.Tensor):
-            return self.all_gather(given.contiguous(), dim)
-        return [self.all_gather(one.contiguous(), dim) for one in given]
-
-    def reduce_scatterv(self: Any, given: Any, dim: int = 0, sizes: Any = None) -> Any:
-        assert len(set(sizes)) == 1, "one engine's shares are equal"
-        return self.reduce_scatter(given, dim)
-
-    run_experts = CPUUnquantizedExperts.apply
-
-    def apply(self: Any, **given: Any) -> None:
-        if given["expert_map"] is not None:
-            own = given["expert_map"][given["topk_ids"].long()]
-            given["topk_weights"] = given["topk_weights"] * (own >= 0)
-            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
-        run_experts(self, **given)
-
-    CPUUnquantizedExperts.apply = apply  # type: ignore[method-assign, assignment]
-    CpuCommunicator.all_gatherv = all_gatherv  # type: ignore[method-assign]
-    CpuCommunicator.reduce_scatterv = reduce_scatterv  # type: ignore[method-assign]
-
-
-if os.environ.get(SHARES) == "1":
-    on_one_engine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,106 +38,204 @@ class Order:
     model: str
     found: str
     """Where to write what was found."""
+    width: int
     shares: bool
+    engines: int = 1
+    """Data-parallel ones, each over two ranks. With one upstream would not share."""
     runner: int = 1
+    cuda: bool = False
+    eager: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the engine."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process needs."""
-        return {
-            SHARES: str(int(self.shares)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        """What all processes need; they read the last three themselves."""
+        on_cpu = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1),
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
+        return ({} if self.cuda else on_cpu) | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.engines > 1)),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "CLEARBOX_TEST_INTERPRETED": str(int(self.runner == 2 and not self.cuda)),
+            "CLEARBOX_TEST_ON_CPU": str(int(not self.cuda)),
+            "CLEARBOX_TEST_ONE_ENGINE": str(int(self.shares and self.engines == 1)),
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the engine."""
+        on_cuda = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
+        common = {
+            "model": self.model,
+            "enforce_eager": self.eager,
+            "tensor_parallel_size": 2 if self.shares else 1,
+            "enable_expert_parallel": self.shares,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 24,
+            "max_logprobs": -1,
+            "enable_steering": True,
+            "enable_prefix_caching": False,
+        }
+        return {
+            **common,
+            **(on_cuda if self.cuda else {"dtype": "float32"}),
+            **self.more,
+        }
 
 
-def vector(seed: int) -> list[float]:
+# Here, since processes of the engine import this module anew before they import vllm.
+if os.environ.get("CLEARBOX_TEST_INTERPRETED") == "1":
+    import tests.engines.interpreted  # noqa: F401
+if os.environ.get("CLEARBOX_TEST_ON_CPU") == "1":
+    complete_on_cpu()
+if os.environ.get("CLEARBOX_TEST_ONE_ENGINE") == "1":
+    share_in_one_engine()
+
+
+def vector(seed: int, width: int) -> list[float]:
     """A random vector."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(HIDDEN, generator=generator).tolist()
+    return torch.randn(width, generator=generator).tolist()
 
 
-def added(layer: int, hook: str) -> dict[str, Any]:
+def added(layer: int, hook: str, width: int) -> dict[str, Any]:
     """Vectors for the prompt and for what is generated."""
     tiers = ("prefill_steering_vectors", "decode_steering_vectors")
-    return {t: {hook: {layer: vector(10 * layer + i)}} for i, t in enumerate(tiers)}
+    return {
+        tier: {hook: {layer: vector(10 * layer + number, width)}}
+        for number, tier in enumerate(tiers)
+    }
 
 
-def operated(layer: int, hook: str) -> dict[str, Any]:
+def operated(layer: int, hook: str, width: int) -> dict[str, Any]:
     """Two operations on whole rows, one of them at single positions."""
+    replaced, clamped = vector(layer, width), vector(90 + layer, width)
     entries = [
-        {"vector": vector(layer), "op": "replace", "scale": 2.0, "positions": [1, 3]},
-        {"vector": vector(90 + layer), "op": "clamp", "min": -0.25, "max": 0.25},
+        {"vector": replaced, "op": "replace", "scale": 2.0, "positions": [1, 3]},
+        {"vector": clamped, "op": "clamp", "min": -0.25, "max": 0.25},
     ]
     return {"steering_vectors": {hook: {layer: entries}}}
 
 
-def observe(order: Order) -> dict[str, Any]:
-    """Rows, tokens and log-probabilities of an engine's requests."""
-    from tests.engines.captured import CapturedEngine, prompt
+Asked = Mapping[str, Sequence[tuple[list[int], Any]]]
+"""By kind, prompts with the parameters of requests."""
 
-    engine = CapturedEngine(
-        Path(order.model),
-        reference="none",
-        skip_tokenizer_init=True,
-        tensor_parallel_size=2 if order.shares else 1,
-        enable_expert_parallel=order.shares,
-        attention_backend="CPU_MLA",
-        max_num_batched_tokens=24,
-        max_logprobs=-1,
-        enable_steering=True,
-        enable_prefix_caching=False,
-        distributed_executor_backend="mp" if order.shares else "uni",
-    )
+
+def asked(width: int) -> Asked:
+    """All requests."""
+    from tests.engines.captured import asking, prompt
+
+    common = {"logprobs": -1, "detokenize": False, "capture_wait": True}
     prompts = [prompt(length, seed=length) for length in LENGTHS]
-    found = {"shares": engine.llm.collective_rpc(layers_that_share)[0]}
-    kinds = {
+    kinds: dict[str, list[dict[str, Any]]] = {
         "plain": [{} for _ in prompts],
-        "added": [added(*tap) for tap in STEERED],
-        "operated": [operated(*tap) for tap in STEERED],
+        "added": [added(*tap, width) for tap in STEERED],
+        "operated": [operated(*tap, width) for tap in STEERED],
+        "alone": [operated(*STEERED[2], width)],
     }
-    for kind, fields in kinds.items():
-        found[kind] = _requests(engine, prompts, fields)
+    return {
+        kind: [
+            (
+                ids,
+                asking("all", None, NEW_TOKENS, **common, **chosen),
+            )
+            for ids, chosen in zip(prompts, fields, strict=False)
+        ]
+        for kind, fields in kinds.items()
+    }
+
+
+def observe(order: Order) -> dict[str, Any]:
+    """Rows, tokens and log-probabilities of one engine's requests."""
+    from tests.engines.captured import CapturedEngine
+
+    options = dict(order.options)
+    engine = CapturedEngine(
+        Path(options.pop("model")),
+        reference="none",
+        distributed_executor_backend="mp" if order.shares else "uni",
+        **options,
+    )
+    found: dict[str, Any] = {
+        "shares": [engine.llm.collective_rpc(layers_that_share)[0]]
+    }
+    for kind, requests in asked(order.width).items():
+        outputs = engine.run(*map(list, zip(*requests, strict=True)))
+        found[kind] = [shown(output, engine.keeper) for output in outputs]
     engine.close()
+    return found
+
+
+async def observe_engines(order: Order) -> dict[str, Any]:
+    """The same of several engines, between which the requests alternate."""
+    from tests.engines.captured import Keeper
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    keeper = Keeper()
+    args = AsyncEngineArgs(
+        data_parallel_size=order.engines, capture_consumers=[keeper], **order.options
+    )
+    engine = AsyncLLM.from_engine_args(args)
+
+    async def answer(name: str, ids: list[int], params: Any, rank: int) -> Any:
+        given = {"prompt_token_ids": ids}
+        stream = engine.generate(given, params, name, data_parallel_rank=rank)
+        return [output async for output in stream][-1]
+
+    try:
+        found: dict[str, Any] = {
+            "shares": await engine.collective_rpc(layers_that_share)
+        }
+        for kind, requests in asked(order.width).items():
+            outputs = await asyncio.gather(
+                *(
+                    answer(f"{kind}-{number}", ids, params, number % order.engines)
+                    for number, (ids, params) in enumerate(requests)
+                )
+            )
+            found[kind] = [shown(output, keeper) for output in outputs]
+    finally:
+        engine.shutdown()
     return found
 
 
 def layers_that_share(worker: Any) -> list[bool]:
     """For `collective_rpc`: whether tokens are shared behind each layer's attention."""
     layers = worker.model_runner.model.model.layers
-    return [layer.use_sequence_parallel_moe for layer in layers]
+    return [any(getattr(layer, flag, False) for flag in FLAGS) for layer in layers]
 
 
-def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
-    from tests.engines.captured import asking
-
-    params = [
-        asking("all", None, NEW_TOKENS, logprobs=-1, detokenize=False, **chosen)
-        for chosen in fields
-    ]
-    found = []
-    for output in engine.run(prompts, params):
-        told = output.outputs[0].logprobs
-        found.append(
-            {
-                "prompt": list(output.prompt_token_ids),
-                "tokens": list(output.outputs[0].token_ids),
-                "logprobs": [[row[t].logprob for t in sorted(row)] for row in told],
-                "rows": engine.rows(output),
-                "sidecars": engine.sidecars(output),
-            }
-        )
-    return found
+def shown(output: Any, keeper: Any) -> dict[str, Any]:
+    """What a request was answered."""
+    (sample,), name = output.outputs, output.request_id
+    rows = keeper.rows.get((name, 0), {})
+    sidecars = keeper.sidecars.get((name, 0), {})
+    return {
+        "prompt": list(output.prompt_token_ids),
+        "tokens": list(sample.token_ids),
+        "logprobs": [[row[t].logprob for t in sorted(row)] for row in sample.logprobs],
+        "rows": rows,
+        "positions": {tap: sidecars[tap]["positions"] for tap in rows},
+        "results": {k: (r.status, r.error) for k, r in output.capture_results.items()},
+    }
 
 
 def main() -> None:
     """Carry out the order whose file is named on the command line."""
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
-    torch.save(observe(order), order.found)
+    found = (
+        observe(order) if order.engines == 1 else asyncio.run(observe_engines(order))
+    )
+    torch.save(found, order.found)
 
 
 def run(order: Order, timeout: float = 600) -> dict[str, Any]:

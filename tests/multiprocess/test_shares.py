@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that share the tokens between layers give what one process gives."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import transformers
 
 from tests.engines.models import VOCABULARY, save
 from tests.engines.reference import Reference, relative_error
-from tests.multiprocess.shares import HIDDEN, LAYERS, Order, run
+from tests.multiprocess.shares import LAYERS, NEW_TOKENS, Order, run
 from tests.parity.families.llama import YARN
 
 pytestmark = [
@@ -22,24 +24,38 @@ pytestmark = [
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+WIDTH = 64
+WAYS: dict[str, dict[str, int]] = {
+    "v1": {},
+    "v2": {"runner": 2},
+    "engines": {"engines": 2},
+}
+"""One engine of two ranks under each runner; two such engines, as upstream has it."""
 Found = dict[str, Any]
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V2 of one dense layer and three of experts."""
-    config = transformers.DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+def begins() -> transformers.PretrainedConfig:
+    """The first layer of experts is given all tokens, by the dense one before it."""
+    return transformers.DeepseekV2Config(
+        **COMMON,
         first_k_dense_replace=1,
         n_routed_experts=8,
         n_shared_experts=1,
-        num_experts_per_tok=2,
         topk_method="greedy",
         n_group=1,
         topk_group=1,
@@ -50,47 +66,120 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         qk_nope_head_dim=32,
         v_head_dim=32,
         rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
     )
-    return save(config, tmp_path_factory.mktemp("shares") / "model")
+
+
+def throughout() -> transformers.PretrainedConfig:
+    """The model shares its tokens before the first layer."""
+    return transformers.Qwen3NextConfig(
+        **COMMON,
+        head_dim=32,
+        # Upstream's linear attention on a CPU knows bfloat16 only.
+        layer_types=["full_attention"] * LAYERS,
+        num_experts=8,
+        shared_expert_intermediate_size=64,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model that shares, and how."""
+
+    config: Callable[[], transformers.PretrainedConfig]
+    sharing: list[bool]
+    options: dict[str, Any]
+
+
+KINDS = {
+    "begins": Kind(begins, [False, True, True, True], {"attention_backend": "CPU_MLA"}),
+    "throughout": Kind(throughout, [True] * LAYERS, {}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Checkpoints, and what one process finds, made once."""
+
+    folder: Path
+    found: dict[str, Found] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        path = self.folder / name
+        return path if path.exists() else save(KINDS[name].config(), path)
+
+    def order(self, name: str, way: str, **chosen: Any) -> Order:
+        model, found = str(self.path(name)), str(self.folder / f"{name}-{way}.pt")
+        return Order(model, found, WIDTH, more=KINDS[name].options, **chosen)
+
+    def whole(self, name: str) -> Found:
+        if name not in self.found:
+            self.found[name] = run(self.order(name, "whole", shares=False))
+        return self.found[name]
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> Found:
-    return run(Order(str(model), f"{model}-one.pt", shares=False))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("shares"))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["v1", "v2"])
-def shared(model: Path, request: pytest.FixtureRequest) -> Found:
-    runner = request.param
-    return run(Order(str(model), f"{model}-{runner}.pt", shares=True, runner=runner))
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("begins", "v1"),
+        ("begins", "v2"),
+        ("begins", "engines"),
+        ("throughout", "v1"),
+    ],
+    ids="-".join,
+)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    chosen: tuple[str, str] = request.param
+    return chosen
 
 
-def test_the_layers_of_experts_share_their_tokens(whole: Found, shared: Found) -> None:
-    assert whole["shares"] == [False] * LAYERS
-    assert shared["shares"] == [False, True, True, True]
+@pytest.fixture(scope="module")
+def name(case: tuple[str, str]) -> str:
+    return case[0]
 
 
-def test_rows_are_those_of_the_library(model: Path, shared: Found) -> None:
-    reference = Reference(model)
+@pytest.fixture(scope="module")
+def whole(models: Models, name: str) -> Found:
+    return models.whole(name)
+
+
+@pytest.fixture(scope="module")
+def shared(models: Models, case: tuple[str, str]) -> Found:
+    return run(models.order(*case, shares=True, **WAYS[case[1]]))
+
+
+def test_the_layers_of_experts_share_their_tokens(
+    name: str, whole: Found, shared: Found
+) -> None:
+    assert whole["shares"] == [[False] * LAYERS]
+    assert KINDS[name].sharing in shared["shares"]
+
+
+def test_rows_are_those_of_the_library(
+    models: Models, name: str, shared: Found
+) -> None:
+    reference = Reference(models.path(name))
     for request in shared["plain"]:
         fed = [*request["prompt"], *request["tokens"]][:-1]
         expected = reference.stream(fed)
+        assert len(request["tokens"]) == NEW_TOKENS
         assert set(request["rows"]) == TAPS
         for tap, rows in request["rows"].items():
             assert relative_error(rows, expected[tap]) < 1e-4, tap
-            assert request["sidecars"][tap]["positions"] == list(range(len(fed)))
+            assert request["positions"][tap] == list(range(len(fed)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "added", "operated"])
+@pytest.mark.parametrize("kind", ["plain", "added", "operated", "alone"])
 def test_shared_tokens_give_what_one_process_gives(
     whole: Found, shared: Found, kind: str
 ) -> None:
     for one, other in zip(whole[kind], shared[kind], strict=True):
         assert one["tokens"] == other["tokens"]
+        assert other["results"] == {"keeper": ("ok", None)}
         assert relative_error(logits(other), logits(one)) < 1e-4
         assert one["rows"].keys() == other["rows"].keys() == TAPS
         for tap, rows in one["rows"].items():
