@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks that share the tokens between layers, on several GPUs."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,29 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """One engine of two ranks; two such engines, as upstream has it."""
 Found = dict[str, Any]
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_experts_per_tok": 4,  # All: bfloat16 cannot turn the router's choice.
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V2 of one dense layer and three of experts, in bfloat16."""
-    config = transformers.DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=768,
-        moe_intermediate_size=256,
-        num_hidden_layers=LAYERS,
+def begins() -> transformers.PretrainedConfig:
+    """The first layer of experts is given all tokens, by the dense one before it."""
+    return transformers.DeepseekV2Config(
+        **COMMON,
         num_attention_heads=16,
         num_key_value_heads=16,
         first_k_dense_replace=1,
         n_routed_experts=4,
-        num_experts_per_tok=4,  # All: bfloat16 cannot turn the router's choice.
         n_shared_experts=1,
         n_group=1,
         topk_group=1,
@@ -57,40 +65,98 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
     )
-    folder = tmp_path_factory.mktemp("shares") / "model"
-    return save(config, folder, torch.bfloat16, scale=0.1)
 
 
-def order(model: Path, name: str, **chosen: Any) -> Order:
-    found = f"{model}-{name}.pt"
-    return Order(str(model), found, WIDTH, cuda=True, **chosen)
+def throughout() -> transformers.PretrainedConfig:
+    """The model shares its tokens before the first layer."""
+    return transformers.Qwen3NextConfig(
+        **COMMON,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        layer_types=["full_attention"] * LAYERS,
+        num_experts=4,
+        shared_expert_intermediate_size=256,
+    )
+
+
+KINDS = {"begins": begins, "throughout": throughout}
+SHARING = {"begins": [False, True, True, True], "throughout": [True] * LAYERS}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Checkpoints in bfloat16, and what one process finds, made once."""
+
+    folder: Path
+    found: dict[str, Found] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.exists():
+            save(KINDS[name](), path, torch.bfloat16, scale=0.1)
+        return path
+
+    def order(self, name: str, way: str, **chosen: Any) -> Order:
+        model, found = str(self.path(name)), str(self.folder / f"{name}-{way}.pt")
+        return Order(model, found, WIDTH, cuda=True, **chosen)
+
+    def whole(self, name: str) -> Found:
+        if name not in self.found:
+            order = self.order(name, "whole", shares=False, eager=False)
+            self.found[name] = run(order)
+        return self.found[name]
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> Found:
-    return run(order(model, "whole", shares=False, eager=False))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("shares"))
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def shared(model: Path, request: pytest.FixtureRequest) -> Found:
-    chosen = WAYS[request.param]
-    if torch.cuda.device_count() < 2 * chosen.get("engines", 1):
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("begins", "graphs"),
+        ("begins", "eager"),
+        ("begins", "engines"),
+        ("throughout", "graphs"),
+    ],
+    ids="-".join,
+)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    chosen: tuple[str, str] = request.param
+    if torch.cuda.device_count() < 2 * WAYS[chosen[1]].get("engines", 1):
         pytest.skip("two engines of two ranks need four GPUs")
-    return run(order(model, request.param, shares=True, **chosen))
+    return chosen
 
 
-def test_the_layers_of_experts_share_their_tokens(whole: Found, shared: Found) -> None:
+@pytest.fixture(scope="module")
+def name(case: tuple[str, str]) -> str:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def whole(models: Models, name: str) -> Found:
+    return models.whole(name)
+
+
+@pytest.fixture(scope="module")
+def shared(models: Models, case: tuple[str, str]) -> Found:
+    return run(models.order(*case, shares=True, **WAYS[case[1]]))
+
+
+def test_the_layers_of_experts_share_their_tokens(
+    name: str, whole: Found, shared: Found
+) -> None:
     assert whole["shares"] == [[False] * LAYERS]
-    assert [False, True, True, True] in shared["shares"]
+    assert SHARING[name] in shared["shares"]
 
 
-def test_rows_are_those_of_the_library(model: Path, shared: Found) -> None:
-    reference = Reference(model)
+def test_rows_are_those_of_the_library(
+    models: Models, name: str, shared: Found
+) -> None:
+    reference = Reference(models.path(name))
     for request in shared["plain"]:
         fed = [*request["prompt"], *request["tokens"]][:-1]
         expected = reference.stream(fed)
