@@ -18,7 +18,6 @@ With `--device cpu --model tiny --eager` it runs without a GPU, to try it out.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
+from benchmarks.child import Child, answers, requests  # noqa: E402
 from benchmarks.decode_step import MODELS, describe, model_folder  # noqa: E402
 from benchmarks.host_memory import NAME, plug_in  # noqa: E402
 
@@ -49,57 +49,24 @@ RATIOS = {
 }
 
 
-class Child:
-    """The parent's end of a process that answers each line with a line."""
+class Side(Child):
+    """A process with upstream, the fork, or the stages without an engine."""
 
     def __init__(self, python: Path, path: str, role: str, settings: Any) -> None:
         """Start it with this PYTHONPATH, and wait until it is ready."""
-        self._log = WORK / f"{role}.log"
         begin = time.monotonic()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(python), __file__, "--child", role, json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-                text=True,
-                bufsize=1,
-            )
-        self.about: dict[str, Any] = self._answer()
-        self.start_seconds = time.monotonic() - begin
-
-    def ask(self, what: str) -> Any:
-        """Have it do something.
-
-        Raises:
-            RuntimeError: it ended; its log says why.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        super().__init__(
+            [python, __file__, "--child", role, json.dumps(settings)],
+            WORK / f"{role}.log",
+            {**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+        )
+        self.about: dict[str, Any] = self.answer()
+        self._start_seconds = time.monotonic() - begin
 
     def start(self) -> dict[str, float]:
         """Seconds until it was ready, and what its log says of the start."""
-        log = self._log.read_text(errors="replace")
-        return {"seconds": self.start_seconds, **reports.engine_facts(log)}
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process ended; see {self._log}")
-        return json.loads(line)
+        log = self.log.read_text(errors="replace")
+        return {"seconds": self._start_seconds, **reports.engine_facts(log)}
 
 
 class Engine:
@@ -168,12 +135,8 @@ class Engine:
 
 
 def child(role: str, settings: dict[str, Any]) -> None:
-    """Answer the parent, line by line; what libraries print goes to the log."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def answer(what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
+    """Answer the parent."""
+    answer = answers()
 
     import torch
 
@@ -190,26 +153,25 @@ def child(role: str, settings: dict[str, Any]) -> None:
 
         size = MODELS[settings["model"]]
         answer(about)
-        sys.stdin.readline()
-        answer(
-            measure(
-                size["num_hidden_layers"],
-                size["hidden_size"],
-                settings["prompt_len"],
-                settings["device"],
-                settings["stage_rounds"],
+        for _ in requests():
+            answer(
+                measure(
+                    size["num_hidden_layers"],
+                    size["hidden_size"],
+                    settings["prompt_len"],
+                    settings["device"],
+                    settings["stage_rounds"],
+                )
             )
-        )
         return
     engine = Engine(role, settings)
     answer(about)
-    for line in sys.stdin:
-        what = line.strip()
+    for what in requests():
         answer(engine.memory() if what == "memory" else engine.turn(what == "captured"))
 
 
 def take_turns(
-    upstream: Child, fork: Child, settings: Mapping[str, Any], rounds: int
+    upstream: Side, fork: Side, settings: Mapping[str, Any], rounds: int
 ) -> Iterator[dict[str, list[float]]]:
     """Seconds of both turns of each kind, round by round, after one that warms up."""
     size = MODELS[settings["model"]]
@@ -263,7 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     report = {**reports.begun(), "model": describe(options.model), "load": settings}
     load_before = os.getloadavg()
 
-    stages = Child(options.fork_python, fork_path, "stages", settings)
+    stages = Side(options.fork_python, fork_path, "stages", settings)
     report |= {"gpu": reports.ask_gpu("name"), "about": stages.about}
     samples = stages.ask("measure")
     stages.close()
@@ -271,8 +233,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     report["stage_samples"] = samples
     print_stages(report)
 
-    upstream = Child(options.upstream_python, options.upstream, "upstream", settings)
-    fork = Child(options.fork_python, fork_path, "fork", settings)
+    upstream = Side(options.upstream_python, options.upstream, "upstream", settings)
+    fork = Side(options.fork_python, fork_path, "fork", settings)
     if upstream.about["has_capture"] or not fork.about["has_capture"]:
         raise RuntimeError(f"not as named: {upstream.about}, {fork.about}")
     sides = {"upstream": upstream, "fork": fork}
@@ -297,9 +259,7 @@ def print_stages(report: Mapping[str, Any]) -> None:
 
 def print_engines(report: Mapping[str, Any]) -> None:
     """Throughputs and ratios."""
-    for side, found in report["start"].items():
-        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-        print(f"start of {side}: {figures}")
+    reports.print_starts(report["start"])
     for name, one in report["tokens_per_second"].items():
         print(f"{name:<46}{_cell(one, 1e-3):>26} thousand tokens/s")
     print(f"{'rows':<46}{_cell(report['rows_per_second'], 1e-6):>26} million/s")

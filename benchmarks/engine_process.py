@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in a process of its own, in the environment of a given Python.
 
-Run as a script it is the process: it reads one JSON request a line and answers with
-one JSON line. It imports only what upstream has, so that both sides run it.
+Run as a script it is the process. It imports only what upstream has, so that both
+sides run it.
 """
 
 import gc
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+# For `benchmarks`; at the end, as the checkout has a folder `vllm` too.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.child import Child, answers, requests
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -26,60 +28,25 @@ ENVIRONMENT = {
 }
 
 
-class EngineProcess:
-    """The parent's end: sends requests, waits for answers."""
+class EngineProcess(Child):
+    """The parent's end; a request says what to do, and with which arguments."""
 
     def __init__(self, python: Path, log: Path, threads: int) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         environment.pop("PYTHONPATH", None)
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [str(python), str(Path(__file__).resolve())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                cwd=log.parent,
-                env=environment,
-            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            [python, Path(__file__).resolve()], log, environment, log.parent
+        )
 
-    def ask(self, what: str, **arguments: Any) -> Any:
-        """Have one request carried out.
+    def do(self, what: str, **arguments: Any) -> Any:
+        """Have a method of the engine called; what it returns.
 
         Raises:
             RuntimeError: the process failed; its log says why.
+
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        line = json.dumps({"what": what, **arguments}).encode() + b"\n"
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the empty answer below says it
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(
-                f"the engine process failed at {what!r}; see {self._log}"
-            )
-        return json.loads(answer)
-
-    def __enter__(self) -> "EngineProcess":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        return self.ask({"what": what, **arguments})
 
 
 class _Engine:
@@ -175,15 +142,9 @@ def _numbers(steps: Any) -> list[Any]:
 
 
 def _serve() -> None:
-    # What libraries print goes to the log, so that answers stay alone.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    engine = _Engine()
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(engine, request.pop("what"))(**request)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    answer, engine = answers(), _Engine()
+    for request in requests():
+        answer(getattr(engine, request.pop("what"))(**request))
 
 
 if __name__ == "__main__":

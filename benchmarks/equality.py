@@ -28,7 +28,7 @@ def check_processes(upstream: EngineProcess, fork: EngineProcess) -> tuple[Any, 
     Raises:
         RuntimeError: one of them runs the other's vLLM.
     """
-    theirs, ours = upstream.ask("identity"), fork.ask("identity")
+    theirs, ours = upstream.do("identity"), fork.do("identity")
     versions = "".join(theirs["distributions"].values())
     if theirs["has_capture"] or "clearbox" in versions:
         raise RuntimeError(f"the fork leaked into upstream's environment: {theirs}")
@@ -43,8 +43,8 @@ def compare(
     """Run the same greedy batch on both sides; leaves the model loaded there."""
     results = []
     for side in (upstream, fork):
-        side.ask("load", model=str(model.folder), dtype=model.dtype, eager=eager)
-        results.append(side.ask("outputs", prompts=PROMPTS, max_tokens=MAX_TOKENS))
+        side.do("load", model=str(model.folder), dtype=model.dtype, eager=eager)
+        results.append(side.do("outputs", prompts=PROMPTS, max_tokens=MAX_TOKENS))
     theirs, ours = results
     return Equality(
         model=model.name,

@@ -127,13 +127,13 @@ def _measure(upstream: EngineProcess, fork: EngineProcess, load: Load) -> list[R
     prompts = random_prompts(load.requests, load.prompt_tokens, load.prompt_tokens)
     batch = {"prompts": prompts, "max_tokens": load.generated_tokens}
     for side in (upstream, fork):
-        side.ask("seconds", **batch)  # warms up caches and threads
+        side.do("seconds", **batch)  # warms up caches and threads
     print(f"\nThroughput, {load.requests} requests of {load.generated_tokens} tokens")
     print("  round     upstream (tokens/s)       fork (tokens/s)   ratio   CPU ratio")
     rounds = []
     for number in range(load.rounds):
         sides = [upstream, fork] if number % 2 == 0 else [fork, upstream]
-        times = [side.ask("seconds", **batch) for side in (*sides, *reversed(sides))]
+        times = [side.do("seconds", **batch) for side in (*sides, *reversed(sides))]
         by_side = {
             side: [t for s, t in zip((*sides, *reversed(sides)), times) if s is side]
             for side in sides

@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import comb
 from pathlib import Path
@@ -108,3 +108,10 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
         "largest": ordered[-1],
         "interval": [ordered[skip], ordered[-1 - skip]],
     }
+
+
+def print_starts(starts: Mapping[str, Mapping[str, float]]) -> None:
+    """How the sides of a comparison began, by their names."""
+    for side, found in starts.items():
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        print(f"start of {side}: {figures}")

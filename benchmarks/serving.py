@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
+from benchmarks.child import Child  # noqa: E402
 from benchmarks.decode_step import MODELS, describe, model_folder  # noqa: E402
 from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
 from benchmarks.host_memory import plug_in  # noqa: E402
@@ -98,24 +98,16 @@ class Client:
     def __init__(self, side: Side, model: Path) -> None:
         """Start it; `model` has the tokenizer."""
         self._model = model
-        script = ROOT / "benchmarks" / "client.py"
-        with (WORK / "client.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(side.python), str(script)],
-                env={**os.environ, **side.environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                bufsize=1,
-            )
-        self._wait_for("ready")
+        self._child = Child(
+            [side.python, ROOT / "benchmarks" / "client.py"],
+            WORK / "client.log",
+            {**os.environ, **side.environment},
+        )
+        self._child.answer()
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        self._child.close()
 
     def run(self, url: str, load: Load, body: dict[str, Any]) -> dict[str, float]:
         """Send one load to a server; the client's figures."""
@@ -130,18 +122,10 @@ class Client:
         arguments += ["--save-result", "--result-filename", str(result)]
         if body:
             arguments += ["--extra-body", json.dumps(body)]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(arguments) + "\n")
-        self._wait_for("done")
+        self._child.ask(arguments)
         found: dict[str, Any] = json.loads(result.read_text())
         assert found["completed"] == load.requests, found
         return {name: found[name] for name in FIGURES}
-
-    def _wait_for(self, answer: str) -> None:
-        assert self._process.stdout is not None
-        found = self._process.stdout.readline().strip()
-        if found != answer:
-            raise RuntimeError(f"the client ended; see {WORK / 'client.log'}")
 
 
 def write_modules(width: int, layers: int) -> list[str]:
@@ -267,9 +251,7 @@ def ratio(figures: Round, name: str, figure: str) -> float:
 
 def print_table(report: dict[str, Any], layers: int) -> None:
     """Medians over the rounds, with their ranges; before them how the servers began."""
-    for side, found in report["start"].items():
-        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-        print(f"start of {side}: {figures}")
+    reports.print_starts(report["start"])
     for when, gib in report["gpu_gib"].items():
         print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
     print(f"{'case':<32}{'TPOT':>24}{'TTFT':>24}{'tokens/s':>24}")

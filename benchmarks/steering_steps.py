@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
+from benchmarks.child import Child, answers, requests  # noqa: E402
 from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
 from benchmarks.models import random_llama, random_prompts  # noqa: E402
 from benchmarks.served import ENVIRONMENT  # noqa: E402
@@ -38,41 +38,29 @@ from benchmarks.steering_cost import (  # noqa: E402
 STEPS = 100
 
 
-class Engine:
-    """The parent's end of a process with an engine."""
+class Engine(Child):
+    """A process with an engine.
+
+    It is asked for a mode's name, which adds a batch, for one `step`, or to `finish`
+    all steps, and answers with CPU seconds.
+    """
 
     def __init__(self, model: Path, modules: dict[str, Path] | None) -> None:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         given = {name: str(path) for name, path in (modules or {}).items()}
-        with (WORK / "steering_steps.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(model), json.dumps(given)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-        self.ask("nothing")
-
-    def ask(self, what: str) -> float:
-        """Have a batch added (a mode's name), one step run or all steps finished."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(what.encode() + b"\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        side = "on" if modules else "off"
+        super().__init__(
+            [sys.executable, __file__, "--serve", model, json.dumps(given)],
+            WORK / f"steering_steps_{side}.log",
+            environment,
+        )
+        self.answer()
 
 
 def serve(model: str, modules: dict[str, str]) -> None:
-    """The process's end: one line in, one number out."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """The process's end."""
+    answer = answers()
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {}
@@ -89,15 +77,15 @@ def serve(model: str, modules: dict[str, str]) -> None:
         **options,
     ).llm_engine
     added = 0
-    for line in sys.stdin:
-        what = line.strip()
+    answer("ready")
+    for what in requests():
         before = time.process_time()
         if what == "step":
             engine.step()
         elif what == "finish":
             while engine.has_unfinished_requests():
                 engine.step()
-        elif what != "nothing":
+        else:
             for i, prompt in enumerate(random_prompts(CONFIGS, 32, 32)):
                 named = {"one": "one", "all": f"all{i}"}.get(what)
                 params = SamplingParams(
@@ -109,8 +97,7 @@ def serve(model: str, modules: dict[str, str]) -> None:
                 )
                 added += 1
                 engine.add_request(str(added), {"prompt_token_ids": prompt}, params)
-        answers.write(f"{time.process_time() - before}\n")
-        answers.flush()
+        answer(time.process_time() - before)
 
 
 def compare(off: Engine, on: Engine, mode: str) -> float:

@@ -29,7 +29,7 @@ class Side:
             "distributions": {"vllm": version},
         }
 
-    def ask(self, what: str) -> dict[str, Any]:
+    def do(self, what: str) -> dict[str, Any]:
         assert what == "identity"
         return self._identity
 
