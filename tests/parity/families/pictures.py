@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.parity.cases import GENTLE, Case, common
 from tests.parity.families.experts import ROUTED, SPARSE
-from tests.parity.families.hybrids import LINEAR, TRITON
+from tests.parity.families.hybrids import CONVOLUTION, LINEAR, ROTATION, TRITON, WRONG
 from tests.parity.families.hybrids import SPARSE as ALL_CHOSEN
 from tests.parity.families.llama import MULTIPLIERS, WINDOWED
 from tests.parity.families.norms import GEMMA, GEMMA4
@@ -353,6 +353,19 @@ CASES = [
             "MuseGlimmerForCausalLM",
             "MuseGlimmerForConditionalGeneration",
         )
+    ),
+    replace(
+        case(
+            "Lfm2VlForConditionalGeneration",
+            "lfm2_vl",
+            text("lfm2", conv_dim=64, block_dim=64, block_ff_dim=96, **CONVOLUTION),
+            SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 4},
+            image_token_id=IMAGE,
+            projector_hidden_size=32,
+            tie_word_embeddings=True,
+        ),
+        on_cpu=ROTATION,
+        note=WRONG,
     ),
     case(
         "PaddleOCRVLForConditionalGeneration",
