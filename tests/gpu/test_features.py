@@ -176,10 +176,16 @@ def test_rows_of_a_model_with_latent_attention(
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_rows_from_two_gpus(
-    llama: Path, reference: Reference, open_engine: OpenEngine, split: str
+    llama: Path,
+    reference: Reference,
+    open_engine: OpenEngine,
+    split: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
+    # A forked worker cannot use the CUDA that this process began to use.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = open_engine(
         llama,
         reference=reference,

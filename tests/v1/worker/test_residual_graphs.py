@@ -62,7 +62,7 @@ class Manager:
 
 def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies:
     return GraphFamilies(
-        families_at_start(CAPTURE, STEERING),
+        families_at_start(CAPTURE, STEERING, may_record),
         one_family=one_family,
         may_record=may_record,
     )
@@ -79,26 +79,33 @@ def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozense
     return launched
 
 
-def test_the_start_records_each_feature_alone_and_both() -> None:
+def test_the_start_records_nothing_the_usual_capture_and_everything() -> None:
     behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
     captures, steers = set(CAPTURE.values()), set(STEERING.values())
-    assert families_at_start(CAPTURE, STEERING) == [
+    assert families_at_start(CAPTURE, STEERING, True) == [set(), behind, EVERYTHING]
+    for may_record in (True, False):
+        assert families_at_start({}, STEERING, may_record) == [set(), steers]
+        assert families_at_start(CAPTURE, {}, may_record) == [set(), behind, captures]
+        assert families_at_start({}, {}, may_record) == [set()]
+
+
+def test_where_nothing_is_recorded_later_the_start_has_each_feature_alone() -> None:
+    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
+    captures, steers = set(CAPTURE.values()), set(STEERING.values())
+    assert families_at_start(CAPTURE, STEERING, False) == [
         set(),
         behind,
         captures,
         steers,
         EVERYTHING,
     ]
-    assert families_at_start({}, STEERING) == [set(), steers]
-    assert families_at_start(CAPTURE, {}) == [set(), behind, captures]
-    assert families_at_start({}, {}) == [set()]
 
 
 def test_piecewise_graphs_come_plain_and_with_everything() -> None:
     families()
     piecewise = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
     made = with_families({CUDAGraphMode.PIECEWISE: [piecewise]})
-    assert [one.tapped for one in made[CUDAGraphMode.PIECEWISE]] == [0, 4]
+    assert [one.tapped for one in made[CUDAGraphMode.PIECEWISE]] == [0, 2]
 
 
 @given(
@@ -132,7 +139,7 @@ def test_a_graph_that_is_wanted_often_is_recorded(
     manager = Manager()
     one = frozenset({STEERING[3, "post_block"]})
     launched = [run(graphs, manager, one) for _ in range(5)]
-    assert launched == [frozenset(STEERING.values())] * 2 + [one] * 3
+    assert launched == [EVERYTHING] * 2 + [one] * 3
     two = one | {STEERING[4, "post_block"]}
     assert [run(graphs, manager, two) for _ in range(3)][-1] == two
 
@@ -141,8 +148,8 @@ def test_little_is_not_worth_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
     graphs = families()
     manager = Manager()
-    most = frozenset(list(CAPTURE.values())[3:])
-    assert run(graphs, manager, most) == frozenset(CAPTURE.values())
+    most = frozenset(sorted(EVERYTHING)[3:])
+    assert run(graphs, manager, most) == EVERYTHING
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +170,7 @@ def test_a_failed_recording_is_the_last_and_costs_no_step(
     graphs = families()
     manager = Manager(fails=True)
     one = frozenset({CAPTURE[0, "pre_attn"]})
-    assert run(graphs, manager, one) == frozenset(CAPTURE.values())
+    assert run(graphs, manager, one) == EVERYTHING
     manager.fails = False
     before = len(manager.graphs)
     run(graphs, manager, one)

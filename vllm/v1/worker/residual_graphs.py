@@ -48,15 +48,19 @@ Addresses = Mapping[tuple[int, str], int]
 """What the op of a feature is known by, by layer and hook."""
 
 
-def families_at_start(capture: Addresses, steering: Addresses) -> list[Ops]:
+def families_at_start(
+    capture: Addresses, steering: Addresses, may_record: bool
+) -> list[Ops]:
     """What the graphs launch that are recorded at the start, ascending.
 
-    Besides nothing and everything: each feature alone, and the capture of what most
-    requests ask for, the stream behind the blocks.
+    Besides nothing and everything: the capture of what most requests ask for, the
+    stream behind the blocks. A family takes some ten MiB and a second of the start, so
+    that each feature alone is among them only where no graph can be recorded later.
     """
     behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
     captures, steers = frozenset(capture.values()), frozenset(steering.values())
-    every = (NOTHING, behind, captures, steers, captures | steers)
+    alone = () if may_record else (captures, steers)
+    every = (NOTHING, behind, *alone, captures | steers)
     return sorted(dict.fromkeys(every), key=len)
 
 

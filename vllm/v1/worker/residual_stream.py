@@ -229,14 +229,16 @@ def open_residual_stream(
         "no capture" if capture is None else capture.summary(),
         "no steering" if steering is None else steering.summary(),
     )
+    may_record = can_record(vllm_config)
     graphs = GraphFamilies(
         families_at_start(
             {} if capture is None else capture.addresses,
             {} if steering is None else steering.addresses,
+            may_record,
         ),
         # The V1 runner records one set of graphs.
         one_family=device.type == "cuda" and not vllm_config.use_v2_model_runner,
-        may_record=can_record(vllm_config),
+        may_record=may_record,
     )
     return OpenResidualStream(points, capture, steering, graphs)
 
