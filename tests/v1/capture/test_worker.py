@@ -213,6 +213,20 @@ def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
     assert (bench.worker._slots == -1).all()
 
 
+def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
+    name, steps = bench.new_name(), 3
+    plan = plan_for({"a": {TAPS[0]: ((0, steps),)}}, 1)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [1], None)
+    for position in range(steps):
+        bench.step([(name, position, (float(position),))])
+        bench.worker.clear_slots()
+        assert (bench.worker._slots == -1).all()
+    bench.end(name, Life(1, (), steps, steps))
+    rows = bench.collect(1)[name, "a", TAPS[0]]
+    assert [value for value, _ in rows] == [0.0, 1.0, 2.0]
+
+
 def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
     bench = Bench(tensor_rank=1)
     plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)

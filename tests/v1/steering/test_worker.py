@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.v1.capture.rows import StepView
+from vllm.v1.steering.operations import operation
 from vllm.v1.steering.plan import SteeringTiers, pack
 from vllm.v1.steering.wire import SlotUse, SteeringStep
 from vllm.v1.steering.worker import WorkerSteering, token_rows
@@ -138,3 +139,20 @@ def test_rows_that_add_nothing_keep_the_sign_of_zero() -> None:
     stream = torch.full((3, WIDTH), -0.0)
     changed, _ = tap(stream, None)
     assert torch.signbit(changed[1:]).all()
+
+
+def test_a_batch_that_is_no_step_is_not_edited() -> None:
+    """An idle engine runs one while others have steps: it has other rows."""
+    steering, tap = worker()
+    three = np.full(WIDTH, 3, dtype=np.float32)
+    replace = operation(TAP, "replace", three, 1.0, (None, None), False, None)
+    start(steering, "a", 0, SteeringTiers(base=pack({}, [replace])))
+    steering.plan_step(view(("a", 0, 2)))
+    steering.begin_step()
+    assert steering.runs_eagerly and tap.edits is not None
+    assert tap(torch.zeros(2, WIDTH), None)[0].tolist() == [[3.0] * WIDTH] * 2
+    steering.end_step()
+    assert not steering.runs_eagerly
+    assert not tap(torch.zeros(1, WIDTH), None)[0].any()
+    steering.plan_step(view(("a", 2, 1)))
+    assert steering.runs_eagerly, "the next step is edited again"

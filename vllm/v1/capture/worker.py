@@ -326,10 +326,7 @@ class WorkerCapture:
         if not self._takes_rows:
             return
         if self._placed is None:
-            if self._written:
-                # A graph that always launches its taps must find nothing to do.
-                self._slots[: self._written].fill_(-1)
-                self._laid, self._written = None, 0
+            self.clear_slots()
             self._send()
             return
         layout = self._placed.layout
@@ -337,6 +334,12 @@ class WorkerCapture:
         if layout is not self._laid:
             self._lay(layout, num_rows)
         self._base.fill_(self._segment.start)
+
+    def clear_slots(self) -> None:
+        """A graph that always launches its taps must find nothing to do."""
+        if self._written:
+            self._slots[: self._written].fill_(-1)
+            self._laid, self._written = None, 0
 
     def _lay(self, layout: Layout, num_rows: int) -> None:
         """Write a layout's slots, and that the rows behind it have none."""

@@ -143,9 +143,7 @@ class WorkerSteering:
 
     def _plan_edits(self, view: StepView) -> None:
         """Tell taps what they do beyond adding, which is nothing for most steps."""
-        for tap in self._edited_taps:
-            self._taps[tap].edits = None
-        self._edited_taps = set()
+        self.end_step()
         if not self.tables.has_operations:
             return
         device = self.row_index.device
@@ -191,6 +189,12 @@ class WorkerSteering:
             async_tensor_h2d(self._rows, out=self.row_index[:num_tokens])
         self._written = num_tokens
         self._unchanged = True
+
+    def end_step(self) -> None:
+        """The pass is queued: what follows, a dummy batch perhaps, has other rows."""
+        for tap in self._edited_taps:
+            self._taps[tap].edits = None
+        self._edited_taps = set()
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""

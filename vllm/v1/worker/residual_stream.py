@@ -108,11 +108,14 @@ class OpenResidualStream(ResidualStream):
         capture: WorkerCapture | None,
         steering: WorkerSteering | None,
         graphs: GraphFamilies,
+        clears_slots: bool = False,
     ) -> None:
+        """Begin; `clears_slots`: passes that are no step launch taps as well."""
         super().__init__(hook_points)
         self._capture = capture
         self.steering = steering
         self._graphs = graphs
+        self._clears_slots = clears_slots
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
@@ -166,8 +169,12 @@ class OpenResidualStream(ResidualStream):
     def end_step(self) -> None:
         """Send the step's rows on their way."""
         self._graphs.end()
+        if self.steering is not None:
+            self.steering.end_step()
         if self._capture is not None:
             self._capture.end_step()
+            if self._clears_slots:
+                self._capture.clear_slots()
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the capture of requests that have ended."""
@@ -230,17 +237,22 @@ def open_residual_stream(
         "no steering" if steering is None else steering.summary(),
     )
     may_record = can_record(vllm_config)
+    # The V1 runner records one set of graphs.
+    one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
     graphs = GraphFamilies(
         families_at_start(
             {} if capture is None else capture.addresses,
             {} if steering is None else steering.addresses,
             may_record,
         ),
-        # The V1 runner records one set of graphs.
-        one_family=device.type == "cuda" and not vllm_config.use_v2_model_runner,
+        one_family=one_family,
         may_record=may_record,
     )
-    return OpenResidualStream(points, capture, steering, graphs)
+    # An engine that is idle runs a batch of nothing while others have steps.
+    runs_idle = vllm_config.parallel_config.data_parallel_size > 1
+    return OpenResidualStream(
+        points, capture, steering, graphs, one_family and runs_idle
+    )
 
 
 def _tap(
