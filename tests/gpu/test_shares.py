@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel ranks that share the tokens between layers, on several GPUs."""
+"""Tensor-parallel ranks that share the tokens between layers, on several GPUs.
 
-from dataclasses import dataclass, field
-from pathlib import Path
+What `tests/multiprocess/test_shares.py` asks of processes on a CPU, in bfloat16.
+"""
+
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.engines.models import VOCABULARY, save
-from tests.engines.reference import Reference, relative_error
+from tests.engines.models import VOCABULARY
 from tests.gpu.conftest import BF16
-from tests.multiprocess.shares import LAYERS, NEW_TOKENS, Order, run
+from tests.multiprocess.shares import LAYERS
+from tests.multiprocess.test_shares import (  # noqa: F401  (collected here again)
+    Bounds,
+    Kind,
+    Models,
+    name,
+    shared,
+    test_rows_are_those_of_the_library,
+    test_shared_tokens_give_what_one_process_gives,
+    test_the_layers_of_experts_share_their_tokens,
+    test_what_steers_a_request_matters,
+    whole,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,19 +32,14 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-TAPS = {
-    (layer, hook)
-    for layer in range(LAYERS)
-    for hook in ("pre_attn", "post_attn", "post_block")
-}
 WIDTH = 512
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {"eager": False},
     "eager": {"eager": True},
     "engines": {"eager": False, "engines": 2},
 }
-"""One engine of two ranks; two such engines, as upstream has it."""
-Found = dict[str, Any]
+# Nothing is measured, so that other processes may share the GPUs.
+MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -81,37 +88,17 @@ def throughout() -> transformers.PretrainedConfig:
     )
 
 
-KINDS = {"begins": begins, "throughout": throughout}
-SHARING = {"begins": [False, True, True, True], "throughout": [True] * LAYERS}
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """Checkpoints in bfloat16, and what one process finds, made once."""
-
-    folder: Path
-    found: dict[str, Found] = field(default_factory=dict)
-
-    def path(self, name: str) -> Path:
-        path = self.folder / name
-        if not path.exists():
-            save(KINDS[name](), path, torch.bfloat16, scale=0.1)
-        return path
-
-    def order(self, name: str, way: str, **chosen: Any) -> Order:
-        model, found = str(self.path(name)), str(self.folder / f"{name}-{way}.pt")
-        return Order(model, found, WIDTH, cuda=True, **chosen)
-
-    def whole(self, name: str) -> Found:
-        if name not in self.found:
-            order = self.order(name, "whole", shares=False, eager=False)
-            self.found[name] = run(order)
-        return self.found[name]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("shares"))
+    return Models(
+        tmp_path_factory.mktemp("shares"),
+        {"begins": Kind(begins, MEMORY), "throughout": Kind(throughout, MEMORY)},
+        WAYS,
+        WIDTH,
+        Bounds(rows=BF16, together=2 * BF16, exact=False),
+        torch.bfloat16,
+        cuda=True,
+    )
 
 
 @pytest.fixture(
@@ -129,76 +116,3 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     if torch.cuda.device_count() < 2 * WAYS[chosen[1]].get("engines", 1):
         pytest.skip("two engines of two ranks need four GPUs")
     return chosen
-
-
-@pytest.fixture(scope="module")
-def name(case: tuple[str, str]) -> str:
-    return case[0]
-
-
-@pytest.fixture(scope="module")
-def whole(models: Models, name: str) -> Found:
-    return models.whole(name)
-
-
-@pytest.fixture(scope="module")
-def shared(models: Models, case: tuple[str, str]) -> Found:
-    return run(models.order(*case, shares=True, **WAYS[case[1]]))
-
-
-def test_the_layers_of_experts_share_their_tokens(
-    name: str, whole: Found, shared: Found
-) -> None:
-    assert whole["shares"] == [[False] * LAYERS]
-    assert SHARING[name] in shared["shares"]
-
-
-def test_rows_are_those_of_the_library(
-    models: Models, name: str, shared: Found
-) -> None:
-    reference = Reference(models.path(name))
-    for request in shared["plain"]:
-        fed = [*request["prompt"], *request["tokens"]][:-1]
-        expected = reference.stream(fed)
-        assert len(request["tokens"]) == NEW_TOKENS
-        assert set(request["rows"]) == TAPS
-        for tap, rows in request["rows"].items():
-            assert relative_error(rows, expected[tap]) < BF16, tap
-            assert request["positions"][tap] == list(range(len(fed)))
-
-
-@pytest.mark.parametrize("kind", ["plain", "added", "operated", "alone"])
-def test_shared_tokens_give_what_one_process_gives(
-    whole: Found, shared: Found, kind: str
-) -> None:
-    """As far as both generated the same: bfloat16 may turn a close decision."""
-    generated = 0
-    for one, other in zip(whole[kind], shared[kind], strict=True):
-        agreeing = same(one["tokens"], other["tokens"])
-        generated += agreeing
-        length = min(
-            len(one["prompt"]) + agreeing, len(one["positions"][0, "pre_attn"])
-        )
-        assert other["results"] == {"keeper": ("ok", None)}
-        assert relative_error(logits(other)[:1], logits(one)[:1]) < 2 * BF16
-        assert one["rows"].keys() == other["rows"].keys() == TAPS
-        for tap, rows in one["rows"].items():
-            error = relative_error(other["rows"][tap][:length], rows[:length].float())
-            assert error < 2 * BF16, (tap, error)
-    assert generated >= NEW_TOKENS * len(whole[kind]) / 2
-
-
-def same(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
-    differing = [a != b for a, b in zip(one, other, strict=True)]
-    return differing.index(True) if True in differing else len(one)
-
-
-@pytest.mark.parametrize("kind", ["added", "operated"])
-def test_what_steers_a_request_matters(shared: Found, kind: str) -> None:
-    for plain, steered in zip(shared["plain"], shared[kind], strict=True):
-        assert relative_error(logits(steered)[:1], logits(plain)[:1]) > 1e-3
-
-
-def logits(request: Found) -> torch.Tensor:
-    return torch.tensor(request["logprobs"])

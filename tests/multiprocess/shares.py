@@ -242,15 +242,20 @@ def run(order: Order, timeout: float = 600) -> dict[str, Any]:
     """Carry out an order in another process."""
     note = Path(order.found).with_suffix(".json")
     note.write_text(json.dumps(asdict(order)))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multiprocess.shares", str(note)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | order.environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-9000:]
+    log = note.with_suffix(".log")
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.multiprocess.shares", str(note)],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | order.environment,
+            stdout=output,
+            stderr=output,
+            timeout=timeout,
+        )
+    said = log.read_text(errors="replace")
+    # Other processes fail because one did: the first errors say why.
+    errors = [line for line in said.splitlines() if " ERROR " in line]
+    assert done.returncode == 0, "\n".join([*errors[:60], said[-9000:]])
     found: dict[str, Any] = torch.load(order.found, weights_only=False)
     return found
 

@@ -4,7 +4,6 @@
 Whatever one of them is told holds at the others when it has answered.
 """
 
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from examples.demo import serving
 from tests.multiprocess import connections
 from tests.multiprocess.connections import Connections
-from tests.multiprocess.launch import FAULT
+from tests.multiprocess.steered import HIDDEN, carried_out, post, served
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,9 +26,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
-HIDDEN = 192
-KEY = "steering"
 ENGINES = {"one": 1, "data": 2}
 HUGE = {"post_block": {"1": [2e38] * HIDDEN}}
 """Twice this is more than float32 can hold."""
@@ -58,30 +53,16 @@ def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
-    port, engines = serving.free_port(8870), ENGINES[request.param]
-    url, fault = f"http://{serving.HOST}:{port}", folder / "fault"
-    command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
-    command += ["--host", serving.HOST, "--port", str(port), "--api-server-count", "2"]
-    command += ["--data-parallel-size", str(engines)]
-    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--gpu-memory-utilization", "0.2"]
-    command += ["--enable-steering", "--steering-api-key", KEY]
-    command += ["--capture-consumers", "inline", f"filesystem:root={folder}/files"]
-    command += ["--worker-extension-cls", "tests.multiprocess.faulty.Faulty"]
+    engines = ENGINES[request.param]
+    arguments = ["--api-server-count", "2", "--data-parallel-size", str(engines)]
+    arguments += ["--capture-consumers", "inline", f"filesystem:root={folder}/files"]
     environment = {
-        **serving.ENVIRONMENT,
         **connections.ENVIRONMENT,
-        FAULT: str(fault),
-        "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     with (
-        serving.running(
-            command, url, folder / "log", 400, lambda _, __: None, environment
-        ),
+        served(folder, 8870, arguments, environment) as (url, fault),
         connections.connections(url) as opened,
     ):
         yield Servers(opened, opened.processes(2), engines, fault)
@@ -95,16 +76,6 @@ def both(servers: Servers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     for name in modules(one):
         carried_out(post(one, "modules/unregister", name=name))
     yield one, other
-
-
-def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
-
-
-def carried_out(response: httpx.Response) -> Any:
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def refused(response: httpx.Response) -> Body:

@@ -24,13 +24,9 @@ pytestmark = [
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+SHARING = {"begins": [False, True, True, True], "throughout": [True] * LAYERS}
+"""Which layers share, of a model whose layers of experts begin it, or whose all do."""
 WIDTH = 64
-WAYS: dict[str, dict[str, int]] = {
-    "v1": {},
-    "v2": {"runner": 2},
-    "engines": {"engines": 2},
-}
-"""One engine of two ranks under each runner; two such engines, as upstream has it."""
 Found = dict[str, Any]
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -83,17 +79,22 @@ def throughout() -> transformers.PretrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model that shares, and how."""
+    """A model that shares, and options that its engines need."""
 
     config: Callable[[], transformers.PretrainedConfig]
-    sharing: list[bool]
     options: dict[str, Any]
 
 
-KINDS = {
-    "begins": Kind(begins, [False, True, True, True], {"attention_backend": "CPU_MLA"}),
-    "throughout": Kind(throughout, [True] * LAYERS, {}),
-}
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far results may be apart, relative to their norm."""
+
+    rows: float
+    """From the library's."""
+    together: float
+    """One process's from those of several."""
+    exact: bool
+    """Otherwise a close decision may turn, and what follows it is not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +102,53 @@ class Models:
     """Checkpoints, and what one process finds, made once."""
 
     folder: Path
+    kinds: dict[str, Kind]
+    ways: dict[str, dict[str, Any]]
+    """How ranks share: one engine of two ranks, or two such engines, as upstream."""
+    width: int
+    bounds: Bounds
+    dtype: torch.dtype = torch.float32
+    cuda: bool = False
     found: dict[str, Found] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        path = self.folder / name
-        return path if path.exists() else save(KINDS[name].config(), path)
+        path, more = self.folder / name, {"scale": 0.1} if self.cuda else {}
+        if not path.exists():
+            save(self.kinds[name].config(), path, self.dtype, **more)
+        return path
 
-    def order(self, name: str, way: str, **chosen: Any) -> Order:
-        model, found = str(self.path(name)), str(self.folder / f"{name}-{way}.pt")
-        return Order(model, found, WIDTH, more=KINDS[name].options, **chosen)
+    def run(self, name: str, way: str) -> Found:
+        """What the processes of a way find; `whole` is a single one."""
+        chosen = self.ways.get(way, {"eager": False} if self.cuda else {})
+        order = Order(
+            str(self.path(name)),
+            str(self.folder / f"{name}-{way}.pt"),
+            self.width,
+            shares=way != "whole",
+            cuda=self.cuda,
+            more=self.kinds[name].options,
+            **chosen,
+        )
+        return run(order)
 
     def whole(self, name: str) -> Found:
         if name not in self.found:
-            self.found[name] = run(self.order(name, "whole", shares=False))
+            self.found[name] = self.run(name, "whole")
         return self.found[name]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("shares"))
+    return Models(
+        tmp_path_factory.mktemp("shares"),
+        {
+            "begins": Kind(begins, {"attention_backend": "CPU_MLA"}),
+            "throughout": Kind(throughout, {}),
+        },
+        {"v1": {}, "v2": {"runner": 2}, "engines": {"engines": 2}},
+        WIDTH,
+        Bounds(rows=1e-4, together=1e-4, exact=True),
+    )
 
 
 @pytest.fixture(
@@ -149,14 +178,14 @@ def whole(models: Models, name: str) -> Found:
 
 @pytest.fixture(scope="module")
 def shared(models: Models, case: tuple[str, str]) -> Found:
-    return run(models.order(*case, shares=True, **WAYS[case[1]]))
+    return models.run(*case)
 
 
 def test_the_layers_of_experts_share_their_tokens(
     name: str, whole: Found, shared: Found
 ) -> None:
     assert whole["shares"] == [[False] * LAYERS]
-    assert KINDS[name].sharing in shared["shares"]
+    assert SHARING[name] in shared["shares"]
 
 
 def test_rows_are_those_of_the_library(
@@ -169,21 +198,36 @@ def test_rows_are_those_of_the_library(
         assert len(request["tokens"]) == NEW_TOKENS
         assert set(request["rows"]) == TAPS
         for tap, rows in request["rows"].items():
-            assert relative_error(rows, expected[tap]) < 1e-4, tap
+            assert relative_error(rows, expected[tap]) < models.bounds.rows, tap
             assert request["positions"][tap] == list(range(len(fed)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "added", "operated", "alone"])
 def test_shared_tokens_give_what_one_process_gives(
-    whole: Found, shared: Found, kind: str
+    models: Models, whole: Found, shared: Found, kind: str
 ) -> None:
+    bounds, generated = models.bounds, 0
     for one, other in zip(whole[kind], shared[kind], strict=True):
-        assert one["tokens"] == other["tokens"]
+        agreeing = same(one["tokens"], other["tokens"])
+        generated += agreeing
+        assert agreeing == NEW_TOKENS or not bounds.exact
         assert other["results"] == {"keeper": ("ok", None)}
-        assert relative_error(logits(other), logits(one)) < 1e-4
+        tokens = NEW_TOKENS if bounds.exact else 1
+        apart = relative_error(logits(other)[:tokens], logits(one)[:tokens])
+        assert apart < bounds.together
+        length = len(one["prompt"]) + agreeing
         assert one["rows"].keys() == other["rows"].keys() == TAPS
         for tap, rows in one["rows"].items():
-            assert relative_error(other["rows"][tap], rows) < 1e-4, tap
+            assert len(other["rows"][tap]) == len(rows)
+            apart = relative_error(other["rows"][tap][:length], rows[:length].float())
+            assert apart < bounds.together, tap
+    assert generated >= NEW_TOKENS * len(whole[kind]) / 2
+
+
+def same(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    differing = [a != b for a, b in zip(one, other, strict=True)]
+    return differing.index(True) if True in differing else len(one)
 
 
 @pytest.mark.parametrize("kind", ["added", "operated"])

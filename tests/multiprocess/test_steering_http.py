@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering over HTTP: servers of several processes answer as one of one process."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from examples.demo import serving
-from tests.multiprocess.launch import FAULT
+from tests.multiprocess.steered import HIDDEN, LAYERS, carried_out, post, served
 
 pytestmark = [
     pytest.mark.e2e,
@@ -21,13 +19,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
-HIDDEN, LAYERS = 192, 6
-KEY = "steering"
-OPTIONS = {
-    "one": (),
-    "tensor": ("--tensor-parallel-size", "2"),
-    "pipeline": ("--pipeline-parallel-size", "2"),
+OPTIONS: dict[str, list[str]] = {
+    "one": [],
+    "tensor": ["--tensor-parallel-size", "2"],
+    "pipeline": ["--pipeline-parallel-size", "2"],
 }
 """On a CPU only the V2 runner has several stages."""
 
@@ -36,41 +31,14 @@ Server = tuple[httpx.Client, Path]
 
 
 @contextmanager
-def served(split: str, folder: Path) -> Iterator[Server]:
+def split_over(split: str, folder: Path) -> Iterator[Server]:
     """The demo model, served over the processes of a split."""
-    port, flag = serving.free_port(8860), folder / "fault"
-    url = f"http://{serving.HOST}:{port}"
-    command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
-    command += ["--host", serving.HOST, "--port", str(port), *OPTIONS[split]]
-    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--gpu-memory-utilization", "0.2"]
-    command += ["--enable-steering", "--steering-api-key", KEY]
-    command += ["--worker-extension-cls", "tests.multiprocess.faulty.Faulty"]
-    environment = {
-        **serving.ENVIRONMENT,
-        FAULT: str(flag),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if split == "pipeline" else "0",
-    }
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if split == "pipeline" else "0"}
     with (
-        serving.running(
-            command, url, folder / "log", 400, lambda _, __: None, environment
-        ),
+        served(folder, 8860, OPTIONS[split], runner) as (url, fault),
         httpx.Client(base_url=url, timeout=120) as client,
     ):
-        yield client, flag
-
-
-def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
-
-
-def carried_out(response: httpx.Response) -> Any:
-    assert response.status_code == 200, response.text
-    return response.json()
+        yield client, fault
 
 
 def vector(seed: int) -> list[float]:
@@ -126,7 +94,7 @@ def answers(client: httpx.Client) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers of one process."""
-    with served("one", tmp_path_factory.mktemp("one")) as (client, _):
+    with split_over("one", tmp_path_factory.mktemp("one")) as (client, _):
         return answers(client)
 
 
@@ -136,7 +104,7 @@ def split(
     whole: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
-    with served(request.param, tmp_path_factory.mktemp(request.param)) as server:
+    with split_over(request.param, tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
 

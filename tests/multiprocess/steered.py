@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of the demo model that steer, in several processes, and talking to them."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from examples.demo import serving
+from tests.multiprocess.launch import FAULT
+
+MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
+HIDDEN, LAYERS = 192, 6
+KEY = "steering"
+
+
+@contextmanager
+def served(
+    folder: Path, first_port: int, arguments: list[str], environment: Mapping[str, str]
+) -> Iterator[tuple[str, Path]]:
+    """A server's address, and a file that names who shall fail to change its steering.
+
+    It names a rank or an engine, while it is there.
+    """
+    port, fault = serving.free_port(first_port), folder / "fault"
+    url = f"http://{serving.HOST}:{port}"
+    command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
+    command += ["--host", serving.HOST, "--port", str(port), *arguments]
+    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "256", "--gpu-memory-utilization", "0.2"]
+    command += ["--enable-steering", "--steering-api-key", KEY]
+    command += ["--worker-extension-cls", "tests.multiprocess.faulty.Faulty"]
+    variables = {
+        **serving.ENVIRONMENT,
+        FAULT: str(fault),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        **environment,
+    }
+    log = folder / "log"
+    with serving.running(command, url, log, 400, lambda _, __: None, variables):
+        yield url, fault
+
+
+def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
+    """Ask for a change below `/v1/steering/`."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
+
+
+def carried_out(response: httpx.Response) -> Any:
+    """What a server says to what it has done."""
+    assert response.status_code == 200, response.text
+    return response.json()
