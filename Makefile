@@ -63,8 +63,9 @@ test-soak: venv  ## What needs many minutes: long soaks, every model under both 
 test-multiprocess: venv  ## Models over several processes, features in combination
 	$(BIN)/python -m pytest -m "multiprocess and not gpu"
 
-parity: venv  ## Every architecture against Transformers, recorded; 20 minutes
+parity: venv  ## Every architecture against Transformers, recorded; about 6 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity
+	@$(MAKE) models
 
 test-native: $(INSTALLED)  ## The C++ tests, under the address and UB sanitizers
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/native-tests -G Ninja \
