@@ -34,7 +34,6 @@ class EngineProcess(Child):
     def __init__(self, python: Path, log: Path, threads: int) -> None:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         environment.pop("PYTHONPATH", None)
-        log.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(
             [python, Path(__file__).resolve()], log, environment, log.parent
         )

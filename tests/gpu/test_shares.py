@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.models import VOCABULARY
 from tests.gpu.conftest import BF16
 from tests.multiprocess.shares import LAYERS
 from tests.multiprocess.test_shares import (  # noqa: F401  (collected here again)
+    COMMON,
     Bounds,
     Kind,
     Models,
@@ -40,25 +40,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # Nothing is measured, so that other processes may share the GPUs.
 MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+SIZES: dict[str, Any] = COMMON | {
     "hidden_size": WIDTH,
     "intermediate_size": 768,
     "moe_intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
     "num_experts_per_tok": 4,  # All: bfloat16 cannot turn the router's choice.
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
 }
 
 
 def begins() -> transformers.PretrainedConfig:
     """The first layer of experts is given all tokens, by the dense one before it."""
     return transformers.DeepseekV2Config(
-        **COMMON,
+        **SIZES,
         num_attention_heads=16,
         num_key_value_heads=16,
         first_k_dense_replace=1,
@@ -78,7 +71,7 @@ def begins() -> transformers.PretrainedConfig:
 def throughout() -> transformers.PretrainedConfig:
     """The model shares its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
-        **COMMON,
+        **SIZES,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,

@@ -10,9 +10,11 @@ the runner must be chosen before vllm is imported.
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.multiprocess.apart import carry_out
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Here, since workers import this module anew before they import vllm.
@@ -168,23 +170,7 @@ def main() -> None:
 
 def run(order: Order, timeout: float = 300) -> dict[str, Any]:
     """Carry out an order in another process."""
-    import subprocess
-
-    import torch
-
-    note = Path(order.found).with_suffix(".json")
-    note.write_text(json.dumps(asdict(order)))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multiprocess.observe", str(note)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | order.environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-9000:]
-    found: dict[str, Any] = torch.load(order.found, weights_only=False)
-    return found
+    return carry_out("tests.multiprocess.observe", order, Path(order.found), timeout)
 
 
 if __name__ == "__main__":

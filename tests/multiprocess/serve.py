@@ -9,11 +9,12 @@ A process of its own, for the reasons that `observe.py` has.
 import asyncio
 import json
 import os
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.multiprocess.apart import carry_out
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     import tests.engines.interpreted  # noqa: F401
@@ -124,22 +125,10 @@ def main() -> None:
 
 def run(order: Order, timeout: float = 600) -> dict[str, Any]:
     """Carry out an order in another process."""
-    import torch
-
-    note = Path(order.root, "order.json")
-    note.write_text(json.dumps(asdict(order)))
     Path(order.root, "files").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multiprocess.serve", str(note)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | order.environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+    return carry_out(
+        "tests.multiprocess.serve", order, Path(order.root, "found.pt"), timeout
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    found: dict[str, Any] = torch.load(f"{order.root}/found.pt", weights_only=False)
-    return found
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ A process of its own, because an engine leaves a process group behind.
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.multiprocess.apart import carry_out
 from tests.multiprocess.experts import complete_on_cpu, share_in_one_engine
 
 LAYERS = 4
@@ -240,24 +240,7 @@ def main() -> None:
 
 def run(order: Order, timeout: float = 600) -> dict[str, Any]:
     """Carry out an order in another process."""
-    note = Path(order.found).with_suffix(".json")
-    note.write_text(json.dumps(asdict(order)))
-    log = note.with_suffix(".log")
-    with log.open("w") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.multiprocess.shares", str(note)],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | order.environment,
-            stdout=output,
-            stderr=output,
-            timeout=timeout,
-        )
-    said = log.read_text(errors="replace")
-    # Other processes fail because one did: the first errors say why.
-    errors = [line for line in said.splitlines() if " ERROR " in line]
-    assert done.returncode == 0, "\n".join([*errors[:60], said[-9000:]])
-    found: dict[str, Any] = torch.load(order.found, weights_only=False)
-    return found
+    return carry_out("tests.multiprocess.shares", order, Path(order.found), timeout)
 
 
 if __name__ == "__main__":

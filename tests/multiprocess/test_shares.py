@@ -34,8 +34,6 @@ COMMON: dict[str, Any] = {
     "intermediate_size": 96,
     "moe_intermediate_size": 64,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
@@ -49,6 +47,8 @@ def begins() -> transformers.PretrainedConfig:
     """The first layer of experts is given all tokens, by the dense one before it."""
     return transformers.DeepseekV2Config(
         **COMMON,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         first_k_dense_replace=1,
         n_routed_experts=8,
         n_shared_experts=1,
@@ -69,6 +69,8 @@ def throughout() -> transformers.PretrainedConfig:
     """The model shares its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
         **COMMON,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         head_dim=32,
         # Upstream's linear attention on a CPU knows bfloat16 only.
         layer_types=["full_attention"] * LAYERS,

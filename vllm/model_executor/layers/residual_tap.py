@@ -93,10 +93,7 @@ def stream(
     layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
 ) -> torch.Tensor:
     """A hook point where `hidden_states` is the stream itself."""
-    taps: Taps = layer.residual_taps  # type: ignore[assignment]
-    if taps is None or (point, run) not in taps:
-        return hidden_states
-    return taps[point, run](hidden_states, None)[0]
+    return pair(layer, point, hidden_states, None, run)[0]
 
 
 def split_pair(

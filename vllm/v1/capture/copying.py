@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import available_cpu_count
 
 MOST_THREADS = 6
@@ -41,7 +42,7 @@ def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
     if count < 2:
         _copy_some(pairs)
         return
-    first, *others = shares(pairs, -(-total // count))
+    first, *others = shares(pairs, cdiv(total, count))
     futures = [_pool().submit(_copy_some, share) for share in others]
     _copy_some(first)
     for future in futures:
@@ -56,7 +57,7 @@ def shares(
     left = 0
     for target, source in pairs:
         axis = int(np.argmax(target.shape[:-1]))
-        cuts = min(-(-target.nbytes // size), target.shape[axis])
+        cuts = min(cdiv(target.nbytes, size), target.shape[axis])
         for piece in zip(
             np.array_split(target, cuts, axis), np.array_split(source, cuts, axis)
         ):

@@ -28,12 +28,12 @@ def row_bytes(model_config: "ModelConfig") -> int:
 
 
 def default_staging_bytes(
-    row_bytes: int, layers: int, tokens_a_step: int, device_bytes: int
+    bytes_a_row: int, layers: int, tokens_a_step: int, device_bytes: int
 ) -> int:
     """Staging memory where the user names no size and `device_bytes` are ours to use.
 
     Two of the largest steps have room, at one hook point of every layer: a smaller step
     costs the processor as much as a large one and keeps the GPU less busy.
     """
-    wanted = 2 * tokens_a_step * layers * row_bytes
+    wanted = 2 * tokens_a_step * layers * bytes_a_row
     return max(LEAST_STAGING, min(wanted, device_bytes // STAGING_SHARE))

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.capture.copying import Bytes
+from vllm.v1.capture.recycling import lent
 
 logger = init_logger(__name__)
 
@@ -82,7 +84,7 @@ class Pages:
             pin: pins memory; raises RuntimeError where that fails.
 
         """
-        self._slab_bytes = -(-slab_bytes // ALIGNMENT) * ALIGNMENT
+        self._slab_bytes = round_up(slab_bytes, ALIGNMENT)
         self._most = max_bytes // self._slab_bytes
         self._pin = pin
         self._slabs: list[Slab] = []
@@ -96,7 +98,7 @@ class Pages:
     ) -> torch.Tensor | None:
         """A page `[num_rows, width]`; None if there is no memory for it, or not yet."""
         num_bytes = num_rows * width * dtype.itemsize
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        size = round_up(num_bytes, ALIGNMENT)
         while self._returned:
             extents, first, returned = self._returned.popleft()
             extents.give_back(first, returned)
@@ -104,7 +106,8 @@ class Pages:
         for slab in self._slabs:
             start = slab.extents.take(size)
             if start is not None:
-                page = self._page(slab, start, size, num_bytes)
+                memory = slab.memory[start : start + num_bytes]
+                page = lent(memory, self._returned.append, (slab.extents, start, size))
                 break
         if not any(slab.extents.is_free for slab in self._slabs):
             self._grow()  # One is kept for a step to come.
@@ -114,13 +117,6 @@ class Pages:
         """Until no slab is being pinned any more."""
         if self._growing is not None:
             self._growing.join()
-
-    def _page(self, slab: Slab, start: int, size: int, used: int) -> torch.Tensor:
-        view = slab.memory[start : start + used]
-        # The tensor holds `view` until its last view is gone, and nobody else does.
-        back = slab.extents, start, size
-        weakref.finalize(view, self._returned.append, back).atexit = False
-        return torch.from_numpy(view)
 
     def _grow(self) -> None:
         if self._growing is not None and self._growing.is_alive():

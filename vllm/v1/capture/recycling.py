@@ -8,13 +8,16 @@ soon as their consumer has them, so their memory is kept for the next ones.
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import psutil
 import torch
 
 from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
+
+T = TypeVar("T")
 
 SMALLEST = 128 << 10
 """Bytes below which the allocator keeps memory by itself."""
@@ -52,10 +55,8 @@ class RowMemory:
             self._least_free = min(self._least_free, self._free_bytes)
         except IndexError:
             slab = np.empty(size, dtype=np.uint8)
-        view = slab[:num_bytes]
-        # The tensor holds `view` until its last view is gone, and nobody else does.
-        weakref.finalize(view, self._take_back, slab).atexit = False
-        return torch.from_numpy(view).view(dtype).view(*shape)
+        rows = lent(slab[:num_bytes], self._take_back, slab)
+        return rows.view(dtype).view(*shape)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """`torch.cat` of rows; a single part is given back as it is."""
@@ -85,6 +86,15 @@ class RowMemory:
         if self._free_bytes + slab.nbytes <= self._kept:
             self._free_bytes += slab.nbytes
             self._free[slab.nbytes].append(slab)
+
+
+def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:
+    """`memory` as a tensor; `give_back(what)` once its last view is gone.
+
+    That is on any thread. `memory` is a view that nobody else holds.
+    """
+    weakref.finalize(memory, give_back, what).atexit = False
+    return torch.from_numpy(memory)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -76,19 +76,19 @@ class CaptureScheduling:
         self._rows_per_step = rows_per_step
         self._rows = 0
         """Of the step, without what is not counted yet."""
-        self._uncounted: list[tuple[Request, int, int]] = []
+        self._uncounted: list[tuple[CapturePlan, int, int]] = []
         self._at_most = 0
         """Rows of the step, if every token had a row at every tap of its request."""
         self._ends: list[CaptureEnd] = []
-        self._taps: dict[str, int] = {}
-        """How many rows a token of each captured request has at most."""
+        self._plans: dict[str, tuple[CapturePlan, int]] = {}
+        """Of each captured request, and how many rows a token of it has at most."""
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
         """A request has come to this engine."""
         plan = plan_of(request)
         if plan is not None:
-            self._taps[request.request_id] = plan.num_taps
+            self._plans[request.request_id] = plan, plan.num_taps
 
     def forget(self, request_id: str) -> bool:
         """Whether a request that has ended was this engine's, which is asked once.
@@ -96,7 +96,7 @@ class CaptureScheduling:
         Under data parallelism every engine hears of every end, and only the one
         that had the request may answer.
         """
-        return self._taps.pop(request_id, None) is not None
+        return self._plans.pop(request_id, None) is not None
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""
@@ -109,13 +109,12 @@ class CaptureScheduling:
         What does not fit is scheduled in a later step: nothing fails, no row is
         lost.
         """
-        taps = self._taps.get(request.request_id)
-        if taps is None or num_tokens <= 0:
+        found = self._plans.get(request.request_id)
+        if found is None or num_tokens <= 0:
             return num_tokens
+        plan, taps = found
         if self._at_most + num_tokens * taps <= self._rows_per_step:
             return num_tokens
-        plan = plan_of(request)
-        assert plan is not None, "a captured request has no plan"
         left = self._rows_per_step - self._count()
         if plan.rows_in(computed, computed + num_tokens) <= left:
             return num_tokens
@@ -130,10 +129,11 @@ class CaptureScheduling:
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """The step will compute these tokens of the request."""
-        taps = self._taps.get(request.request_id)
-        if taps is not None:
+        found = self._plans.get(request.request_id)
+        if found is not None:
+            plan, taps = found
             self._at_most += num_tokens * taps
-            self._uncounted.append((request, computed, num_tokens))
+            self._uncounted.append((plan, computed, num_tokens))
 
     def begins(self, request: "Request") -> None:
         """The request is among those that run, from this step on."""
@@ -142,9 +142,7 @@ class CaptureScheduling:
 
     def _count(self) -> int:
         """The step's rows so far. Counted only if their bound does not suffice."""
-        for request, computed, num_tokens in self._uncounted:
-            plan = plan_of(request)
-            assert plan is not None, "a captured request has no plan"
+        for plan, computed, num_tokens in self._uncounted:
             self._rows += plan.rows_in(computed, computed + num_tokens)
         self._uncounted.clear()
         self._at_most = self._rows

@@ -51,13 +51,12 @@ class RowRing:
         )
         with self._changed:
             start = self._place(num_rows)
-            if start is None:
-                self._changed.wait_for(
-                    lambda: self._place(num_rows) is not None, timeout
-                )
+            if start is None and self._changed.wait_for(
+                lambda: self._place(num_rows) is not None, timeout
+            ):
                 start = self._place(num_rows)
-                if start is None:
-                    return None
+            if start is None:
+                return None
             segment = Segment(start, num_rows)
             self._taken.append(segment)
             return segment

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that carry out an order in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def carry_out(module: str, order: Any, found: Path, timeout: float) -> dict[str, Any]:
+    """What `python -m module ORDER.json` finds and saves at `found`.
+
+    `order` is a dataclass with the variables of its `environment`. What the processes
+    say is in a file beside `found`.
+    """
+    import torch
+
+    note, log = found.with_suffix(".json"), found.with_suffix(".log")
+    note.write_text(json.dumps(asdict(order)))
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(note)],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | order.environment,
+            stdout=output,
+            stderr=output,
+            timeout=timeout,
+        )
+    said = log.read_text(errors="replace")
+    # Other processes fail because one did: the first errors say why.
+    errors = [line for line in said.splitlines() if " ERROR " in line]
+    assert done.returncode == 0, "\n".join([*errors[:60], said[-9000:]])
+    saved: dict[str, Any] = torch.load(found, weights_only=False)
+    return saved
