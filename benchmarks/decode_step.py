@@ -164,7 +164,7 @@ class Case:
                 rows = torch.arange(batch * len(columns), dtype=torch.int32)
                 rows = rows.remainder(capture._staging.rows.shape[0])
                 rows = rows.view(batch, len(columns)).to(capture._slots.device)
-                capture._slots[:batch, columns] = rows
+                capture._slots[columns, :batch] = rows.T
         if steering is not None:
             steering.row_index.zero_()
             if self.steered:

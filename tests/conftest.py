@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,17 @@ def read_the_environment_anew() -> None:
     """An engine in this process makes vllm keep what the environment once said."""
     if "vllm.envs" in sys.modules:
         sys.modules["vllm.envs"].disable_envs_cache()
+
+
+@pytest.fixture(scope="module")
+def no_engine() -> Iterator[None]:
+    """For tests that call taps' ops by hand, where an engine may have been before."""
+    from vllm.model_executor.layers.residual_ops import Launch
+
+    before = Launch.taps, Launch.families, Launch.known
+    Launch.taps, Launch.families, Launch.known = frozenset(), (frozenset(),), None
+    yield
+    Launch.taps, Launch.families, Launch.known = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

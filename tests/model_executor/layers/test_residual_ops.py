@@ -14,12 +14,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, ROWS, BASE = 6, 40, 5
 """`BASE`: by how much slots are shifted, at most."""
 ZERO = torch.zeros(1, dtype=torch.int32)
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 @pytest.fixture(autouse=True)
 def nothing_launches_afterwards() -> Iterator[None]:
     yield
-    Launch.taps = frozenset()
+    Launch.taps, Launch.known = frozenset(), None
 
 
 def launching(slots: torch.Tensor) -> torch.Tensor:
@@ -141,6 +142,16 @@ def test_a_table_that_does_not_launch_adds_nothing() -> None:
     rows = torch.ones(2, dtype=torch.int32)
     torch.ops.vllm.steer_rows(target, torch.ones(3, WIDTH), rows)
     assert (target == 1).all()
+
+
+def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:
+    table, rows = torch.ones(3, WIDTH), torch.ones(2, dtype=torch.int32)
+    target = torch.zeros(2, WIDTH)
+    Launch.begin(frozenset(), (frozenset(), frozenset({table.data_ptr()})))
+    torch.ops.vllm.steer_rows(target, table, rows)
+    with pytest.raises(RuntimeError, match="other memory than its own"):
+        torch.ops.vllm.steer_rows(target, table.clone(), rows)
+    assert (target == 0).all()
 
 
 def test_steering_has_a_fake_for_compilation() -> None:

@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers import residual_split
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 def test_hook_points_over_shares_do_what_one_over_all_tokens_does(

@@ -80,7 +80,7 @@ class Bench:
         for row, name in enumerate(names):
             position = starts[name] + (shifts or {}).get(name, 0)
             for tap in range(TAPS):
-                slot = segment.start + int(layout.slots[row, tap])
+                slot = segment.start + int(layout.slots[tap, row])
                 self.staging.rows[slot] = torch.tensor(
                     [self.number[name], float(position), float(tap), 0.0]
                 )

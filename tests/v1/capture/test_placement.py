@@ -58,7 +58,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> object:
     blocks = pick_rows(view, groups)
     if not blocks:
         return None
-    slots = np.empty((view.num_rows, TAPS), dtype=np.int32)
+    slots = np.empty((TAPS, view.num_rows), dtype=np.int32)
     assign_slots(blocks, 0, slots)
     picks = [
         (block.columns, pick.req_id, pick.group, pick.start, pick.num_rows, pick.row)

@@ -46,7 +46,7 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
     blocks = pick_rows(
         view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
     )
-    slots = np.full((view.num_rows, len(columns)), 7, dtype=np.int32)
+    slots = np.full((len(columns), view.num_rows), 7, dtype=np.int32)
     assign_slots(blocks, base, slots)
 
     expected = np.zeros_like(slots, dtype=bool)
@@ -57,7 +57,7 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
                 for position in positions(ranges, start + view.num_scheduled[index]):
                     if tap in columns and position >= start:
                         row = view.first_row[index] + position - start
-                        expected[row, columns[tap]] = True
+                        expected[columns[tap], row] = True
     assert ((slots != -1) == expected).all()
     used = sorted(slots[expected].tolist())
     assert used == list(range(base, base + rows_of(blocks)))
@@ -72,14 +72,14 @@ def test_a_slot_lies_where_its_block_says(
     columns = {tap: i for i, tap in enumerate(every)}
     groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
     blocks = pick_rows(view, groups)
-    slots = np.empty((view.num_rows, len(columns)), dtype=np.int32)
+    slots = np.empty((len(columns), view.num_rows), dtype=np.int32)
     assign_slots(blocks, 0, slots)
     base = 0
     for block in blocks:
         for index, column in enumerate(block.columns):
             place = base + index * block.num_rows
             for pick in block.picks:
-                rows = slots[pick.row : pick.row + pick.num_rows, column]
+                rows = slots[column, pick.row : pick.row + pick.num_rows]
                 assert rows.tolist() == list(range(place, place + pick.num_rows))
                 place += pick.num_rows
         base += len(block.columns) * block.num_rows

@@ -25,7 +25,7 @@ from tests.v1.capture._simulation import (
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import HOOKS, plan_for, positions, wanted
 from vllm.config.capture import CaptureConfig
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_ops import ALIGNMENT, Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.v1.capture.channel import (
     ChunksMessage,
@@ -41,8 +41,9 @@ from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker import Stage, WorkerCapture
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
-STEP_TOKENS, STEP_ROWS = 64, 64 * len(TAPS)
+STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)
 ROW_BYTES = WIDTH * 4
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 def to_page(staging: Staging) -> Any:
@@ -203,6 +204,13 @@ def test_rows_of_any_steps_reach_their_readers(
                     assert rows == [row for row in expected if row in rows]
     assert not found, "rows that nobody asked for"
     assert not bench.worker._staging.ring._taken
+
+
+def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing(
+    bench: Bench,
+) -> None:
+    for tap in TAPS:
+        assert not any(t.data_ptr() % ALIGNMENT for t in bench.worker.tensors(tap))
 
 
 def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:

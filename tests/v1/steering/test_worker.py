@@ -3,11 +3,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_ops import ALIGNMENT, Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.v1.capture.rows import StepView
 from vllm.v1.steering.operations import operation
@@ -17,6 +18,7 @@ from vllm.v1.steering.worker import WorkerSteering, token_rows
 
 TAP = (0, "post_block")
 WIDTH = 4
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 def view(*requests: tuple[str, int, int]) -> StepView:
@@ -88,6 +90,13 @@ def start(steering: WorkerSteering, name: str, slot: int, load: Any = None) -> N
     loads = [] if load is None else [(slot, load)]
     step = SteeringStep(loads, {name: SlotUse(slot, 3)})
     steering.update([], [(name, 3)], step)
+
+
+def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing() -> None:
+    taps = [(layer, "post_block") for layer in range(5)]
+    steering = WorkerSteering(config(), taps, 3, torch.bfloat16, torch.device("cpu"))
+    for tap in taps:
+        assert not any(t.data_ptr() % ALIGNMENT for t in steering.tensors(tap))
 
 
 def test_tiers_of_engine_and_request_add_up() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which graphs a step runs: decided without a GPU, over a manager that only counts."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +32,7 @@ STEERING = {tap: 2000 + number for number, tap in enumerate(TAPS)}
 STEERS = frozenset(STEERING.values())
 EVERYTHING = frozenset(CAPTURE.values()) | frozenset(STEERING.values())
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
-
-
-@pytest.fixture(autouse=True)
-def families_are_put_back() -> Iterator[None]:
-    before = Launch.taps, Launch.families
-    yield
-    Launch.taps, Launch.families = before
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 class Manager:

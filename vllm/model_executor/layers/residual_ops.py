@@ -14,6 +14,10 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
+ALIGNMENT = 16
+"""Bytes. Compiled code copies arguments that are not aligned so, if the ones that it
+was compiled for were, and an op would not know them again: all of a tap's are."""
+
 
 class Launch:
     """Which ops launch in the forward pass under way.
@@ -25,6 +29,8 @@ class Launch:
     """
 
     taps: frozenset[int] = frozenset()
+    known: frozenset[int] | None = None
+    """All ops of the engine; None where there is no engine."""
     families: tuple[frozenset[int], ...] = (frozenset(),)
     """What a recorded graph may launch: at the start nothing first and everything
     last, then what is recorded while serving."""
@@ -33,6 +39,29 @@ class Launch:
     def begin(cls, idle: frozenset[int], families: tuple[frozenset[int], ...]) -> None:
         """An engine begins; what one before it left in this process is forgotten."""
         cls.taps, cls.families = idle, families
+        cls.known = frozenset().union(*families)
+
+    @classmethod
+    def wants(cls, read: torch.Tensor) -> bool:
+        """Whether the op that reads this tensor launches.
+
+        Raises:
+            RuntimeError: it is none of the engine's tensors. Compiled code copies an
+                argument that is aligned otherwise than the one it was compiled for;
+                the op would never launch, and rows would be lost.
+
+        """
+        address = read.data_ptr()
+        if address in cls.taps:
+            return True
+        if cls.known is not None and address not in cls.known:
+            raise RuntimeError(
+                f"a hook point was given other memory than its own: {tuple(read.shape)}"
+                f" of {read.dtype} at an address with {address % ALIGNMENT} bytes over "
+                f"a multiple of {ALIGNMENT}. This is an error of Clearbox, please "
+                "report it with the model's name; --enforce-eager avoids it"
+            )
+        return False
 
 
 if HAS_TRITON:
@@ -164,7 +193,7 @@ def capture_rows(
         partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
 
     """
-    if slots.data_ptr() not in Launch.taps:
+    if not Launch.wants(slots):
         return
     if partial:
         # All ranks launch alike, so all of them come here. The layer goes on with
@@ -230,7 +259,7 @@ def steer_rows(target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) ->
         rows: `[>= T]` int32, a row of the table for each token.
 
     """
-    if table.data_ptr() not in Launch.taps:
+    if not Launch.wants(table):
         return
     width = target.shape[-1]
     if target.dim() > 2:

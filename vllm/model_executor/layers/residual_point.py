@@ -82,7 +82,7 @@ class ResidualTap:
             return self._steer_in_graph(
                 hidden_states, residual, torch.ops.vllm.steer_split_rows
             )
-        if self.edits is None and self.table.data_ptr() not in Launch.taps:
+        if self.edits is None and not Launch.wants(self.table):
             return hidden_states, residual
         tokens = share(len(hidden_states))
         part = ResidualTap(table=self.table, rows=self.rows[tokens])
@@ -133,7 +133,7 @@ class ResidualTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_steer_in_graph`, in a pass that is not compiled: nothing in place."""
         assert self.table is not None and self.rows is not None
-        if self.table.data_ptr() not in Launch.taps:
+        if not Launch.wants(self.table):
             return hidden_states, residual
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         vectors = self.table.index_select(0, self.rows[:tokens])

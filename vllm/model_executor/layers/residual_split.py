@@ -40,7 +40,7 @@ def capture_split_rows(
         staging: `[S, H]` in the stream's dtype.
 
     """
-    if slots.data_ptr() not in Launch.taps:
+    if not Launch.wants(slots):
         return
     # The sum is rounded here as the next fused add-norm rounds it.
     stream = hidden if residual is None else hidden + residual
@@ -78,7 +78,7 @@ def steer_split_rows(
         rows: int32, a row of the table for each token of all ranks, and for padding.
 
     """
-    if table.data_ptr() not in Launch.taps:
+    if not Launch.wants(table):
         return
     steer_rows(target, table, rows[share(len(target))])
 

@@ -33,7 +33,7 @@ class Layout:
     """Staging rows that the step takes."""
     launches: frozenset[int]
     """The ops that must launch, as in `Launch`."""
-    slots: npt.NDArray[np.int32]  # [rows of the step without padding, taps]
+    slots: npt.NDArray[np.int32]  # [taps, rows of the step without padding]
     """Counted from the step's first staging row; -1 where nothing is captured."""
 
 
@@ -89,7 +89,7 @@ class Placement:
 
     def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
         rows = int(view.num_scheduled.sum())
-        slots = np.empty((rows, len(self._addresses)), dtype=np.int32)
+        slots = np.empty((len(self._addresses), rows), dtype=np.int32)
         assign_slots(blocks, 0, slots)
         columns = {column for block in blocks for column in block.columns}
         launches = frozenset(self._addresses[column] for column in columns)

@@ -158,7 +158,7 @@ def pick_rows(
 def assign_slots(
     blocks: Sequence[Block],
     base: int,
-    slots: npt.NDArray[np.int32],  # [num_rows, taps of this process]
+    slots: npt.NDArray[np.int32],  # [taps of this process, num_rows]
 ) -> None:
     """Write each selected row's staging row into `slots`, from `base` on.
 
@@ -172,10 +172,10 @@ def assign_slots(
         )
         columns = np.asarray(block.columns)
         taps = len(block.columns)
-        slots[rows[:, None], columns[None, :]] = (
+        slots[columns[:, None], rows[None, :]] = (
             base
-            + np.arange(taps)[None, :] * block.num_rows
-            + np.arange(block.num_rows)[:, None]
+            + np.arange(taps)[:, None] * block.num_rows
+            + np.arange(block.num_rows)[None, :]
         )
         base += taps * block.num_rows
 

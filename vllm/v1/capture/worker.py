@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.residual_ops import ALIGNMENT
+from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
@@ -78,10 +80,10 @@ class WorkerCapture:
         self._staging = Staging(
             num_rows if self._takes_rows else 1, width, dtype, device
         )
-        # Recorded graphs hold the address. Token-major, so that the rows of a
-        # step are one contiguous copy; -1 wherever nothing is captured.
+        # Recorded graphs hold the address; -1 wherever nothing is captured.
+        length = round_up(max_rows, ALIGNMENT // torch.int32.itemsize)
         self._slots = torch.full(
-            (max_rows, len(taps)), -1, dtype=torch.int32, device=device
+            (len(taps), length), -1, dtype=torch.int32, device=device
         )
         self._base = torch.zeros(1, dtype=torch.int32, device=device)
         self._laid: Layout | None = None
@@ -90,8 +92,7 @@ class WorkerCapture:
         """The slots below may hold something."""
         self._vllm_config = vllm_config
         self.addresses = {
-            tap: self._slots[:, column].data_ptr()
-            for tap, column in self._columns.items()
+            tap: self._slots[column].data_ptr() for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
         self._placement = Placement(list(self.addresses.values()))
@@ -143,7 +144,7 @@ class WorkerCapture:
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slots of the hook point `tap`, where they begin, what it writes."""
-        return self._slots[:, self._columns[tap]], self._base, self._staging.rows
+        return self._slots[self._columns[tap]], self._base, self._staging.rows
 
     def summary(self) -> str:
         """For the log: the budget, and what happens where it does not suffice."""
@@ -338,14 +339,14 @@ class WorkerCapture:
     def clear_slots(self) -> None:
         """A graph that always launches its taps must find nothing to do."""
         if self._written:
-            self._slots[: self._written].fill_(-1)
+            self._slots[:, : self._written].fill_(-1)
             self._laid, self._written = None, 0
 
     def _lay(self, layout: Layout, num_rows: int) -> None:
         """Write a layout's slots, and that the rows behind it have none."""
-        behind = max(num_rows, self._written) - len(layout.slots)
-        slots = np.pad(layout.slots, ((0, behind), (0, 0)), constant_values=-1)
-        async_tensor_h2d(slots, out=self._slots[: len(slots)])
+        behind = max(num_rows, self._written) - layout.slots.shape[1]
+        slots = np.pad(layout.slots, ((0, 0), (0, behind)), constant_values=-1)
+        async_tensor_h2d(slots, out=self._slots[:, : slots.shape[1]])
         self._laid, self._written = layout, num_rows
 
     def _reserve(self, num_rows: int) -> Segment:

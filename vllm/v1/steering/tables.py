@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from vllm.model_executor.layers.residual_ops import ALIGNMENT
+from vllm.utils.math_utils import round_up
 from vllm.v1.steering.plan import (
     NO_STEERING,
     PackedVectors,
@@ -43,8 +45,10 @@ class SteeringTables:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
         # nothing change no bit.
+        # Each tap's table is aligned, whatever the width.
+        length = round_up(num_rows, ALIGNMENT // dtype.itemsize)
         self._table = torch.full(
-            (len(taps), num_rows, width), -0.0, dtype=dtype, device=device
+            (len(taps), length, width), -0.0, dtype=dtype, device=device
         )
         self._filled: dict[int, set[Tap]] = {}
         self.loaded: dict[int, SteeringTiers] = {}
