@@ -32,7 +32,7 @@ def made(op: Any, positions: Any = None, seed: int = 0, **fields: Any) -> Operat
 def tiers(**named: list[Operation]) -> SteeringTiers:
     return SteeringTiers(
         **{
-            name: PackedVectors((), b"", "", tuple(operations))
+            name: PackedVectors((), memoryview(b""), "", tuple(operations))
             for name, operations in named.items()
         }
     )

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.steering.caching import EngineSteering, extra_keys
+from vllm.v1.steering.caching import EngineSteering, extra_keys, tiers_of
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
-from vllm.v1.steering.scheduling import SteeringScheduling
+from vllm.v1.steering.scheduling import SteeringScheduling, take_vectors_off
 
 
 def request(name: str, config: int | None) -> Any:
@@ -61,6 +61,14 @@ def test_a_preempted_request_gives_its_slot_back_and_takes_one_again() -> None:
     steering.release(one)
     steering.release(one)
     assert steering.slots.in_use == 0
+
+
+def test_workers_are_not_sent_the_vectors_of_requests() -> None:
+    requests = [request("steered", 1), request("plain", None)]
+    sent = [SimpleNamespace(sampling_params=r.sampling_params) for r in requests]
+    take_vectors_off([*sent, SimpleNamespace(sampling_params=None)])  # One that pools.
+    assert [one.sampling_params._steering for one in sent] == [None, None]
+    assert tiers_of(requests[0]) is not None, "the scheduler still needs them"
 
 
 def test_a_step_without_new_steered_requests_sends_nothing() -> None:

@@ -8,7 +8,8 @@ module imports neither torch nor the rest of steering, because
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from pickle import PickleBuffer
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,12 +30,22 @@ class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
 
     taps: tuple[Tap, ...]
     """Sorted."""
-    data: bytes
-    """float32 `[len(taps), hidden_size]`, row-major."""
+    data: memoryview
+    """float32 `[len(taps), hidden_size]`, row-major; a view, so that who receives a
+    message copies nothing."""
     digest: str
     """SHA-256 of the other two, the same in every process; empty without vectors."""
     operations: tuple[Operation, ...] = ()
     """In the order in which they were written."""
+
+    def __deepcopy__(self, memo: Any) -> "PackedVectors":
+        return self  # Nobody changes it.
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        data: Any = bytes(self.data)
+        if int(protocol) >= 5:
+            data = PickleBuffer(data)
+        return _unpickled, (self.taps, data, self.digest, self.operations)
 
     @property
     def identity(self) -> str:
@@ -50,6 +61,12 @@ class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
         return dict(zip(self.taps, rows.reshape(len(self.taps), -1), strict=True))
 
 
+def _unpickled(
+    taps: tuple[Tap, ...], data: Any, digest: str, operations: tuple[Operation, ...]
+) -> PackedVectors:
+    return PackedVectors(taps, memoryview(data), digest, operations)
+
+
 def pack(
     vectors: Vectors,
     operations: Sequence[Operation] = (),
@@ -63,13 +80,14 @@ def pack(
     """
     taps = tuple(sorted(tap for tap, v in vectors.items() if keep_zeros or v.any()))
     if not taps:
-        return PackedVectors((), b"", "", tuple(operations)) if operations else None
+        empty = memoryview(b"")
+        return PackedVectors((), empty, "", tuple(operations)) if operations else None
     # Adding 0.0 turns -0.0 into 0.0: equal vectors get equal bytes.
     rows = np.stack([vectors[tap] for tap in taps]).astype("<f4", copy=False) + 0.0
     data = rows.astype("<f4", copy=False).tobytes()
     digest = hashlib.sha256(repr((taps, rows.shape[1])).encode())
     digest.update(data)
-    return PackedVectors(taps, data, digest.hexdigest(), tuple(operations))
+    return PackedVectors(taps, memoryview(data), digest.hexdigest(), tuple(operations))
 
 
 def digest_of(*parts: PackedVectors | None) -> str:

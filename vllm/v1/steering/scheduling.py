@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the scheduler: who gets a slot, who waits, who gives one back."""
 
+from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.steering.caching import (
@@ -17,6 +19,7 @@ from vllm.v1.steering.wire import SlotUse, SteeringStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.request import Request
 
 
@@ -95,6 +98,15 @@ class SteeringScheduling:
         """What to send with this step, None where there is nothing."""
         step, self._step = self._step, SteeringStep()
         return step if step.uses else None
+
+
+def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
+    """What workers hear of requests names no vectors: they may be megabytes."""
+    for request in requests:
+        params = request.sampling_params
+        if params is not None and params._steering is not None:
+            request.sampling_params = copy(params)
+            request.sampling_params._steering = None
 
 
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:

@@ -9,7 +9,7 @@ EDITS = [
         why="The scheduler's part of capture.",
     ),
     add_import(
-        "from vllm.v1.steering.scheduling import steering_scheduling",
+        "from vllm.v1.steering.scheduling import steering_scheduling, take_vectors_off",
         why="The scheduler's part of steering.",
     ),
     last(
@@ -111,6 +111,14 @@ if not self.steering.admits(request):
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
         insert="self.steering.begin(request)",
         why="A request takes its slot when it runs, not earlier.",
+    ),
+    before(
+        scope="Scheduler.schedule",
+        anchor=(
+            'with record_function_or_nullcontext("schedule: make_cached_request_data"):'
+        ),
+        insert="take_vectors_off(new_reqs_data)",
+        why="Workers get vectors with the slots that hold them, once.",
     ),
     add_argument(
         scope="Scheduler.schedule",
