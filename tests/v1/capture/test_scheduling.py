@@ -22,8 +22,8 @@ def request(plan: CapturePlan | None, name: str = "r") -> Any:
     return SimpleNamespace(request_id=name, sampling_params=params)
 
 
-def scheduling_of(budget: int, *requests: Any) -> CaptureScheduling:
-    scheduling = CaptureScheduling(budget)
+def scheduling_of(budget: int, *requests: Any, tokens: int = 1) -> CaptureScheduling:
+    scheduling = CaptureScheduling(budget, tokens)
     for one in requests:
         scheduling.add_request(one)
     return scheduling
@@ -72,6 +72,27 @@ def test_step_by_step_every_token_is_scheduled(plan: CapturePlan, budget: int) -
     assert steps <= max(1, 2 * -(-total // budget) + 1)
 
 
+@given(
+    st.lists(st.tuples(plans, st.integers(0, END), st.integers(0, 10)), min_size=1),
+    st.integers(1, 60),
+    st.integers(1, 400),
+)
+def test_rows_are_counted_as_long_as_a_step_could_have_too_many(
+    batch: list, tokens: int, budget: int
+) -> None:
+    requests = [request(plan, f"r{i}") for i, (plan, _, _) in enumerate(batch)]
+    scheduling = scheduling_of(budget, *requests, tokens=tokens)
+    rows = taken = 0
+    for plan, computed, num_tokens in batch:
+        granted = min(num_tokens, tokens - taken)
+        taken += granted
+        rows += plan.rows_in(computed, computed + granted)
+    assert scheduling.counts or rows <= budget
+    for one in requests:
+        scheduling.forget(one.request_id)
+    assert not scheduling.counts
+
+
 def test_requests_without_a_plan_are_not_limited() -> None:
     plain, pooled = request(None), request(None, "pooled")
     pooled.sampling_params = None
@@ -100,7 +121,7 @@ def test_cached_blocks_end_where_captured_rows_begin(
 
 
 def test_ends_travel_once() -> None:
-    scheduling = CaptureScheduling(1)
+    scheduling = CaptureScheduling(1, 1)
     end = CaptureEnd("r", "", [], 0, "stop", [])
     assert scheduling.take_ends() is None
     scheduling.add_ends([end])

@@ -72,7 +72,13 @@ def loadable_tokens(request: "Request", local: int, external: int) -> int:
 class CaptureScheduling:
     """Bounds the captured rows of a step, and carries ends to the workers."""
 
-    def __init__(self, rows_per_step: int) -> None:
+    def __init__(self, rows_per_step: int, tokens_per_step: int) -> None:
+        """Begin; a step computes at most so many tokens, and stages so many rows."""
+        self.counts = False
+        """Whether a step could have too many rows, so that they must be counted."""
+        self._most_taps = rows_per_step // tokens_per_step
+        self._large: set[str] = set()
+        """The requests for whose sake rows are counted."""
         self._rows_per_step = rows_per_step
         self._rows = 0
         """Of the step, without what is not counted yet."""
@@ -89,6 +95,9 @@ class CaptureScheduling:
         plan = plan_of(request)
         if plan is not None:
             self._plans[request.request_id] = plan, plan.num_taps
+            if plan.num_taps > self._most_taps:
+                self._large.add(request.request_id)
+                self.counts = True
 
     def forget(self, request_id: str) -> bool:
         """Whether a request that has ended was this engine's, which is asked once.
@@ -96,6 +105,8 @@ class CaptureScheduling:
         Under data parallelism every engine hears of every end, and only the one
         that had the request may answer.
         """
+        self._large.discard(request_id)
+        self.counts = bool(self._large)
         return self._plans.pop(request_id, None) is not None
 
     def new_step(self) -> None:
@@ -107,7 +118,7 @@ class CaptureScheduling:
         """How many of `num_tokens`, from position `computed` on, fit this step.
 
         What does not fit is scheduled in a later step: nothing fails, no row is
-        lost.
+        lost. To be asked while rows are counted.
         """
         found = self._plans.get(request.request_id)
         if found is None or num_tokens <= 0:
@@ -128,7 +139,7 @@ class CaptureScheduling:
         return low
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
-        """The step will compute these tokens of the request."""
+        """The step will compute these tokens of the request; while rows are counted."""
         found = self._plans.get(request.request_id)
         if found is not None:
             plan, taps = found
@@ -166,4 +177,7 @@ class CaptureScheduling:
 def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
     """The scheduler's part of capture for a configuration."""
     config = vllm_config.capture_config
-    return CaptureScheduling(config.rows_per_step(row_bytes(vllm_config.model_config)))
+    return CaptureScheduling(
+        config.rows_per_step(row_bytes(vllm_config.model_config)),
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )

@@ -108,18 +108,17 @@ class WorkerSteering:
 
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Find the row of each token; the ops that must launch to add vectors."""
+        if self.tables.is_empty and not self._slots:
+            return self._plan_nothing()
         if self._continues(view):
             return self._launches
         self._unchanged = False
         self._decoding = None
         rows = self._request_rows(view)
         self._rows = None
-        filled: set[Tap] = set()
         lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
-        if rows is not None:
-            filled = self.tables.filled_taps(np.unique(rows).tolist())
+        filled = self.tables.filled_taps(np.unique(rows).tolist())
         if filled:
-            assert rows is not None
             self._rows = token_rows(rows, np.asarray(lengths), view)
         self._launches = frozenset(self.addresses[tap] for tap in filled)
         self._plan_edits(view)
@@ -127,6 +126,14 @@ class WorkerSteering:
             self._decoding = list(view.req_ids), np.asarray(lengths, dtype=np.int64)
             if (view.num_computed < self._decoding[1]).any():
                 self._decoding = None
+        return self._launches
+
+    def _plan_nothing(self) -> frozenset[int]:
+        """A step that nothing steers, as most are: as little as can be."""
+        self._rows = self._decoding = None
+        self._unchanged = not self._written
+        self._launches = frozenset()
+        self.end_step()
         return self._launches
 
     def _continues(self, view: StepView) -> bool:
@@ -161,10 +168,8 @@ class WorkerSteering:
         own = [] if slot is None else [self.tables.loaded[slot]]
         return [self.tables.tiers, *own]
 
-    def _request_rows(self, view: StepView) -> npt.NDArray[np.int32] | None:
-        """Prefill and decode row of each request; None where all of them are zero."""
-        if self.tables.is_empty and not self._slots:
-            return None
+    def _request_rows(self, view: StepView) -> npt.NDArray[np.int32]:
+        """Prefill and decode row of each request `[num_reqs, 2]`."""
         if self.tables.is_empty:
             plain_prefill = plain_decode = ZERO_ROW
         else:

@@ -37,38 +37,42 @@ self.steering = steering_scheduling(self.vllm_config)
             "num_new_tokens = min("
             "num_new_tokens, token_budget, input_budget - draft_slots)"
         ),
-        insert=(
-            "num_new_tokens = self.capture.limit("
-            "request, request.num_computed_tokens, num_new_tokens)"
-        ),
+        insert="""
+if self.capture.counts:
+    num_new_tokens = self.capture.limit(
+        request, request.num_computed_tokens, num_new_tokens
+    )
+""",
         why="A running request gets as many tokens as its rows fit.",
     ),
     after(
         scope="Scheduler.schedule",
         anchor="num_new_tokens = request.num_tokens - num_computed_tokens",
         insert="""
-request_token_budget = self.capture.limit(
-    request, num_computed_tokens, request_token_budget
-)
-if request_token_budget == 0:
-    break
+if self.capture.counts:
+    request_token_budget = self.capture.limit(
+        request, num_computed_tokens, request_token_budget
+    )
+    if request_token_budget == 0:
+        break
 """,
         why="A waiting request gets as many tokens as its rows fit.",
     ),
     after(
         scope="Scheduler.schedule",
         anchor="req_to_new_blocks[request_id] = new_blocks",
-        insert=(
-            "self.capture.scheduled("
-            "request, request.num_computed_tokens, num_new_tokens)"
-        ),
+        insert="""
+if self.capture.counts:
+    self.capture.scheduled(request, request.num_computed_tokens, num_new_tokens)
+""",
         why="A running request takes its share of the budget.",
     ),
     before(
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
         insert="""
-self.capture.scheduled(request, num_computed_tokens, num_new_tokens)
+if self.capture.counts:
+    self.capture.scheduled(request, num_computed_tokens, num_new_tokens)
 self.capture.begins(request)
 """,
         why="A request that was waiting takes its share of the budget.",
