@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
 from benchmarks.child import Child, answers, requests  # noqa: E402
-from benchmarks.decode_step import MODELS, describe, model_folder  # noqa: E402
 from benchmarks.host_memory import NAME, plug_in  # noqa: E402
+from benchmarks.llamas import MODELS, describe, model_folder  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "bandwidth"
 ENVIRONMENT = {

@@ -113,23 +113,21 @@ def _overhead(report: Report) -> list[Panel]:
 
 def _decode_step(report: Report) -> list[Panel]:
     aims = goals.DECODE_STEP.get(report["model"].partition(":")[0], {})
-    several = len(report["variants"]) > 3  # more than upstream, once more, and one
+    several = len(report["variants"]) > 2  # more than upstream and one
     rows = []
     for name, variant in report["variants"].items():
         ranges = variant.get("range", {})
         for case, by_batch in variant["ratio"].items():
-            if name == "upstream":
-                continue
             label = case if case != "plain" else "nobody captures or steers"
-            if name == "upstream again":
-                label = "upstream once more (noise)"
+            if name == "upstream":
+                label = "upstream / upstream (noise)"
             elif several:
                 label = f"{name}: {label}"
             marks = []
             for batch, ratio in by_batch.items():
                 low, high = ranges.get(case, {}).get(batch, (ratio, ratio))
                 marks.append(Mark(ratio, low, high, label=f"batch {batch}"))
-            goal = aims.get(case) if name != "upstream again" else None
+            goal = aims.get(case) if name != "upstream" else None
             rows.append(Row(label, tuple(marks), goal))
     return [Panel("GPU time of a decode step / upstream", tuple(rows))]
 

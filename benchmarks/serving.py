@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
 from benchmarks.child import Child  # noqa: E402
-from benchmarks.decode_step import MODELS, describe, model_folder  # noqa: E402
 from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
 from benchmarks.host_memory import plug_in  # noqa: E402
+from benchmarks.llamas import MODELS, describe, model_folder  # noqa: E402
 from benchmarks.served import Server  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "serving"

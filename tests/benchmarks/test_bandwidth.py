@@ -11,8 +11,8 @@ import torch
 from benchmarks import stages
 from benchmarks.bandwidth import evaluated
 from benchmarks.charts import chart_of
-from benchmarks.decode_step import MODELS
 from benchmarks.host_memory import NAME, HostMemory, plug_in
+from benchmarks.llamas import MODELS
 from benchmarks.reports import engine_facts, summary
 from vllm.v1.capture.registry import build_consumer, consumer_names
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import reports
 from benchmarks.charts import Goal, Mark, Row, chart_of
-from benchmarks.decode_step import evaluated
+from benchmarks.decode_step import compare
 from benchmarks.plots import draw, plot_beside
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -98,25 +98,40 @@ def test_a_report_of_something_else_is_refused() -> None:
         chart_of({"command": "python other.py"})
 
 
-def test_a_decode_steps_ratios_are_to_upstreams_median() -> None:
-    base = {"tokens": [[1]], "times": {"plain": {"1": [1.0, 2.0, 9.0]}}}
-    run = {
-        "tokens": [[1]],
-        "times": {"one layer captured": {"1": [2.0, 3.0, 4.0]}},
-        "start_seconds": 50.0,
-    }
-    found = evaluated(run, base)
-    assert found["ratio"] == {"one layer captured": {"1": 1.5}}
-    assert found["range"] == {"one layer captured": {"1": [1.0, 2.0]}}
-    assert found["same_tokens_as_upstream"] and "tokens" not in found
+def test_a_decode_steps_ratios_are_to_upstreams_beside_it() -> None:
+    # The clock gets slower, by as much for both.
+    asked: list[str] = []
+
+    def upstream(case: str, batch: int) -> float:
+        asked.append(case)
+        return 1.0 * batch + len(asked)
+
+    def fork(case: str, batch: int) -> float:
+        asked.append("fork's " + case)
+        return 1.5 * batch + 1.5 * len(asked)
+
+    found = compare(upstream, fork, ["one layer captured"], [1000], rounds=5)
+    assert asked[:4] == [
+        "plain",
+        "fork's one layer captured",
+        "fork's one layer captured",
+        "plain",
+    ]
+    ratio = found["ratio"]["one layer captured"][1000]
+    low, high = found["range"]["one layer captured"][1000]
+    assert low < ratio < high and ratio == pytest.approx(1.5, abs=0.002)
+    noise = compare(lambda *_: 2.0, lambda *_: 2.0, ["plain"], [1000], rounds=1)
     report = {
         "command": "python benchmarks/decode_step.py",
         "model": "8b: Llama",
-        "variants": {"upstream": evaluated(base, base), "both": found},
+        "variants": {"upstream": noise, "both": found},
     }
     (rows,) = rows_of(report).values()
+    assert rows["upstream / upstream (noise)"].marks[0].median == 1.0
     assert rows["one layer captured"] == Row(
-        "one layer captured", (Mark(1.5, 1.0, 2.0, label="batch 1"),), Goal(1.01)
+        "one layer captured",
+        (Mark(ratio, low, high, label="batch 1000"),),
+        Goal(1.01),
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, taps, wanted
 from vllm.v1.capture.rows import (
+    Decoding,
     StepView,
     assign_slots,
     local_groups,
@@ -96,3 +97,28 @@ def test_blocks_do_not_grow_with_the_number_of_layers(
     blocks = pick_rows(view, groups)
     most = Counter(block.columns for block in blocks).most_common(1)
     assert not most or most[0][1] == 1
+
+
+@given(st.data())
+def test_a_step_goes_on_if_it_has_the_next_token_of_each_request(
+    data: st.DataObject,
+) -> None:
+    names = data.draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True))
+    computed = np.array([data.draw(st.integers(0, 3)) for _ in names], dtype=np.int32)
+    one = np.ones(len(names), dtype=np.int32)
+    decoding = Decoding(StepView(names, computed, one, len(names)))
+    for step in range(1, 4):
+        again = data.draw(st.sampled_from([names, names, names[::-1], names[:-1]]))
+        moved = computed[: len(again)] + step
+        counts = np.ones(len(again), dtype=np.int32)
+        if again and data.draw(st.integers(0, 3)) == 0:
+            changed = data.draw(st.sampled_from([moved, counts]))
+            changed[data.draw(st.integers(0, len(again) - 1))] += 1
+        goes_on = (
+            again == names
+            and (counts == 1).all()
+            and moved.tolist() == (computed + step).tolist()
+        )
+        assert decoding.goes_on(StepView(again, moved, counts, len(again))) == goes_on
+        if not goes_on:
+            return

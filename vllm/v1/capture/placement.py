@@ -16,6 +16,7 @@ import numpy.typing as npt
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.rows import (
     Block,
+    Decoding,
     LocalGroup,
     StepView,
     assign_slots,
@@ -53,9 +54,8 @@ class Placement:
         self._addresses = addresses
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._last: Placed | None = None
-        self._req_ids: list[str] = []
-        self._next = np.zeros(0, dtype=np.int64)
-        """Position of each request's next token, if the next step is like the last."""
+        self._decoding: Decoding | None = None
+        """The last step, if the next may be like it."""
         self._steps_left = 0
         """How many more such steps would capture the same taps of the same requests."""
 
@@ -78,7 +78,6 @@ class Placement:
             return None
         if self._continues(view):
             self._steps_left -= 1
-            self._next += 1
             if self._last is not None:
                 self._last = Placed(self._last.layout, self._last.shift + 1)
             return self._last
@@ -99,8 +98,8 @@ class Placement:
         return (
             self._steps_left > 0
             and view.true_starts is None
-            and view.decodes(self._req_ids)
-            and bool((view.num_computed == self._next).all())
+            and self._decoding is not None
+            and self._decoding.goes_on(view)
         )
 
     def _remember(self, view: StepView) -> None:
@@ -108,12 +107,11 @@ class Placement:
         self._steps_left = 0
         if view.true_starts is not None or not view.only_decodes:
             return
-        self._req_ids = list(view.req_ids)
-        self._next = np.asarray(view.num_computed, dtype=np.int64) + 1
+        self._decoding = Decoding(view)
         self._steps_left = min(
             (
                 steps_alike(groups, int(position))
-                for req_id, position in zip(self._req_ids, view.num_computed)
+                for req_id, position in zip(view.req_ids, view.num_computed)
                 if (groups := self._groups.get(req_id))
             ),
             default=OPEN_END,

@@ -43,20 +43,40 @@ class StepView(NamedTuple):
         """Whether every request has one token."""
         return bool((self.num_scheduled == 1).all())
 
-    def decodes(self, req_ids: Sequence[str]) -> bool:
-        """Whether it has one token of each of these requests, in this order."""
-        return (
-            len(self.num_scheduled) == len(req_ids)
-            and self.only_decodes
-            and list(self.req_ids) == req_ids
-        )
-
     def settled(self) -> "StepView":
         """The view with true positions. Waits for the device if they are there."""
         if self.true_starts is None:
             return self
         starts = self.true_starts().cpu().numpy()
         return self._replace(num_computed=starts, true_starts=None)
+
+
+class Decoding:
+    """A step of one token a request, as most are: is the next one like it?
+
+    Bytes are compared, as NumPy's operations take longer than all else that is done
+    for such a step.
+    """
+
+    def __init__(self, view: StepView) -> None:
+        """Begin with a step that has one token of each of its requests."""
+        self._req_ids = list(view.req_ids)
+        self._scheduled = view.num_scheduled.tobytes()
+        self._next = view.num_computed + 1
+
+    def goes_on(self, view: StepView) -> bool:
+        """Whether a step has the next token of each of these requests, in this order.
+
+        If so, the step behind it is asked for from now on.
+        """
+        same = (
+            view.num_computed.tobytes() == self._next.tobytes()
+            and view.num_scheduled.tobytes() == self._scheduled
+            and list(view.req_ids) == self._req_ids
+        )
+        if same:
+            self._next += 1
+        return same
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.rows import StepView
+from vllm.v1.capture.rows import Decoding, StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.planning import plan_edits, row_edit
 from vllm.v1.steering.slots import (
@@ -59,8 +59,8 @@ class WorkerSteering:
         self._unchanged = False
         """Whether `row_index` holds what the planned step reads."""
         self._launches: frozenset[int] = frozenset()
-        self._decoding: tuple[list[str], npt.NDArray[np.int64]] | None = None
-        """Requests and prompt lengths of the last step, if all of them decoded."""
+        self._decoding: Decoding | None = None
+        """The last step, if the next may be steered like it."""
         self._taps: dict[Tap, ResidualTap] = {}
         self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
         """What the op of each tap is known by, as in `Launch`."""
@@ -110,22 +110,21 @@ class WorkerSteering:
         """Find the row of each token; the ops that must launch to add vectors."""
         if self.tables.is_empty and not self._slots:
             return self._plan_nothing()
-        if self._continues(view):
+        if self._decoding is not None and self._decoding.goes_on(view):
             return self._launches
         self._unchanged = False
         self._decoding = None
         rows = self._request_rows(view)
         self._rows = None
-        lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
+        lengths = np.asarray([self._prompt_lengths.get(r, 0) for r in view.req_ids])
         filled = self.tables.filled_taps(np.unique(rows).tolist())
         if filled:
-            self._rows = token_rows(rows, np.asarray(lengths), view)
+            self._rows = token_rows(rows, lengths, view)
         self._launches = frozenset(self.addresses[tap] for tap in filled)
         self._plan_edits(view)
         if not self.tables.has_operations and view.only_decodes:
-            self._decoding = list(view.req_ids), np.asarray(lengths, dtype=np.int64)
-            if (view.num_computed < self._decoding[1]).any():
-                self._decoding = None
+            of_prompts = bool((view.num_computed < lengths).any())
+            self._decoding = None if of_prompts else Decoding(view)
         return self._launches
 
     def _plan_nothing(self) -> frozenset[int]:
@@ -135,13 +134,6 @@ class WorkerSteering:
         self._launches = frozenset()
         self.end_step()
         return self._launches
-
-    def _continues(self, view: StepView) -> bool:
-        """Whether the step reads what the last one did: the same requests decode."""
-        if self._decoding is None:
-            return False
-        req_ids, lengths = self._decoding
-        return view.decodes(req_ids) and bool((view.num_computed >= lengths).all())
 
     @property
     def runs_eagerly(self) -> bool:
