@@ -41,6 +41,14 @@ class Conditional(Woven):
     hook_points_unless = ("several streams",)
 
 
+class Doubled(Woven):
+    """As many attentions as its decoder has layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleList([Strange(), Strange()])
+
+
 class Decoder(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -96,6 +104,12 @@ def test_a_configuration_that_is_refused_says_what_there_would_be() -> None:
 def test_lists_of_other_lengths_are_not_the_decoder_s_stack() -> None:
     layers = find(Decoder(Strange(), Strange(), Strange()))
     assert layers == TappedLayers({}, ())
+
+
+def test_lists_inside_of_layers_are_not_the_decoder_s_stack() -> None:
+    layers = find(Decoder(Doubled(), Doubled()))
+    assert layers.refusals == ()
+    assert set(layers.points) == {0, 1}
 
 
 def test_layers_of_other_pipeline_stages_are_passed_over() -> None:

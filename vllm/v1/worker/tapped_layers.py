@@ -82,11 +82,21 @@ def _decoder_of(model: nn.Module) -> nn.Module:
 
 def _weave_the_rest(decoder: nn.Module, num_layers: int) -> Iterator[str]:
     """Weave the layers that have no hook points; why it failed, where it did."""
-    for stack in decoder.modules():
-        if isinstance(stack, nn.ModuleList) and len(stack) == num_layers:
-            for layer in stack:
-                if not isinstance(layer, PPMissingLayer) and not _is_tapped(layer):
-                    yield from _woven_now(layer)
+    for stack in _stacks(decoder, num_layers):
+        for layer in stack:
+            if not isinstance(layer, PPMissingLayer) and not _is_tapped(layer):
+                yield from _woven_now(layer)
+
+
+def _stacks(decoder: nn.Module, num_layers: int) -> Iterator[nn.ModuleList]:
+    """The lists of layers; one inside a layer is a list of parts, however long."""
+    within: set[nn.Module] = set()
+    for module in decoder.modules():  # a parent comes before its parts
+        if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
+            continue
+        if module not in within:
+            within.update(module.modules())
+            yield module
 
 
 def _is_tapped(layer: nn.Module) -> bool:
