@@ -7,6 +7,7 @@ Environment: `PARITY_JOBS`, how many at a time; `PARITY_RECORD=1`, whether to re
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +22,11 @@ Outcome = tuple[Compared, dict[int, tuple[str, ...]]]
 class Suite:
     """Cases under way; a test waits for its own."""
 
-    def __init__(self, cases: Sequence[Case], device: str) -> None:
+    def __init__(
+        self, cases: Sequence[Case], device: str, path: Path = results.RESULTS
+    ) -> None:
         self.device = device
+        self._path = path
         self._forms = {case: case.on(device) for case in cases}
         self._pool = ThreadPoolExecutor(int(os.environ.get("PARITY_JOBS", "2")))
         self._under_way: dict[Case, Future[Outcome]] = {
@@ -54,7 +58,7 @@ class Suite:
         self._pool.shutdown(cancel_futures=True)
         if os.environ.get("PARITY_RECORD") == "1":
             found = {form: self._entry(case) for case, form in self._forms.items()}
-            results.record(found, self.device)
+            results.record(found, self.device, self._path)
 
     def _entry(self, case: Case) -> results.Entry:
         if reason := self.obstacle(case):
@@ -62,7 +66,10 @@ class Suite:
         future = self._under_way[case]
         if future.cancelled():
             return results.failure("the run was broken off")
+        # Whatever one case raised, the others are recorded.
         error = future.exception()
         if isinstance(error, CaseFailed):
             return results.failure(error.summary)
+        if error is not None:
+            return results.failure(f"{type(error).__name__}: {error}")
         return results.outcome(self._forms[case], *future.result())

@@ -2,7 +2,6 @@
 """State-space, linear-attention and convolution mixers, alone or with attention."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -133,12 +132,12 @@ def case(
     variant: str = "plain",
     twin: Twin | None = None,
     cannot: str = "",
-    on_cpu: Mapping[str, Any] = MappingProxyType({}),
+    on_cpu: Mapping[str, Any] | None = None,
     note: str = "",
     **options: Any,
 ) -> Case:
     return Case(
-        on_cpu=on_cpu,
+        on_cpu=on_cpu or {},
         note=note,
         twin=twin,
         cannot=cannot,
