@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.engines.models import randomise
+from tests.parity.needs import Need
 from tests.parity.recipe import PLAIN, Recipe
 from tests.parity.substitutes import Substitute
 from tests.parity.twins import Twin
@@ -79,6 +80,8 @@ class Case:
     """What else is to know of how it is compared."""
     cannot: str = ""
     """Why upstream cannot run it on a CPU."""
+    needs: tuple[Need, ...] = ()
+    """Libraries without which upstream cannot run it on a GPU."""
     never: str = ""
     """Why it cannot be compared on any device."""
     loader: str = "AutoModelForCausalLM"
@@ -112,7 +115,11 @@ class Case:
 
     def obstacle(self, device: str) -> str | None:
         """Why upstream itself cannot run it there."""
-        return self.never or (self.cannot if device == "cpu" else "") or None
+        if self.never:
+            return self.never
+        if device == "cpu":
+            return self.cannot or None
+        return next((need.reason for need in self.needs if not need.is_met()), None)
 
     def on(self, device: str) -> "Case":
         """The case as upstream can run it there."""

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.cases import GENTLE, Case, common
+from tests.parity.needs import CUTLASS, DEEP_GEMM, Need
 from tests.parity.substitutes import EXACT_GELU
 from tests.parity.twins import Twin
+from vllm.utils import import_utils
 
 PLAIN = {"architecture": "ToyForCausalLM", "model_type": "llama", "options": common()}
 
@@ -24,6 +27,21 @@ def test_some_obstacles_are_a_cpu_s_alone() -> None:
     unable = Case(**PLAIN, cannot="no kernel")
     assert (unable.obstacle("cpu"), unable.obstacle("cuda")) == ("no kernel", None)
     assert Case(**PLAIN, never="lost weights").obstacle("cuda") == "lost weights"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_library_that_is_missing_is_a_gpu_s_obstacle(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_utils, "has_cutedsl", lambda: there)
+    case = Case(**PLAIN, needs=(CUTLASS,))
+    assert case.obstacle("cpu") is None
+    assert case.obstacle("cuda") == (None if there else CUTLASS.reason)
+
+
+@pytest.mark.parametrize("need", [CUTLASS, DEEP_GEMM], ids=lambda need: need.check)
+def test_upstream_says_whether_a_library_is_there(need: Need) -> None:
+    assert need.is_met() in (True, False)
 
 
 def test_what_a_comparison_does_besides_is_noted() -> None:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries that upstream's models need on a GPU, and that not every machine has.
+
+Upstream's wheel for GPUs brings or asks for them; a machine on which only a part of it
+is installed may lack them. A case says what it needs, and is skipped without it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A library that upstream itself looks for."""
+
+    check: str
+    """The function of upstream's `import_utils` that says whether it is there."""
+    reason: str
+    """Why nothing can be compared without it."""
+
+    def is_met(self) -> bool:
+        """Whether it can be imported here."""
+        from vllm.utils import import_utils
+
+        return bool(getattr(import_utils, self.check)())
+
+
+CUTLASS = Need(
+    "has_cutedsl",
+    "upstream's model of it imports `cutlass`, CUTLASS's Python DSL, which is not"
+    " installed",
+)
+DEEP_GEMM = Need(
+    "has_deep_gemm",
+    "upstream's indexer of sparse attention requires DeepGEMM, which is not installed",
+)
