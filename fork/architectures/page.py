@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ same list, with the classes and the conditions under which a configuration is re
 - **by** says what placed the points: *analysis*, or a *rule* that helps it.
 - **CPU** and **CUDA** give the largest relative error of any captured row, by dtype,
   and of a change at a hook point after `/`; **TP** and **PP** whether several
-  processes were compared too. A dash: not compared there.
+  processes were compared too. A dash: not compared there. After `≤` stands what the
+  tests allow: they passed, in a run that kept no figures.
 
 An architecture that is refused runs as upstream's. A server that is asked to capture
 or steer with it stops when it starts, and says why.
@@ -134,7 +136,8 @@ def _placed_by(row: ArchitectureReport) -> str:
 
 def _compared(found: list[Mapping[str, Any]], device: str) -> str:
     cells = [
-        f"{entry['dtype']} {entry['max_relative_error']:.0e}"
+        f"{entry['dtype']} {'≤ ' if entry.get('at_most') else ''}"
+        f"{entry['max_relative_error']:.0e}"
         f" / {entry['intervention_error']:.0e}"
         for entry in found
         if entry["device"] == device and entry.get("max_relative_error") is not None
@@ -162,6 +165,10 @@ def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[st
 def _notes(results: Results) -> Iterator[str]:
     """What the suite says of how it compared."""
     yield "- All of the multimodal ones: their language model, with text alone."
+    proven = [case for _, case in _cases(results) if case["proven"]]
+    gpus = Counter(case["gpu"] for case in proven if "gpu" in case)
+    for gpu, configurations in sorted(gpus.items()):
+        yield f"- Configurations proven under CUDA, on {gpu}: {configurations}."
     about: dict[str, set[str]] = {}
     for name, case in _cases(results):
         for note in case.get("notes", ()):

@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.parity.cases import Case
-from tests.parity.comparison import Compared
+from tests.parity.comparison import CHANGE, Compared
 from tests.parity.recipe import HOOKS
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -46,6 +48,19 @@ def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
     }
 
 
+def within(case: Case, hook_points: Iterable[str]) -> Entry:
+    """What a case adds whose tests passed in a run that kept no figures."""
+    return {
+        "proven": True,
+        "max_relative_error": case.tolerance,
+        "intervention_error": CHANGE[case.tolerance],
+        "at_most": True,
+        "hook_points": [hook for hook in HOOKS if hook in set(hook_points)],
+        "tolerance": case.tolerance,
+        **({"notes": case.notes} if case.notes else {}),
+    }
+
+
 def failure(reason: str) -> Entry:
     """What a case adds that could not be compared."""
     return {"proven": False, "reason": reason}
@@ -68,7 +83,7 @@ def record(
         for case, result in found.items():
             key = key_of(case.architecture, case.dtype, device)
             entry = entries.get(key, {})
-            cases = entry.get("cases", {}) | {case.variant: result}
+            cases = entry.get("cases", {}) | {case.variant: result | _machine(device)}
             entries[key] = _entry(case, device, cases) | {
                 name: entry[name] for name in PARALLEL if name in entry
             }
@@ -95,4 +110,13 @@ def _entry(case: Case, device: str, cases: dict[str, Entry]) -> Entry:
     }
     for error in ("max_relative_error", "intervention_error"):
         entry[error] = max((c[error] for c in proven.values()), default=None)
+    if any(c.get("at_most") for c in proven.values()):
+        entry["at_most"] = True
     return entry
+
+
+def _machine(device: str) -> Entry:
+    """Which GPU this process sees, where cases ran on one."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name()}

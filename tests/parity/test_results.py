@@ -2,6 +2,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parity import results
 from tests.parity.cases import Case, common
@@ -61,6 +62,29 @@ def test_what_is_not_proven_is_listed_with_its_reason(path: Path) -> None:
     assert entry["max_relative_error"] is None
     assert entry["cases"]["b"]["reason"] == "no kernel"
     assert "pre_attn" in entry["cases"]["a"]["reason"]
+
+
+def test_what_passed_without_figures_is_at_most_its_tolerance(path: Path) -> None:
+    passed = results.within(case("a"), ["post_attn", "pre_attn"])
+    results.record({case("a"): passed, case("b"): outcome(1e-6)}, "cuda", path)
+    entry = results.read(path)["ToyForCausalLM float32 cuda"]
+    assert (entry["max_relative_error"], entry["intervention_error"]) == (1e-4, 2e-3)
+    assert entry["at_most"] is True
+    assert entry["cases"]["a"]["hook_points"] == ["pre_attn", "post_attn"]
+    results.record({case("a"): outcome(2e-6)}, "cuda", path)
+    assert "at_most" not in results.read(path)["ToyForCausalLM float32 cuda"]
+
+
+def test_a_gpu_is_recorded_by_its_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    results.record({case("a"): outcome(1e-6)}, "cuda", path)
+    results.record({case("a"): outcome(1e-6)}, "cpu", path)
+    on_cpu, on_cuda = results.read(path).values()
+    assert on_cuda["cases"]["a"]["gpu"] == "a GPU"
+    assert "gpu" not in on_cpu["cases"]["a"]
 
 
 def test_facts_of_other_suites_stay(path: Path) -> None:

@@ -88,6 +88,20 @@ def test_the_page_has_the_proofs(rows) -> None:
     assert "- EmptyForCausalLM: no decoder layer was found." in text
 
 
+def test_the_page_tells_what_is_known_only_to_be_allowed(rows) -> None:
+    result = RESULT | {"device": "cuda", "at_most": True}
+    text = page(list(rows.values()), {"one": result})
+    assert "| – | float32 ≤ 2e-06 / 3e-06 | yes |" in text
+
+
+def test_the_page_names_the_gpus(rows) -> None:
+    cases = {name: {"proven": True, "gpu": "a GPU"} for name in ("plain", "wide")}
+    cases["lost"] = {"proven": False, "gpu": "a GPU", "reason": "lost"}
+    result = RESULT | {"device": "cuda", "cases": cases}
+    text = page(list(rows.values()), {"one": result})
+    assert "- Configurations proven under CUDA, on a GPU: 2." in text
+
+
 def test_the_page_says_why_what_is_not_proven_is_not(rows) -> None:
     lost = {"proven": False, "reason": "its weights are lost"}
     ended = {"proven": False, "reason": f"ValueError: no `kernel` {'x ' * 200}"}
