@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-STEPS_AT_ONCE = 256
+STEPS_AT_ONCE = 128
 """Steps whose rows are copied to the host and handed on together, if they are small."""
 
 
@@ -375,7 +375,7 @@ class WorkerCapture:
             self._live
             or self._true_starts is not None
             or len(self._unsent) >= STEPS_AT_ONCE
-            or self._unsent_rows >= self._staging.ring.num_rows // 4
+            or self._unsent_rows >= self._staging.ring.num_rows // 8
         ):
             self._send()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core knows hook points, ends captures and changes steering."""
 
-from fork.language import add_argument, add_import, after, first, last
+from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
@@ -14,6 +14,10 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.steering import names as named_steering",
+        why="What the calls below do.",
+    ),
+    add_import(
+        "from vllm.v1.steering import passing as passed_vectors",
         why="What the calls below do.",
     ),
     after(
@@ -50,6 +54,17 @@ if method_name == "end_captures":
     return False
 """,
         why="Requests that end while the engine drains were captured.",
+    ),
+    first(
+        scope="EngineCoreProc.process_input_sockets",
+        insert="steering_received = passed_vectors.ReceivedVectors()",
+        why="What front ends have sent of vectors.",
+    ),
+    before(
+        scope="EngineCoreProc.process_input_sockets",
+        anchor="request = self.preprocess_add_request(req)",
+        insert="steering_received.complete(req)",
+        why="Vectors that came before are sent by name.",
     ),
     after(
         scope="EngineCoreProc._handle_client_request",
