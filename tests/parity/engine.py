@@ -52,6 +52,13 @@ def vector(tap: Tap, width: int) -> torch.Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(seed))
 
 
+def requests(taps: Sequence[Tap]) -> list[tuple[Tap | None, list[int]]]:
+    """The prompts of a case: some that nothing steers, and one steered at each tap."""
+    plain = [(None, tokens(length, seed)) for seed, length in enumerate(PROMPTS)]
+    steered = [(tap, tokens(STEERED_PROMPT, 50 + n)) for n, tap in enumerate(taps)]
+    return [*plain, *steered]
+
+
 def _by_hook(points: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for layer in sorted(points):
@@ -102,10 +109,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     points = engine.vllm_config.capture_config.hook_points or {}
     taps = [(layer, hook) for layer in sorted(points) for hook in points[layer]]
     assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
-    asked: list[tuple[Tap | None, list[int]]] = [
-        *((None, tokens(length, seed)) for seed, length in enumerate(PROMPTS)),
-        *((tap, tokens(STEERED_PROMPT, 50 + n)) for n, tap in enumerate(taps)),
-    ]
+    asked = requests(taps)
     spec = {"hooks": _by_hook(points), "positions": "all"}
     width = engine.model_config.get_hidden_size()
 
@@ -129,7 +133,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         [params(tap) for tap, _ in asked],
         use_tqdm=False,
     )
-    requests = [
+    answers = [
         Answer(
             steered=tap,
             fed=[*prompt, *output.outputs[0].token_ids][:-1],
@@ -140,4 +144,4 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         for (tap, prompt), output in zip(asked, outputs)
     ]
     found = {layer: tuple(names) for layer, names in points.items()}
-    return Answers(found, case.torch_dtype, requests)
+    return Answers(found, case.torch_dtype, answers)
