@@ -31,5 +31,5 @@ CUTLASS = Need(
 )
 DEEP_GEMM = Need(
     "has_deep_gemm",
-    "upstream's indexer of sparse attention requires DeepGEMM, which cannot be imported",
+    "upstream's indexer of sparse attention requires DeepGEMM, which is not there",
 )

@@ -63,7 +63,7 @@ self.input_processor.steering.admit(sampling_params, 1, resumable=True)
         scope="AsyncLLM.generate",
         anchor="yield out",
         insert="""
-if out.finished and steering_refusals.is_refused(out):
+if steering_refusals.is_refused(out):
     await steering_serving.raise_refusal(self, q.request_id, out, sampling_params)
 if out.capture_id is not None:
     await self.capture.complete(out, sampling_params)
