@@ -151,6 +151,8 @@ def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:
     torch.ops.vllm.steer_rows(target, table, rows)
     with pytest.raises(RuntimeError, match="other memory than its own"):
         torch.ops.vllm.steer_rows(target, table.clone(), rows)
+    Launch.begin(frozenset(), (frozenset(), frozenset({1})))  # Another engine.
+    torch.ops.vllm.steer_rows(target, table, rows)
     assert (target == 0).all()
 
 

@@ -30,23 +30,23 @@ class Launch:
 
     taps: frozenset[int] = frozenset()
     known: frozenset[int] | None = None
-    """All ops of the engine; None where there is no engine."""
+    """Those of all engines that the process has had; None where it had none."""
     families: tuple[frozenset[int], ...] = (frozenset(),)
     """What a recorded graph may launch: at the start nothing first and everything
     last, then what is recorded while serving."""
 
     @classmethod
     def begin(cls, idle: frozenset[int], families: tuple[frozenset[int], ...]) -> None:
-        """An engine begins; what one before it left in this process is forgotten."""
+        """An engine begins; what one before it would launch is forgotten."""
         cls.taps, cls.families = idle, families
-        cls.known = frozenset().union(*families)
+        cls.known = (cls.known or frozenset()).union(*families)
 
     @classmethod
     def wants(cls, read: torch.Tensor) -> bool:
         """Whether the op that reads this tensor launches.
 
         Raises:
-            RuntimeError: it is none of the engine's tensors. Compiled code copies an
+            RuntimeError: it is no engine's tensor. Compiled code copies an
                 argument that is aligned otherwise than the one it was compiled for;
                 the op would never launch, and rows would be lost.
 
