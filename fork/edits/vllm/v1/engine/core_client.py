@@ -15,7 +15,7 @@ EDITS = [
     last(
         scope="MPClient.__init__",
         insert="self.steering_sent = sent_vectors(vllm_config)",
-        why="Remembers it.",
+        why="Remembers it for each engine.",
     ),
     before(
         scope="SyncMPClient._send_input",
