@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.synchronize import Barrier
 
 import torch
 
@@ -117,7 +118,7 @@ def check(one: Step, visit: Callable[[torch.Tensor, torch.Tensor | None], Pair])
     return int((rows != 0).any(1).sum())
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
+def run(rank: int, ranks: int, folder: str, done: Barrier) -> None:
     """Join the other ranks and check random steps."""
     # Different names: so upstream takes gloo, whose ranks wait for one another without
     # using a processor.
@@ -144,6 +145,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     assert (captured > 40) == (rank == 0), f"rank {rank} took {captured} rows"
     check_lone()
     check_idle()
+    done.wait()  # A rank that left would close connections that others still read.
 
 
 def check_lone() -> None:
@@ -173,8 +175,10 @@ def check_idle() -> None:
 def main(ranks: int, folder: str) -> None:
     """Run the ranks, as copies of this process: importing takes longer than they do."""
     context = multiprocessing.get_context("fork")
+    done = context.Barrier(ranks)
     started = [
-        context.Process(target=run, args=(rank, ranks, folder)) for rank in range(ranks)
+        context.Process(target=run, args=(rank, ranks, folder, done))
+        for rank in range(ranks)
     ]
     for process in started:
         process.start()
