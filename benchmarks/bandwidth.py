@@ -28,19 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
-from benchmarks.child import Child, answers, requests  # noqa: E402
+from benchmarks.child import ENVIRONMENT, Child, answers, requests  # noqa: E402
 from benchmarks.host_memory import NAME, plug_in  # noqa: E402
 from benchmarks.llamas import MODELS, describe, model_folder  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "bandwidth"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 TURNS = ("upstream", "plain", "captured")
 RATIOS = {
     "captured / upstream": ("captured", "upstream"),

@@ -16,6 +16,17 @@ from types import TracebackType
 from typing import Any, Self
 
 STOP_SECONDS = 60.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The system places the threads: processes bound to one core would be hit by
+    # whatever else runs there.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Of processes that hold an engine; those for a GPU do nothing on a CPU, and back."""
 
 
 class Child:

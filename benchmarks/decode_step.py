@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
-from benchmarks.child import Child  # noqa: E402
+from benchmarks.child import ENVIRONMENT, Child  # noqa: E402
 from benchmarks.decode_graphs import PLAIN  # noqa: E402
 from benchmarks.llamas import MODELS, describe  # noqa: E402
 
@@ -40,12 +40,6 @@ VARIANTS = {
     "both": "capture steering",
 }
 """The fork's, by the features that are on."""
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
 Measure = Callable[[str, int], float]
 """Milliseconds of a case at a batch size."""
 

@@ -15,17 +15,7 @@ from typing import Any
 # For `benchmarks`; at the end, as the checkout has a folder `vllm` too.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.child import Child, answers, requests
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The system places the threads: both processes bound to one core would be
-    # hit by whatever else runs there.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+from benchmarks.child import ENVIRONMENT, Child, answers, requests
 
 
 class EngineProcess(Child):

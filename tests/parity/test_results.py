@@ -5,19 +5,10 @@ import pytest
 import torch
 
 from tests.parity import results
-from tests.parity.cases import Case, common
 from tests.parity.comparison import Compared
+from tests.parity.toys import case
 
 POINTS = {0: ("pre_attn", "post_attn", "post_block"), 1: ("pre_attn", "mlp_in")}
-
-
-def case(variant: str) -> Case:
-    return Case(
-        architecture="ToyForCausalLM",
-        model_type="llama",
-        variant=variant,
-        options=common(),
-    )
 
 
 @pytest.fixture

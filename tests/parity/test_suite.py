@@ -5,20 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.parity import results, suite
-from tests.parity.cases import Case, common
+from tests.parity.cases import Case
 from tests.parity.comparison import Compared
 from tests.parity.families import CASES
 from tests.parity.processes import CaseFailed
 from tests.parity.suite import Suite
-
-
-def case(variant: str) -> Case:
-    return Case(
-        architecture="ToyForCausalLM",
-        model_type="llama",
-        variant=variant,
-        options=common(),
-    )
+from tests.parity.toys import case
 
 
 def prove(case: Case, device: str) -> suite.Outcome:
@@ -49,6 +41,6 @@ def test_a_case_that_fails_does_not_keep_others_from_being_recorded(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_case_can_go_to_a_new_process(device: str) -> None:
-    for form in (case.on(device) for case in CASES):
+    for form in (one.on(device) for one in CASES):
         there = pickle.loads(pickle.dumps(form))
         assert (there.name, there.options) == (form.name, form.options)

@@ -52,9 +52,6 @@ class NoCapture:
     def wait(self, outputs: Sequence["RequestOutput"]) -> None:
         """There is nothing to wait for."""
 
-    async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
-        """There are no results."""
-
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """There are no metrics."""
 

@@ -182,11 +182,11 @@ class CaptureFrontend(NoCapture):
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """Put results into a final output; wait for them if the request says so.
 
-        An output before the last gets the rows that have come in by now.
+        An output before the last gets the rows that have come in by now. To be asked
+        of requests that are captured.
         """
         parent = output.capture_id
-        if parent is None:
-            return
+        assert parent is not None, "the output of a request that nobody captures"
         if not output.finished:
             self._live.show(parent, output)
             return

@@ -9,11 +9,14 @@ with unsteered traffic, as without steering.
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from typing import TYPE_CHECKING
 
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
 
 
@@ -36,10 +39,19 @@ class EngineSteering:
         cls.decode_digest = digest_of(tiers.base, tiers.decode)
 
 
-def tiers_of(request: "Request") -> SteeringTiers | None:
+def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
     """The configuration that admission gave a request, if any."""
     params = request.sampling_params
     return params._steering if params is not None else None
+
+
+def with_tiers(
+    params: "SamplingParams", tiers: SteeringTiers | None
+) -> "SamplingParams":
+    """A copy of a request's parameters with another configuration, or none."""
+    other = copy(params)
+    other._steering = tiers
+    return other
 
 
 def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...]]:

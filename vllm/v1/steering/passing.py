@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from vllm.v1.steering.caching import tiers_of, with_tiers
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
 SMALLEST = 4 << 10
@@ -58,7 +58,10 @@ class Passed:
 
 
 class SentVectors:
-    """A front end's part: what each engine has."""
+    """A front end's part: what each engine has.
+
+    Engines that come and go under one name are refused with steering.
+    """
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._passed: defaultdict[Any, Passed] = defaultdict(lambda: Passed(most))
@@ -92,17 +95,6 @@ class SentVectors:
             self._passed[engine].note(list(_parts(tiers)))
 
 
-class SentInFull(SentVectors):
-    """For engines that come and go under one name: they know of nothing."""
-
-    def shortened(self, request: Any, engine: Any) -> Any:
-        """The message itself."""
-        return request
-
-    def note(self, request: Any, engine: Any) -> None:
-        """Nothing to remember."""
-
-
 class ReceivedVectors:
     """An engine's part: what each front end has sent. Input thread only."""
 
@@ -114,7 +106,7 @@ class ReceivedVectors:
 
         Every request that steers comes by here, in the order in which they were sent.
         """
-        tiers = _tiers(request)
+        tiers = tiers_of(request)
         if tiers is None:
             return
         passed = self._passed[request.client_index]
@@ -126,35 +118,24 @@ class ReceivedVectors:
         request.sampling_params._steering = tiers
 
 
-def sent_vectors(vllm_config: "VllmConfig") -> SentVectors:
-    """The front end's part for a configuration."""
-    elastic = vllm_config.parallel_config.enable_elastic_ep
-    return SentInFull() if elastic else SentVectors()
-
-
 def _tiers(request: Any) -> SteeringTiers | None:
     """What steers a request; None for messages of other kinds."""
-    params = getattr(request, "sampling_params", None)
-    return None if params is None else params._steering
+    return tiers_of(request) if hasattr(request, "sampling_params") else None
 
 
 def _parts(tiers: SteeringTiers) -> Iterator[PackedVectors]:
-    for packed in (tiers.base, tiers.prefill, tiers.decode):
-        if packed is not None:
-            yield packed
+    return (packed for packed in tiers.parts if packed is not None)
 
 
 def _each(
     tiers: SteeringTiers, change: Callable[[PackedVectors], PackedVectors]
 ) -> SteeringTiers:
-    parts = (tiers.base, tiers.prefill, tiers.decode)
-    return SteeringTiers(*(None if p is None else change(p) for p in parts))
+    return SteeringTiers(*(None if p is None else change(p) for p in tiers.parts))
 
 
 def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:
     """A copy: the front end goes on with what it has."""
-    other, params = copy(request), copy(request.sampling_params)
-    assert params is not None
-    params._steering = tiers
-    other.sampling_params = params
+    assert request.sampling_params is not None
+    other = copy(request)
+    other.sampling_params = with_tiers(request.sampling_params, tiers)
     return other

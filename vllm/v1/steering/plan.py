@@ -42,9 +42,7 @@ class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
         return self  # Nobody changes it.
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        data: Any = bytes(self.data)
-        if int(protocol) >= 5:
-            data = PickleBuffer(data)
+        data = PickleBuffer(self.data) if int(protocol) >= 5 else bytes(self.data)
         return _unpickled, (self.taps, data, self.digest, self.operations)
 
     @property
@@ -119,6 +117,11 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
     decode: PackedVectors | None = None
 
     @property
+    def parts(self) -> tuple[PackedVectors | None, ...]:
+        """The three, in this order."""
+        return self.base, self.prefill, self.decode
+
+    @property
     def prefill_digest(self) -> str:
         """What prompt tokens are steered by; empty if by nothing."""
         return digest_of(self.base, self.prefill)
@@ -131,8 +134,7 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
     @property
     def digest(self) -> str:
         """Names the configuration: requests with equal ones share rows."""
-        tiers = (self.base, self.prefill, self.decode)
-        named = "/".join("" if tier is None else tier.identity for tier in tiers)
+        named = "/".join("" if part is None else part.identity for part in self.parts)
         return hashlib.sha256(named.encode()).hexdigest()
 
     @property
@@ -146,7 +148,7 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
         return _operations(self.base) + _operations(self.decode)
 
     def __bool__(self) -> bool:
-        return any((self.base, self.prefill, self.decode))
+        return any(self.parts)
 
 
 def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:

@@ -2,7 +2,6 @@
 """Steering in the scheduler: who gets a slot, who waits, who gives one back."""
 
 from collections.abc import Iterable
-from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.steering.caching import (
@@ -10,6 +9,7 @@ from vllm.v1.steering.caching import (
     continue_session,
     forget,
     tiers_of,
+    with_tiers,
 )
 from vllm.v1.steering.external import check_external_caches
 from vllm.v1.steering.names import NamesLog
@@ -105,8 +105,7 @@ def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
     for request in requests:
         params = request.sampling_params
         if params is not None and params._steering is not None:
-            request.sampling_params = copy(params)
-            request.sampling_params._steering = None
+            request.sampling_params = with_tiers(params, None)
 
 
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:

@@ -9,12 +9,12 @@ SYNCHRONOUS = (
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering.passing import sent_vectors",
+        "from vllm.v1.steering.passing import SentVectors",
         why="What the engines have of vectors.",
     ),
     last(
         scope="MPClient.__init__",
-        insert="self.steering_sent = sent_vectors(vllm_config)",
+        insert="self.steering_sent = SentVectors()",
         why="Remembers it for each engine.",
     ),
     before(
