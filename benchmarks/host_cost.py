@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a captured step costs the engine's thread little, at many layers as at one.
 
-    python benchmarks/host_cost.py [--requests 32] [--steps 256] [--rounds 5]
+    python benchmarks/host_cost.py [--requests 32] [--steps 192] [--rounds 5]
 
 On a GPU a step is limited by what the CPU does for it. This runs what capture does
 there, without a model: requests decode one token a step, rows of a 1B-class model (16
 layers of width 2048, bfloat16) are read behind the block, and the `logging` consumer
-gets them. Figures are microseconds a step, the median over the rounds and their range:
-the CPU time of the engine's thread, which delays the step; and of all threads, which
-run beside it but share its interpreter.
+gets them. They begin and end together, after so many steps, or come and go as a
+server's do: one of them ends every few steps, another begins, and the front end says
+two steps later how the first one ended.
+
+Figures are microseconds a step, the median over the rounds and their range: the CPU
+time of the engine's thread, which delays the step; of all threads, which run beside it
+but share its interpreter; and of the dispatcher's, which is one of them, with what part
+of it copies and so lets go of the interpreter's lock.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,57 +30,175 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
-from benchmarks.worker_alone import WorkerAlone  # noqa: E402
-from vllm.v1.capture.plan import OPEN_END  # noqa: E402
+from benchmarks.worker_alone import WorkerAlone, view_of  # noqa: E402
+from vllm.v1.capture import copying  # noqa: E402
+from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 WIDTH, LAYERS, PROMPT = 2048, 16, 20
-CASES = {
+ANSWER_STEPS = 2
+"""Steps from a request's last to the front end's word that it has ended."""
+LAYERS_OF = {
     "nothing": range(0),
     "one layer": range(8, 9),
     "all layers": range(LAYERS),
 }
-CLOCKS = ("engine_thread_us", "all_threads_us")
 
 
-def decode(
-    worker: WorkerAlone, name: str, layers: range, requests: int, steps: int
-) -> dict[str, float]:
-    """Microseconds a step on the engine's thread, and on all threads."""
-    ids = [f"{name}{number}" for number in range(requests)]
-    taps = [(layer, "post_block") for layer in layers]
-    worker.open(ids, PROMPT, taps, (PROMPT, OPEN_END))
-    every, engine = time.process_time(), 0.0
-    for step in range(steps):
+class Traffic(Protocol):
+    """Requests of one worker."""
+
+    worker: WorkerAlone
+    steps: int
+    """Of a round."""
+
+    def run(self) -> float:
+        """Run a round; the seconds that it took on the engine's thread."""
+
+
+class Together:
+    """Requests that begin and end with the round."""
+
+    def __init__(self, layers: range, requests: int, steps: int) -> None:
+        """Requests of so many generated tokens, captured at `layers`."""
+        self.worker = WorkerAlone("logging", LAYERS, WIDTH, torch.device("cpu"))
+        self._taps = taps_of(layers)
+        self._requests, self.steps = requests, steps
+        self._begun = 0
+
+    def run(self) -> float:
+        """Run a round; the seconds that it took on the engine's thread."""
         begin = time.thread_time()
-        worker.step(ids, PROMPT + step, 1)
-        engine += time.thread_time() - begin
-        time.sleep(0.001)  # The GPU computes, and other threads have their turn.
-    worker.end(ids, steps)
-    worker.answers(requests)
-    every = time.process_time() - every
-    return dict(zip(CLOCKS, (engine / steps * 1e6, every / steps * 1e6), strict=True))
+        ids = [f"r{self._begun + number}" for number in range(self._requests)]
+        self._begun += self._requests
+        self.worker.open(ids, PROMPT, self._taps, (PROMPT, OPEN_END))
+        seconds = time.thread_time() - begin
+        for step in range(self.steps):
+            view = view_of(ids, PROMPT + step, 1)
+            begin = time.thread_time()
+            self.worker.run(view)
+            seconds += time.thread_time() - begin
+            time.sleep(0.001)  # The GPU computes, and other threads have their turn.
+        begin = time.thread_time()
+        self.worker.end(ids, self.steps)
+        seconds += time.thread_time() - begin
+        self.worker.answers(self._requests)
+        return seconds
+
+
+class ComingAndGoing:
+    """Requests of which one ends, and another begins, every few steps."""
+
+    def __init__(self, layers: range, requests: int, steps: int) -> None:
+        """Requests of so many generated tokens, captured at `layers`."""
+        self.worker = WorkerAlone("logging", LAYERS, WIDTH, torch.device("cpu"))
+        self._taps = taps_of(layers)
+        self._every = max(steps // requests, 1)
+        self.steps = self._every * requests
+        self._answers = requests
+        self._running: dict[str, int] = {}
+        """How many tokens of each are computed, in the order in which they came."""
+        self._gone: list[tuple[int, str]] = []
+        """Who has ended, and in which step that is said."""
+        self._step = 0
+        while self._step < self.steps:  # From now on one ends when another begins.
+            self._one_step()
+        self.worker.answers(0)
+
+    def run(self) -> float:
+        """Run a round; the seconds that it took on the engine's thread."""
+        seconds = sum(self._one_step() for _ in range(self.steps))
+        self.worker.answers(self._answers)
+        return seconds
+
+    def _one_step(self) -> float:
+        begin = time.thread_time()
+        if self._gone and self._gone[0][0] == self._step:
+            self.worker.end([self._gone.pop(0)[1]], self.steps)
+        if self._step % self._every == 0:
+            self._change()
+        seconds = time.thread_time() - begin
+        counts = [1 if computed else PROMPT for computed in self._running.values()]
+        starts = list(self._running.values())
+        view = view_of(list(self._running), starts, counts)
+        begin = time.thread_time()
+        self.worker.run(view)
+        seconds += time.thread_time() - begin
+        for name, count in zip(self._running, counts, strict=True):
+            self._running[name] += count
+        self._step += 1
+        time.sleep(0.001)
+        return seconds
+
+    def _change(self) -> None:
+        oldest = next(iter(self._running), None)
+        if oldest is not None and self._running[oldest] == PROMPT + self.steps - 1:
+            del self._running[oldest]
+            self._gone.append((self._step + ANSWER_STEPS, oldest))
+        name = f"r{self._step}"
+        self.worker.open([name], PROMPT, self._taps, (PROMPT, OPEN_END))
+        self._running[name] = 0
+
+
+def taps_of(layers: range) -> list[Tap]:
+    """The hook point behind each of these layers."""
+    return [(layer, "post_block") for layer in layers]
+
+
+class CopyClock:
+    """CPU time that copies take; only the dispatcher copies here."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._copy = copying._copy_some
+        copying._copy_some = self._timed  # type: ignore[assignment]
+
+    def _timed(self, pairs: Sequence[Any]) -> None:
+        begin = time.thread_time()
+        self._copy(pairs)
+        self.seconds += time.thread_time() - begin
+
+
+def measure(traffic: Traffic, copies: CopyClock) -> dict[str, float]:
+    """Microseconds a step, over one round."""
+    clocks = time.process_time, traffic.worker.dispatcher_seconds
+    begin = [clock() for clock in clocks]
+    copying_begin = copies.seconds
+    engine = traffic.run()
+    every, dispatcher = (now() - then for now, then in zip(clocks, begin, strict=True))
+    found = {
+        "engine_thread_us": engine,
+        "all_threads_us": every,
+        "dispatcher_us": dispatcher,
+        "dispatcher_copies_us": copies.seconds - copying_begin,
+    }
+    return {clock: seconds / traffic.steps * 1e6 for clock, seconds in found.items()}
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=WORK / "host_cost.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     head, load = reports.begun(), os.getloadavg()
-    worker = WorkerAlone("logging", LAYERS, WIDTH, torch.device("cpu"))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    size = options.requests, options.steps
+    cases: dict[str, Traffic] = {}
+    for name, layers in LAYERS_OF.items():
+        cases[name] = Together(layers, *size)
+        cases[f"{name}, coming and going"] = ComingAndGoing(layers, *size)
+    copies = CopyClock()
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for number in range(-1, options.rounds):  # the first one warms up
-        for name, layers in CASES.items():
-            ids = f"{name}, {number}, "
-            cost = decode(worker, ids, layers, options.requests, options.steps)
+        for name, traffic in cases.items():
+            cost = measure(traffic, copies)
             if number >= 0:
                 found[name].append(cost)
-    worker.close()
+    for traffic in cases.values():
+        traffic.worker.close()
     report: dict[str, Any] = {
         **head,
         "machine": reports.machine(load),
@@ -82,7 +206,7 @@ def main() -> None:
         "steps": options.steps,
         "rounds": options.rounds,
         "cases": {
-            name: {c: reports.summary([each[c] for each in costs]) for c in CLOCKS}
+            name: {c: reports.summary([each[c] for each in costs]) for c in costs[0]}
             for name, costs in found.items()
         },
     }
@@ -92,7 +216,7 @@ def main() -> None:
             f"{one['largest']:.0f})"
             for clock, one in clocks.items()
         ]
-        print(f"{name:12s} " + "  ".join(cells))
+        print(f"{name:30s} " + "  ".join(cells))
     reports.write(report, options.out)
 
 

@@ -72,18 +72,26 @@ class WorkerAlone:
             plan = CapturePlan(req_id, prompt, (group,), self._inbox.address)
             self._worker.add_request(req_id, plan, list(range(prompt)), {})
 
-    def step(self, ids: Sequence[str], computed: int, scheduled: int) -> None:
+    def step(
+        self,
+        ids: Sequence[str],
+        computed: int | Sequence[int],
+        scheduled: int | Sequence[int],
+    ) -> None:
         """Each request computes so many tokens, after so many."""
-        count, total = len(ids), len(ids) * scheduled
-        view = StepView(
-            req_ids=ids,
-            num_computed=np.full(count, computed),
-            num_scheduled=np.full(count, scheduled),
-            num_rows=total,
-        )
+        self.run(view_of(ids, computed, scheduled))
+
+    def run(self, view: StepView) -> None:
+        """What a step calls, without its pass."""
         self._worker.plan_step(view)
-        self._worker.begin_step(total)
+        self._worker.begin_step(view.num_rows)
         self._worker.end_step()
+
+    def dispatcher_seconds(self) -> float:
+        """CPU time that the dispatcher's thread has taken so far."""
+        thread = self._worker._dispatcher._thread.ident
+        assert thread is not None, "the dispatcher runs from its beginning"
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
     def end(self, ids: Sequence[str], generated: int) -> None:
         """The requests end, with so many tokens that they generated."""
@@ -113,3 +121,12 @@ class WorkerAlone:
         """Stop."""
         self._worker.close()
         self._inbox.close()
+
+
+def view_of(
+    ids: Sequence[str], computed: int | Sequence[int], scheduled: int | Sequence[int]
+) -> StepView:
+    """A step in which each request computes so many tokens, after so many."""
+    counts = np.zeros(len(ids), dtype=np.int64) + scheduled
+    starts = np.zeros(len(ids), dtype=np.int64) + computed
+    return StepView(ids, starts, counts, int(counts.sum()))
