@@ -29,4 +29,8 @@ class SteeringConfig:
         """Hash of what changes the model's graph: the additions and their tables."""
         from vllm.config.utils import hash_factors
 
-        return hash_factors({"steering": self.num_rows if self.enabled else 0})
+        if not self.enabled:
+            return hash_factors({"steering": 0})
+        from vllm.model_executor.layers.residual_ahead import form
+
+        return hash_factors({"steering": self.num_rows, "ahead": form()})

@@ -34,7 +34,7 @@ def test_the_ops_have_fakes_for_compilation() -> None:
     rows = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
     for op, arguments in (
         (torch.ops.vllm.capture_split_rows, (share, share, slots, base, staging)),
-        (torch.ops.vllm.steer_split_rows, (share, torch.ones(3, 6), rows)),
+        (torch.ops.vllm.steer_split_rows, (share, torch.ones(3, 6), rows, share)),
     ):
         torch.library.opcheck(
             op.default, arguments, test_utils=("test_schema", "test_faketensor")

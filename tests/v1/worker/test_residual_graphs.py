@@ -19,7 +19,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.residual_graphs import (
     NOTHING,
     GraphFamilies,
+    end_recording,
     families_at_start,
+    record_family,
     with_families,
 )
 from vllm.v1.worker.residual_stream import open_residual_stream
@@ -70,6 +72,18 @@ def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozense
     assert graphs.choose(FULL, manager) == FULL, "a dummy run did something"
     launched: frozenset[int] = manager.graphs[chosen]
     return launched
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_only_graphs_of_whole_passes_are_recorded_as_such(mode: CUDAGraphMode) -> None:
+    families()
+    last = len(Launch.families) - 1
+    record_family(replace(FULL, cg_mode=mode, tapped=last))
+    assert Launch.taps == EVERYTHING
+    assert Launch.whole == (mode == CUDAGraphMode.FULL)
+    end_recording()
+    assert Launch.taps == NOTHING
+    assert not Launch.whole
 
 
 def test_the_start_records_nothing_the_usual_capture_and_everything() -> None:

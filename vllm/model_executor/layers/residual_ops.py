@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a hook point, in the graph: copy rows out, add vectors to rows.
+"""Which ops of hook points launch, and the op that copies rows out.
 
-Both launch only where the step under way needs them, so that a graph recorded while
+An op launches only where the step under way needs it, so that a graph recorded while
 nothing launches holds the same kernels as upstream's.
 
 Legend: T tokens of the step (padding included), H width of the stream,
-S rows of staging memory, V rows of vectors.
+S rows of staging memory.
 """
 
 import torch
@@ -34,6 +34,9 @@ class Launch:
     families: tuple[frozenset[int], ...] = (frozenset(),)
     """What a recorded graph may launch: at the start nothing first and everything
     last, then what is recorded while serving."""
+    whole: bool = False
+    """The whole pass is being recorded as one graph, in which an op may begin before
+    its turn, beside other kernels."""
 
     @classmethod
     def begin(cls, idle: frozenset[int], families: tuple[frozenset[int], ...]) -> None:
@@ -127,48 +130,19 @@ if HAS_TRITON:
                 )
                 tl.store(place + columns, row, mask=columns < width)
 
-    @triton.jit
-    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
-        target_ptr,  # [T, H]
-        table_ptr,  # [V, H]
-        rows_ptr,  # [T]
-        target_stride,
-        table_stride,
-        width,
-        AT_ONCE: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        token = tl.program_id(0)
-        column = tl.arange(0, BLOCK)
-        place = target_ptr + token * target_stride
-        if AT_ONCE:  # What the addition needs besides the vector.
-            value = tl.load(place + column, mask=column < width)
-        row = tl.load(rows_ptr + token).to(tl.int64)
-        if row == 0:
-            return
-        vector_ptr = table_ptr + row * table_stride
-        for start in range(0, width, BLOCK):
-            columns = start + column
-            mask = columns < width
-            vector = tl.load(vector_ptr + columns, mask=mask)
-            if not AT_ONCE:
-                value = tl.load(place + columns, mask=mask)
-            total = (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
-            tl.store(place + columns, total, mask=mask)
 
-
-def _block(width: int) -> int:
+def block_of(width: int) -> int:
     """How many columns a kernel takes at a time."""
     return min(triton.next_power_of_2(width), 4096)
 
 
-def _reads_at_once(num_tokens: int, width: int) -> bool:
+def reads_at_once(num_tokens: int, width: int) -> bool:
     """Whether rows are read before it is known that they are wanted.
 
     That saves a decode step the time between two loads; of a prompt's many rows, most
     of which nobody may want, the reading itself would cost more.
     """
-    return num_tokens <= FEW_TOKENS and width <= _block(width)
+    return num_tokens <= FEW_TOKENS and width <= block_of(width)
 
 
 FEW_TOKENS = 512
@@ -218,8 +192,8 @@ def capture_rows(
             staging.stride(0),
             width,
             HAS_RESIDUAL=residual is not None,
-            AT_ONCE=_reads_at_once(num_tokens, width),
-            BLOCK=_block(width),
+            AT_ONCE=reads_at_once(num_tokens, width),
+            BLOCK=block_of(width),
             num_warps=8,
         )
         return
@@ -247,50 +221,4 @@ direct_register_custom_op(
     op_func=capture_rows,
     mutates_args=["staging"],
     fake_impl=_capture_rows_fake,
-)
-
-
-def steer_rows(target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add to each token its vector, in place: `target[t] += table[rows[t]]`.
-
-    Args:
-        target: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
-        table: `[V, H]` in the stream's dtype; row 0 adds nothing.
-        rows: `[>= T]` int32, a row of the table for each token.
-
-    """
-    if not Launch.wants(table):
-        return
-    width = target.shape[-1]
-    if target.dim() > 2:
-        target = target.view(-1, width)
-    num_tokens = target.shape[0]
-    if target.is_cuda:
-        assert target.stride(-1) == 1 and table.stride(-1) == 1
-        _steer_rows_kernel[(num_tokens,)](
-            target,
-            table,
-            rows,
-            target.stride(0),
-            table.stride(0),
-            width,
-            AT_ONCE=_reads_at_once(num_tokens, width),
-            BLOCK=_block(width),
-            num_warps=8,
-        )
-        return
-    target.add_(table.index_select(0, rows[:num_tokens]))
-
-
-def _steer_rows_fake(
-    target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="steer_rows",
-    op_func=steer_rows,
-    mutates_args=["target"],
-    fake_impl=_steer_rows_fake,
 )

@@ -110,7 +110,9 @@ class ResidualTap:
         self,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+        add: Callable[
+            [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None
+        ],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add each token's vector by an op that launches only if a vector is set.
 
@@ -122,10 +124,10 @@ class ResidualTap:
         """
         assert self.table is not None and self.rows is not None
         if residual is not None:
-            add(residual, self.table, self.rows)
+            add(residual, self.table, self.rows, hidden_states)
             return hidden_states, residual
         hidden_states = hidden_states.clone()
-        add(hidden_states, self.table, self.rows)
+        add(hidden_states, self.table, self.rows, None)
         return hidden_states, None
 
     def _steer(

@@ -11,7 +11,8 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
 )
-from vllm.model_executor.layers.residual_ops import Launch, capture_rows, steer_rows
+from vllm.model_executor.layers.residual_additions import steer_rows
+from vllm.model_executor.layers.residual_ops import Launch, capture_rows
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
@@ -68,7 +69,10 @@ direct_register_custom_op(
 
 
 def steer_split_rows(
-    target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
+    target: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    branch: torch.Tensor | None,
 ) -> None:
     """Add to each token of this rank its vector, in place, as `steer_rows` does.
 
@@ -76,15 +80,19 @@ def steer_split_rows(
         target: `[C, H]`, this rank's share of the stream, or one half of the pair.
         table: `[V, H]` in the stream's dtype; row 0 adds nothing.
         rows: int32, a row of the table for each token of all ranks, and for padding.
+        branch: the other half, as `steer_rows` has it.
 
     """
     if not Launch.wants(table):
         return
-    steer_rows(target, table, rows[share(len(target))])
+    steer_rows(target, table, rows[share(len(target))], branch)
 
 
 def _steer_split_rows_fake(
-    target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
+    target: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    branch: torch.Tensor | None,
 ) -> None:
     return None
 

@@ -16,6 +16,7 @@ import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.model_executor.layers.residual_additions import Ahead
 from vllm.model_executor.layers.residual_ops import Launch
 
 if TYPE_CHECKING:
@@ -83,9 +84,17 @@ def with_families(descriptors: Descriptors) -> Descriptors:
     }
 
 
-def record_family(family: int) -> None:
-    """Say which family the graph that is recorded next belongs to."""
-    Launch.taps = Launch.families[family]
+def record_family(descriptor: "BatchExecutionDescriptor") -> None:
+    """Say what the pass launches that is recorded next, or warms that up."""
+    Launch.taps = Launch.families[descriptor.tapped]
+    Launch.whole = descriptor.cg_mode == CUDAGraphMode.FULL
+    Ahead.begun.clear()
+
+
+def end_recording() -> None:
+    """What follows is no recording, and launches nothing until a step is planned."""
+    Launch.taps, Launch.whole = Launch.families[0], False
+    Ahead.begun.clear()
 
 
 class GraphRecorder:
@@ -124,6 +133,7 @@ class GraphRecorder:
                     forward(CUDAGraphMode.NONE)
                     get_offloader().join_after_forward()
         finally:
+            end_recording()
             Launch.taps = before
         manager.graphs[descriptor] = graph
 

@@ -26,7 +26,7 @@ tapped: int = 0
     ),
     first(
         scope="ModelCudaGraphManager.capture.create_forward_fn.forward_fn",
-        insert="residual_graphs.record_family(desc.tapped)",
+        insert="residual_graphs.record_family(desc)",
         why="While a graph is recorded its family decides whether taps launch.",
     ),
     add_argument(
@@ -46,7 +46,7 @@ tapped: int = 0
     ),
     last(
         scope="ModelCudaGraphManager.capture",
-        insert="residual_graphs.record_family(0)",
+        insert="residual_graphs.end_recording()",
         why="Passes outside of a step launch no taps.",
     ),
 ]

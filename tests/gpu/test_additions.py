@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops that add vectors, on a GPU: their kernel, and beside others in a graph."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.residual_additions import Ahead
+from vllm.model_executor.layers.residual_ops import Launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_engine")]
+
+VECTORS = 5
+Addition = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_launches_afterwards() -> Iterator[None]:
+    yield
+    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
+    Ahead.begun.clear()
+
+
+def addition(tokens: int, width: int, dtype: torch.dtype) -> Addition:
+    table = torch.randn(VECTORS, width, device="cuda").to(dtype)
+    table[0] = -0.0
+    rows = torch.randint(VECTORS, (tokens + 3,), dtype=torch.int32, device="cuda")
+    return table, rows
+
+
+def added(target: torch.Tensor, *additions: Addition) -> torch.Tensor:
+    """`target` with the vectors, one after the other, in double precision."""
+    for table, rows in additions:
+        vectors = table[rows[: len(target)].long()].double()
+        target = (target.double() + vectors).to(target.dtype)
+    return target
+
+
+def launching(*additions: Addition) -> None:
+    Launch.taps = frozenset(table.data_ptr() for table, _ in additions)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 64), (7, 520), (33, 6144), (700, 96)]
+)
+def test_each_token_gets_the_vector_of_its_row(
+    tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    target = torch.randn(tokens, width, device="cuda").to(dtype)
+    one = addition(tokens, width, dtype)
+    expected = added(target, one)
+    launching(one)
+    torch.ops.vllm.steer_rows(target, *one, None)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("tokens", "width"), [(4, 64), (33, 6144)])
+def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
+    count: int, tokens: int, width: int
+) -> None:
+    """Each replay gives what additions in their turn would give."""
+    target = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
+    branch = torch.zeros_like(target)
+    additions = [addition(tokens, width, target.dtype) for _ in range(count)]
+    tables, rows = map(list, zip(*additions, strict=True))
+    launching(*additions)
+    weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16) * 0.02
+    total = torch.zeros_like(target)
+
+    def layer() -> None:
+        target.copy_(branch + 1.0)
+        product = branch @ weight
+        torch.ops.vllm.steer_rows_ahead(target, tables, rows, [], product)
+        product = (product @ weight) @ weight
+        for table, row in additions:
+            torch.ops.vllm.steer_rows(target, table, row, product)
+        total.copy_(target + product)
+
+    def expected() -> torch.Tensor:
+        product = ((branch @ weight) @ weight) @ weight
+        return added(branch + 1.0, *additions) + product
+
+    layer()  # Compiles what there is to compile.
+    graph = torch.cuda.CUDAGraph()
+    Launch.whole = True
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            layer()
+    Launch.whole = False
+    assert not Ahead.begun
+    for _ in range(5):
+        branch.normal_()
+        for table, row in additions:
+            table[1:].normal_()
+            row.random_(0, VECTORS)
+        graph.replay()
+        assert torch.equal(total, expected())
+
+
+def test_a_pass_that_is_no_recording_begins_nothing() -> None:
+    target = torch.zeros(4, 64, device="cuda")
+    one = addition(4, 64, target.dtype)
+    launching(one)
+    Launch.whole = True
+    torch.ops.vllm.steer_rows_ahead(target, [one[0]], [one[1]], [], None)
+    assert not Ahead.begun
+    assert (target == 0).all()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs with additions that begin early, against the same model as it is written."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn.functional import linear
+
+from vllm.model_executor.layers import residual_additions
+from vllm.model_executor.layers.residual_additions import Ahead
+from vllm.model_executor.layers.residual_ahead import begin_additions_early, form
+from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_point import ResidualTap
+
+WIDTH, TOKENS, VECTORS = 8, 5, 4
+HOOKS = ("pre_attn", "post_attn", "post_block")
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+@pytest.fixture(autouse=True)
+def nothing_launches_afterwards() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
+    Ahead.begun.clear()
+
+
+class Layer(nn.Module):
+    """Attention and MLP stand-ins around the norms that carry the pair."""
+
+    def __init__(self, captures: bool, kind: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            [torch.randn(WIDTH, WIDTH) * 0.3 for _ in range(4)]
+        )
+        self.kind = kind
+        self.taps = {hook: make_tap(captures) for hook in HOOKS}
+
+    def norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kind == "in place":
+            residual.add_(hidden)
+            summed = residual
+        else:
+            summed = residual = hidden + residual
+        # The next lines read what the residual's memory holds.
+        scale = torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return summed * scale, residual
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.taps["pre_attn"](hidden, residual)
+        if residual is None:
+            residual = hidden
+            hidden = hidden * 0.5
+        else:
+            hidden, residual = self.norm(hidden, residual)
+        hidden = linear(linear(hidden, self.weights[0]).tanh(), self.weights[1])
+        hidden, residual = self.taps["post_attn"](hidden, residual)
+        hidden, residual = self.norm(hidden, residual)
+        hidden = linear(hidden, self.weights[2]).tanh()
+        if self.kind == "reads late":
+            hidden = hidden + residual.view(-1, WIDTH) * 0.1
+        hidden = linear(hidden, self.weights[3])
+        return self.taps["post_block"](hidden, residual)
+
+
+def make_tap(captures: bool) -> ResidualTap:
+    table = torch.randn(VECTORS, WIDTH)
+    table[0] = -0.0
+    rows = torch.randint(VECTORS, (TOKENS,), dtype=torch.int32)
+    if not captures:
+        return ResidualTap(None, None, None, table, rows)
+    slots = torch.randperm(TOKENS).to(torch.int32)
+    base, staging = torch.zeros(1, dtype=torch.int32), torch.zeros(TOKENS, WIDTH)
+    return ResidualTap(slots, base, staging, table, rows)
+
+
+class Model(nn.Module):
+    """Layers one behind the other."""
+
+    def __init__(self, layers: int, captures: bool, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(captures, kind) for _ in range(layers)])
+
+    def taps(self) -> list[ResidualTap]:
+        return [self.layers[i].taps[h] for i in range(len(self.layers)) for h in HOOKS]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return hidden + residual
+
+
+def traced(
+    model: nn.Module, change: Callable[[fx.Graph], Any]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model as Dynamo traces it, once `change` has had its graph."""
+
+    def backend(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        change(module.graph)
+        module.graph.lint()
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+
+
+def names(graph: fx.Graph) -> list[str]:
+    """Products and ops of taps, in order."""
+    found = (getattr(n.target, "__name__", str(n.target)) for n in graph.nodes)
+    kept = ("linear", "steer_rows", "steer_rows_ahead", "capture_rows")
+    return [one for one in found if one in kept]
+
+
+def steered(tap: ResidualTap) -> int:
+    assert tap.table is not None
+    return tap.table.data_ptr()
+
+
+def captured(tap: ResidualTap) -> int:
+    assert tap.slots is not None
+    return tap.slots.data_ptr()
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_what_is_begun_early_is_what_the_model_says(data: st.DataObject) -> None:
+    captures = data.draw(st.booleans(), label="captures")
+    kind = data.draw(st.sampled_from(["plain", "in place", "reads late"]))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    model = Model(data.draw(st.integers(1, 3)), captures, kind)
+    taps = model.taps()
+    hidden = torch.randn(TOKENS, WIDTH)
+    early: list[int] = []
+    module = traced(model, lambda graph: early.append(treated(graph)))
+    for _ in range(4):
+        wanted = [steered(tap) for tap in taps if data.draw(st.booleans())]
+        if captures:
+            wanted += [captured(tap) for tap in taps if data.draw(st.booleans())]
+        found, expected = (
+            outcome(run, taps, hidden, frozenset(wanted)) for run in (module, model)
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert early and early[0] > 0, "nothing began early"
+
+
+def treated(graph: fx.Graph) -> int:
+    return begin_additions_early(graph, "cpu")
+
+
+def outcome(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    taps: Sequence[ResidualTap],
+    hidden: torch.Tensor,
+    launches: frozenset[int],
+) -> list[torch.Tensor]:
+    """What a pass returns and captures, as if it were recorded."""
+    for tap in taps:
+        if tap.staging is not None:
+            tap.staging.zero_()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(residual_additions, "_recording", lambda: True)
+        Launch.taps, Launch.whole = launches, True
+        found = [run(hidden.clone())]
+    assert not Ahead.begun
+    return found + [t.staging.clone() for t in taps if t.staging is not None]
+
+
+def graphs_of(model: Model) -> tuple[list[str], list[str]]:
+    """What its graph has, before and after."""
+    seen: list[list[str]] = []
+
+    def change(graph: fx.Graph) -> None:
+        seen.append(names(graph))
+        treated(graph)
+        seen.append(names(graph))
+        assert begin_additions_early(graph, "cpu") == 0, "treated twice"
+
+    traced(model, change)(torch.randn(TOKENS, WIDTH))
+    return seen[0], seen[1]
+
+
+def test_they_begin_behind_the_first_product_and_neighbours_together() -> None:
+    before, after = graphs_of(Model(2, captures=False, kind="plain"))
+    assert "steer_rows_ahead" not in before
+    attention = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
+    block = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
+    # The second layer's first addition has begun with the one just before it.
+    first, second = ["steer_rows", *attention], ["steer_rows", *attention]
+    assert after == [*first, *block, *second, *block]
+
+
+def test_captures_in_between_say_whether_it_may_begin() -> None:
+    taken: list[tuple[int, int]] = []
+
+    def change(graph: fx.Graph) -> None:
+        treated(graph)
+        ahead = torch.ops.vllm.steer_rows_ahead
+        taken.extend(
+            (len(node.args[1]), len(node.args[3]))
+            for node in graph.nodes
+            if node.target is ahead
+        )
+
+    model = Model(2, captures=True, kind="plain")
+    traced(model, change)(torch.randn(TOKENS, WIDTH))
+    # Two blocks' ends: only behind the first there is a layer, with a capture.
+    assert taken == [(1, 1), (2, 2), (1, 1), (1, 1)]
+
+
+def test_beside_a_single_product_they_begin_before_it() -> None:
+    _, after = graphs_of(Model(1, captures=False, kind="reads late"))
+    block = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
+    assert after[-4:] == block
+
+
+def test_on_a_cpu_every_addition_stays_where_it_is() -> None:
+    found: list[int] = []
+    change = lambda graph: found.append(begin_additions_early(graph))  # noqa: E731
+    traced(Model(1, captures=False, kind="plain"), change)(torch.randn(TOKENS, WIDTH))
+    assert found == [0]
+
+
+def test_the_compile_cache_knows_the_form_of_graphs() -> None:
+    from vllm.config.steering import SteeringConfig
+
+    config = SteeringConfig(enabled=True)
+    before = config.compute_hash()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vllm.model_executor.layers.residual_ahead.form", lambda: form() + "1"
+        )
+        assert config.compute_hash() != before
+        assert SteeringConfig().compute_hash() == SteeringConfig().compute_hash()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops that add vectors to the stream, in the graph: at their place, or before it.
+
+Beside the kernels of a decode step an addition has next to nothing to do, but each
+kernel between two others costs a launch. What the pair's residual takes can be added as
+soon as nothing else reads it, while the branch beside it is still being computed:
+`steer_rows_ahead` does that on a stream of its own, and `steer_rows` then only waits.
+
+Legend: T tokens of the step (padding included), H width of the stream, V rows of
+vectors.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from vllm.model_executor.layers.residual_ops import Launch, block_of, reads_at_once
+from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.utils.torch_utils import direct_register_custom_op
+
+Addition = tuple[torch.Tensor, torch.Tensor]
+"""A table `[V, H]`, and the row of it `[>= T]` that each token takes."""
+
+
+class Ahead:
+    """Additions that were begun before their turn, in the pass that is recorded.
+
+    Engine thread only.
+    """
+
+    begun: ClassVar[dict[int, torch.cuda.Event | None]] = {}
+    """By the address of the table: what says that it is done, None where the addition
+    of another table, whose turn comes before, says it."""
+
+    @classmethod
+    def join(cls, table: torch.Tensor) -> bool:
+        """Whether what `table` adds was begun; waits for it if so."""
+        address = table.data_ptr()
+        if address not in cls.begun:
+            return False
+        done = cls.begun.pop(address)
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+        return True
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def _added(value, vector_ptr, column, mask):  # type: ignore[no-untyped-def]
+        vector = tl.load(vector_ptr + column, mask=mask)
+        return (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
+
+    @triton.jit
+    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
+        target_ptr,  # [T, H]
+        table_ptr,  # [V, H]
+        rows_ptr,  # [T]
+        other_table_ptr,  # [V, H] or unused
+        other_rows_ptr,  # [T] or unused
+        target_stride,
+        table_stride,
+        other_table_stride,
+        width,
+        TWICE: tl.constexpr,
+        AT_ONCE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        place = target_ptr + token * target_stride
+        if AT_ONCE:  # What the addition needs besides the vector.
+            value = tl.load(place + column, mask=column < width)
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        other_row = row
+        if TWICE:
+            other_row = tl.load(other_rows_ptr + token).to(tl.int64)
+        if (row == 0) & (other_row == 0):
+            return
+        vector_ptr = table_ptr + row * table_stride
+        other_ptr = other_table_ptr + other_row * other_table_stride
+        for start in range(0, width, BLOCK):
+            columns = start + column
+            mask = columns < width
+            if not AT_ONCE:
+                value = tl.load(place + columns, mask=mask)
+            total = _added(value, vector_ptr, columns, mask)
+            if TWICE:  # Rounded in between, as two ops would.
+                total = _added(total, other_ptr, columns, mask)
+            tl.store(place + columns, total, mask=mask)
+
+
+def _add(target: torch.Tensor, additions: Sequence[Addition]) -> None:
+    """Add the tables' vectors to `[..., H]`, on a GPU those of two in one kernel."""
+    target = target.view(-1, target.shape[-1])
+    if target.is_cuda:
+        for first in range(0, len(additions), 2):
+            _launch(target, additions[first : first + 2])
+        return
+    for table, rows in additions:
+        target.add_(table.index_select(0, rows[: len(target)]))
+
+
+def _launch(target: torch.Tensor, additions: Sequence[Addition]) -> None:
+    num_tokens, width = target.shape
+    (table, rows), (other_table, other_rows) = additions[0], additions[-1]
+    assert target.stride(-1) == table.stride(-1) == other_table.stride(-1) == 1
+    _steer_rows_kernel[(num_tokens,)](
+        target,
+        table,
+        rows,
+        other_table,
+        other_rows,
+        target.stride(0),
+        table.stride(0),
+        other_table.stride(0),
+        width,
+        TWICE=len(additions) == 2,
+        AT_ONCE=reads_at_once(num_tokens, width),
+        BLOCK=block_of(width),
+        num_warps=8,
+    )
+
+
+def steer_rows(
+    target: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    branch: torch.Tensor | None,
+) -> None:
+    """Add to each token its vector, in place: `target[t] += table[rows[t]]`.
+
+    Where that was begun by `steer_rows_ahead`, wait for it instead.
+
+    Args:
+        target: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
+        table: `[V, H]` in the stream's dtype; row 0 adds nothing.
+        rows: `[>= T]` int32, a row of the table for each token.
+        branch: the other half. Not read, but computed by then: the compiler would let
+            the wait come before what was to be done meanwhile.
+
+    """
+    if Launch.wants(table) and not Ahead.join(table):
+        _add(target, [(table, rows)])
+
+
+def _steer_rows_fake(
+    target: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    branch: torch.Tensor | None,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="steer_rows",
+    op_func=steer_rows,
+    mutates_args=["target"],
+    fake_impl=_steer_rows_fake,
+)
+
+
+def steer_rows_ahead(
+    target: torch.Tensor,
+    tables: list[torch.Tensor],
+    rows: list[torch.Tensor],
+    captured: list[torch.Tensor],
+    product: torch.Tensor | None,
+) -> None:
+    """Begin what calls of `steer_rows` behind this one would do, beside other kernels.
+
+    Only where the whole pass is recorded as one graph: elsewhere there is nobody to
+    say that they will come before the recording ends. And only where none of the
+    captures in between launches, which would read the stream too late.
+
+    Args:
+        target: `[T, H]` (or `[1, T, H]`), the pair's residual. Nothing but the ops of
+            hook points may read or write it until those calls.
+        tables: `[V, H]` each, in the order of the calls.
+        rows: `[>= T]` int32 each.
+        captured: the slots of the captures that read `target` until then.
+        product: not read, but computed before this begins.
+
+    """
+    if not (Launch.whole and _recording()):
+        return
+    wanted = [one for one in zip(tables, rows, strict=True) if Launch.wants(one[0])]
+    if not wanted or any(Launch.wants(slots) for slots in captured):
+        return
+    Ahead.begun.update({table.data_ptr(): None for table, _ in wanted})
+    Ahead.begun[wanted[0][0].data_ptr()] = _add_beside(target, wanted)
+
+
+def _add_beside(
+    target: torch.Tensor, additions: Sequence[Addition]
+) -> torch.cuda.Event | None:
+    """As `_add`, on a stream of its own; the event that says that it is done."""
+    if not target.is_cuda:
+        _add(target, additions)
+        return None
+    beside = _stream_beside(target.device)
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        _add(target, additions)
+        return beside.record_event()
+
+
+def _recording() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _steer_rows_ahead_fake(
+    target: torch.Tensor,
+    tables: list[torch.Tensor],
+    rows: list[torch.Tensor],
+    captured: list[torch.Tensor],
+    product: torch.Tensor | None,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="steer_rows_ahead",
+    op_func=steer_rows_ahead,
+    mutates_args=["target"],
+    fake_impl=_steer_rows_ahead_fake,
+)
