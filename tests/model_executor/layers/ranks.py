@@ -182,8 +182,9 @@ def main(ranks: int, folder: str) -> None:
     ]
     for process in started:
         process.start()
-    while any(process.exitcode is None for process in started):
-        wait([process.sentinel for process in started if process.exitcode is None])
+    # Asked once a turn: a process may end at any time, and nothing ends a wait for none.
+    while running := [one.sentinel for one in started if one.exitcode is None]:
+        wait(running)
         if any(process.exitcode for process in started):
             for process in started:
                 process.terminate()  # It would wait for the one that failed.
