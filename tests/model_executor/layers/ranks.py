@@ -182,7 +182,7 @@ def main(ranks: int, folder: str) -> None:
     ]
     for process in started:
         process.start()
-    # Asked once a turn: a process may end at any time, and nothing ends a wait for none.
+    # Asked once a turn: one may end at any time, and nothing ends a wait for none.
     while running := [one.sentinel for one in started if one.exitcode is None]:
         wait(running)
         if any(process.exitcode for process in started):
