@@ -17,6 +17,7 @@ of it copies and so lets go of the interpreter's lock.
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -190,6 +191,8 @@ def main() -> None:
     for name, layers in LAYERS_OF.items():
         cases[name] = Together(layers, *size)
         cases[f"{name}, coming and going"] = ComingAndGoing(layers, *size)
+    gc.collect()
+    gc.freeze()  # As an engine does once it has started.
     copies = CopyClock()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for number in range(-1, options.rounds):  # the first one warms up

@@ -2,17 +2,20 @@
 """From staged steps to the rows of each request: places, positions, order."""
 
 import threading
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatcher import LARGEST_PART, Dispatcher, StagedStep
+from vllm.v1.capture.dispatcher import Dispatcher
 from vllm.v1.capture.gathering import Gathering
 from vllm.v1.capture.ledger import Rows
+from vllm.v1.capture.pending import LARGEST_PART, StagedStep
 from vllm.v1.capture.placement import Placement
 from vllm.v1.capture.rows import LocalGroup, StepView, TrueStarts
 from vllm.v1.capture.staging import Staging
@@ -30,8 +33,8 @@ class Taken:
 
         self._gathering = Gathering(TAPS, torch.float32, together=True)
 
-    def place(self, group: int, start: int, shape: Any, step: int) -> Any:
-        return self._gathering.place(start, shape, step, 1000)
+    def gather(self, pieces: Any, copies: Any) -> Any:
+        return [(0, rows) for rows in self._gathering.gather(pieces[0], 1000, copies)]
 
     def add(self, group: int, rows: Rows) -> dict[str, Any]:
         self.rows.append(rows)
@@ -44,7 +47,7 @@ class Bench:
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(self.staging, {})
-        self.placement = Placement(range(TAPS))
+        self.placement = Placement(range(TAPS), 128)
         self.taken = {name: Taken(name) for name in names}
         self.number = {name: float(i) for i, name in enumerate(names)}
         taps = tuple((layer, "post_block") for layer in range(TAPS))
@@ -54,6 +57,7 @@ class Bench:
             )
             self.dispatcher.open(request)  # type: ignore[arg-type]
         self.steps: list[StagedStep] = []
+        self.numbers = count()
 
     def step(
         self, starts: dict[str, int], shifts: dict[str, int] | None = None
@@ -84,7 +88,7 @@ class Bench:
                 self.staging.rows[slot] = torch.tensor(
                     [self.number[name], float(position), float(tap), 0.0]
                 )
-        self.steps.append(StagedStep(len(self.steps), placed, segment, true))
+        self.steps.append(StagedStep(next(self.numbers), placed, segment, true))
 
     def send_page(self) -> torch.Tensor:
         """Hand on one step, whose rows are in a page; the page."""
@@ -97,9 +101,11 @@ class Bench:
         self.send()
         return page
 
-    def send(self) -> None:
-        """Hand on all steps so far, and wait until that is done."""
-        self.dispatcher.steps(self.steps, None)
+    def send(self, copied: Any = None, hand_on: bool = True) -> None:
+        """Let the dispatcher have all steps so far, and wait until that is done."""
+        self.dispatcher.steps(self.steps, copied)
+        if hand_on:
+            self.dispatcher.hand_on()
         done = threading.Event()
         self.dispatcher._put(done.set)
         assert done.wait(10)
@@ -120,17 +126,21 @@ class Bench:
         assert not self.staging.ring._taken
 
 
-@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3),
+)
 def test_steps_that_continue_each_other_give_the_same_rows(
-    count: int, batches: list[int]
+    count: int, batches: list[tuple[int, bool]]
 ) -> None:
     names = [f"r{i}" for i in range(count)]
     bench, position = Bench(names), 0
-    for steps in batches:
+    for steps, hand_on in batches:
         for _ in range(steps):
             bench.step({name: 10 * i + position for i, name in enumerate(names)})
             position += 1
-        bench.send()
+        bench.send(hand_on=hand_on)
+    bench.send()
     bench.check(
         {n: list(range(10 * i, 10 * i + position)) for i, n in enumerate(names)}
     )
@@ -164,6 +174,47 @@ def test_a_change_of_the_batch_ends_a_run() -> None:
     bench.step({"b": 7, "a": 2})
     bench.send()
     bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
+
+
+def test_rows_wait_until_they_are_handed_on() -> None:
+    bench = Bench(["a", "b"])
+    for position in range(3):
+        bench.step({"a": position, "b": 4 + position})
+        bench.send(hand_on=False)
+    assert bench.taken["a"].rows == bench.taken["b"].rows == []
+    assert len(bench.staging.ring._taken) == 3
+    bench.step({"b": 7})
+    bench.send()
+    parts = [(part.start, part.stop, part.step) for part in bench.taken["b"].rows]
+    assert parts == [(4, 7, 2), (7, 8, 3)]
+    bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
+
+
+def test_steps_whose_copy_fails_are_lost_alone() -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    bench = Bench(["a"])
+    for position in range(6):
+        bench.step({"a": position})
+        failing = SimpleNamespace(synchronize=fail) if position in (2, 3) else None
+        bench.send(failing, hand_on=False)
+    bench.send()
+    bench.check({"a": [0, 1, 4, 5]})
+
+
+def test_rows_that_cannot_be_taken_give_their_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.taken["a"], "gather", None)
+        bench.step({"a": 0})
+        bench.send()
+    assert not bench.staging.ring._taken
+    bench.step({"a": 1})
+    bench.send()
+    bench.check({"a": [1]})
 
 
 def test_a_request_that_is_not_known_is_skipped() -> None:

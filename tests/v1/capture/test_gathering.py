@@ -3,9 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.copying import bytes_of, copy_all
+from vllm.v1.capture.copying import Copy, copy_all
 from vllm.v1.capture.gathering import GATHERED, Gathering, joined
 from vllm.v1.capture.ledger import Rows
+from vllm.v1.capture.pieces import Piece, Span
 
 TAPS, WIDTH = 2, 3
 
@@ -14,9 +15,11 @@ def put(gathering: Gathering, start: int, num_rows: int, most: int) -> Rows:
     """Rows that hold their position, and their tap's number."""
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
-    staged = bytes_of(rows.contiguous()).reshape(TAPS, num_rows, 1, -1)
-    kept, memory = gathering.place(start, staged.shape, 0, most)
-    copy_all([(memory, staged)])
+    copies: list[Copy] = []
+    span = Span(1, 0, -1, rows.flatten(0, 1), TAPS * num_rows)
+    piece = Piece(span, start, num_rows, 0, num_rows, TAPS)
+    (kept,) = gathering.gather([piece], start + most, copies)
+    copy_all(copies)
     return kept
 
 

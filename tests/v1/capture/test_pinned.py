@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.copying import Bytes
 from vllm.v1.capture.pinned import ALIGNMENT, Extents, Pages
+from vllm.v1.capture.recycling import Bytes
 
 SIZE = 32
 ROW = ALIGNMENT // 4

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.placement import Placed, Placement, steps_alike
 from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
-from vllm.v1.capture.rows import LocalGroup, StepView, assign_slots, pick_rows
+from vllm.v1.capture.rows import LocalGroup, StepView, pick_rows
 
-TAPS = 4
+TAPS, MOST_ROWS = 4, 24
 
 
 @st.composite
@@ -33,46 +33,51 @@ def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
 
 
 def described(placed: Placed | None) -> object:
-    """All that matters of a step: who has which rows at which positions, and where."""
+    """All that matters of a step: who has which rows at which positions."""
     if placed is None:
         return None
-    layout = placed.layout
-    shift = placed.shift
-    picks = [
-        (
-            b.columns,
-            pick.req_id,
-            pick.group,
-            pick.start + shift,
-            pick.num_rows,
-            pick.row,
-        )
-        for b in layout.blocks
-        for pick in b.picks
-    ]
-    return picks, layout.num_rows, layout.launches, layout.slots.tolist()
+    picks = {
+        (block.columns, *pick[:2], pick.start + placed.shift, *pick[3:5])
+        for block in placed.layout.blocks
+        for pick in block.picks
+    }
+    return picks, placed.layout.launches, placed.layout.req_ids
 
 
 def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> object:
     """The same, planned without a memory."""
-    blocks = pick_rows(view, groups)
-    if not blocks:
+    picked = pick_rows(view, groups)
+    if not picked:
         return None
-    slots = np.empty((TAPS, view.num_rows), dtype=np.int32)
-    assign_slots(blocks, 0, slots)
-    picks = [
-        (block.columns, pick.req_id, pick.group, pick.start, pick.num_rows, pick.row)
-        for block in blocks
-        for pick in block.picks
-    ]
-    columns = frozenset(column for block in blocks for column in block.columns)
-    rows = sum(len(block.columns) * block.num_rows for block in blocks)
-    return picks, rows, columns, slots.tolist()
+    picks = {(columns, *pick) for columns, found in picked.items() for pick in found}
+    return (
+        picks,
+        frozenset(column for columns in picked for column in columns),
+        frozenset(pick[1] for pick in picks),
+    )
+
+
+def check_slots(placed: Placed) -> None:
+    """Each row of each pick has a place of its own, where its block says."""
+    layout, base = placed.layout, 0
+    expected = np.full_like(layout.slots, -1)
+    for block in layout.blocks:
+        for number, column in enumerate(block.columns):
+            for pick in block.picks:
+                assert pick.offset + pick.num_rows <= block.num_rows
+                first = base + number * block.num_rows + pick.offset
+                places = np.arange(first, first + pick.num_rows)
+                expected[column, pick.row : pick.row + pick.num_rows] = places
+        base += len(block.columns) * block.num_rows
+    assert layout.slots.tolist() == expected.tolist()
+    used = layout.slots[layout.slots >= 0].tolist()
+    assert len(set(used)) == len(used)
+    assert layout.num_rows == base <= max(MOST_ROWS, len(used))
 
 
 @given(st.data())
 def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> None:
-    placement = Placement(range(TAPS))
+    placement = Placement(range(TAPS), MOST_ROWS)
     groups: dict[str, tuple[LocalGroup, ...]] = {}
     positions: dict[str, int] = {}
     for step in range(data.draw(st.integers(1, 25))):
@@ -102,7 +107,10 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
             scheduled,
             int(scheduled.sum()),
         )
-        assert described(placement.place(view)) == anew(view, groups)
+        placed = placement.place(view)
+        assert described(placed) == anew(view, groups)
+        if placed is not None:
+            check_slots(placed)
         for name, count in zip(batch, counts, strict=True):
             positions[name] += count
 
@@ -122,7 +130,7 @@ def test_steps_are_alike_until_some_group_begins_or_ends(
 
 
 def test_decoding_steps_share_one_layout() -> None:
-    placement = Placement(range(TAPS))
+    placement = Placement(range(TAPS), MOST_ROWS)
     tap = LocalGroup(((0, "post_block"),), (0,), ((3, OPEN_END),), ())
     placement.add("a", (tap,))
     placed = [
@@ -134,3 +142,19 @@ def test_decoding_steps_share_one_layout() -> None:
     assert first is not None
     for shift, one in enumerate(placed[3:]):
         assert one is not None and one.layout is first.layout and one.shift == shift
+
+
+def test_an_end_of_a_request_that_has_left_the_batch_changes_no_layout() -> None:
+    placement = Placement(range(TAPS), MOST_ROWS)
+    tap = LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ())
+    for name in "ab":
+        placement.add(name, (tap,))
+    both = StepView(["a", "b"], np.array([3, 5]), np.array([1, 1]), 2)
+    assert placement.place(both) is not None
+    first = placement.place(StepView(["b"], np.array([6]), np.array([1]), 1))
+    placement.remove("a")
+    second = placement.place(StepView(["b"], np.array([7]), np.array([1]), 1))
+    assert first is not None and second is not None
+    assert second.layout is first.layout and second.shift == 1
+    placement.remove("b")
+    assert placement.place(StepView(["b"], np.array([8]), np.array([1]), 1)) is None

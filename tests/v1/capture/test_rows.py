@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import Counter
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -7,13 +8,16 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, taps, wanted
 from vllm.v1.capture.rows import (
+    Block,
     Decoding,
     StepView,
     assign_slots,
     local_groups,
+    no_slots,
     pick_rows,
     rows_of,
 )
+from vllm.v1.capture.seating import in_order
 
 PROMPT, END = 6, 16
 
@@ -36,19 +40,24 @@ def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
     return view, wants
 
 
-@given(steps(), st.sets(taps()), st.integers(0, 50))
+def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
+    picked = pick_rows(view, groups)
+    return tuple(in_order(*found) for found in picked.items())
+
+
+@given(steps(), st.sets(taps()))
 def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
-    step: tuple[StepView, dict[str, dict]], absent: set, base: int
+    step: tuple[StepView, dict[str, dict]], absent: set
 ) -> None:
     view, wants = step
     every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
     columns = {tap: i for i, tap in enumerate(t for t in every if t not in absent)}
     plans = {req_id: plan_for(want, PROMPT) for req_id, want in wants.items()}
-    blocks = pick_rows(
+    blocks = blocks_of(
         view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
     )
-    slots = np.full((len(columns), view.num_rows), 7, dtype=np.int32)
-    assign_slots(blocks, base, slots)
+    slots = no_slots(len(columns), view.num_rows)
+    assign_slots(blocks, slots)
 
     expected = np.zeros_like(slots, dtype=bool)
     for index, req_id in enumerate(view.req_ids):
@@ -61,7 +70,7 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
                         expected[columns[tap], row] = True
     assert ((slots != -1) == expected).all()
     used = sorted(slots[expected].tolist())
-    assert used == list(range(base, base + rows_of(blocks)))
+    assert used == list(range(rows_of(blocks)))
 
 
 @given(steps())
@@ -72,9 +81,9 @@ def test_a_slot_lies_where_its_block_says(
     every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
     columns = {tap: i for i, tap in enumerate(every)}
     groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
-    blocks = pick_rows(view, groups)
-    slots = np.empty((len(columns), view.num_rows), dtype=np.int32)
-    assign_slots(blocks, 0, slots)
+    blocks = blocks_of(view, groups)
+    slots = no_slots(len(columns), view.num_rows)
+    assign_slots(blocks, slots)
     base = 0
     for block in blocks:
         for index, column in enumerate(block.columns):
@@ -94,7 +103,7 @@ def test_blocks_do_not_grow_with_the_number_of_layers(
     every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
     columns = {tap: i for i, tap in enumerate(every)}
     groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
-    blocks = pick_rows(view, groups)
+    blocks = blocks_of(view, groups)
     most = Counter(block.columns for block in blocks).most_common(1)
     assert not most or most[0][1] == 1
 

@@ -1,153 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's capture without a model: the steps are drawn, the taps filled by hand."""
+"""A worker's capture: the steps are drawn."""
 
 import queue
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import count
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.v1.capture._simulation import (
-    WIDTH,
-    Life,
-    Step,
-    lives,
-    standing,
-)
+from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
-from tests.v1.capture._strategies import HOOKS, plan_for, positions, wanted
-from vllm.config.capture import CaptureConfig
-from vllm.model_executor.layers.residual_ops import ALIGNMENT, Launch
-from vllm.model_executor.layers.residual_point import ResidualTap
-from vllm.v1.capture.channel import (
-    ChunksMessage,
-    CountersMessage,
-    EndMessage,
-    Inbox,
-    ResultMessage,
-    rows_address,
-)
+from tests.v1.capture._strategies import plan_for, positions, wanted
+from tests.v1.capture._worker_bench import TAPS, Bench
+from vllm.model_executor.layers.residual_ops import ALIGNMENT
+from vllm.v1.capture.channel import EndMessage, ResultMessage
 from vllm.v1.capture.rows import StepView
-from vllm.v1.capture.staging import Segment, Staging
-from vllm.v1.capture.wire import CaptureEnd
-from vllm.v1.capture.worker import Stage, WorkerCapture
 
-TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
-STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)
-ROW_BYTES = WIDTH * 4
 pytestmark = pytest.mark.usefixtures("no_engine")
-
-
-def to_page(staging: Staging) -> Any:
-    """What a device's staging memory does with large steps: here with every other."""
-
-    def copy(segment: Segment) -> tuple[torch.Tensor, Any] | None:
-        if segment.num_rows % 2:
-            return None
-        rows = staging.rows[segment.start : segment.start + segment.num_rows]
-        return rows.clone(), SimpleNamespace(synchronize=lambda: None)
-
-    return copy
-
-
-class Bench:
-    """A worker whose rows come back over the socket of a front end."""
-
-    def __init__(self, tensor_rank: int = 0) -> None:
-        self.messages: queue.Queue[Any] = queue.Queue()
-        self.counters: queue.Queue[CountersMessage] = queue.Queue()
-        self.inbox = Inbox(self._take)
-        self.inboxes = [
-            Inbox(self.messages.put, rows_address(self.inbox.address, name))
-            for name in "abc"
-        ]
-        config: Any = SimpleNamespace(
-            capture_config=CaptureConfig(
-                driver_instances=list("abc"),
-                staging_bytes=2 * STEP_ROWS * ROW_BYTES,
-            ),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
-            model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
-            parallel_config=SimpleNamespace(data_parallel_index=0),
-            use_v2_model_runner=False,
-        )
-        self.worker = WorkerCapture(
-            config,
-            Stage(tensor_rank, 0, 1),
-            TAPS,
-            WIDTH,
-            torch.float32,
-            torch.device("cpu"),
-        )
-        self.worker._staging.to_page = to_page(self.worker._staging)  # type: ignore[method-assign]
-        self._names = count()
-        self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
-
-    def _take(self, message: Any) -> None:
-        counts = isinstance(message, CountersMessage)
-        (self.counters if counts else self.messages).put(message)
-
-    def new_name(self) -> str:
-        """An id that no request has had: the engine never gives one twice."""
-        return f"r{next(self._names)}"
-
-    def step(self, batch: list[tuple[str, int, tuple[float, ...]]]) -> None:
-        """One step over `(request, first position, value of each row)`."""
-        scheduled = np.array([len(values) for _, _, values in batch])
-        rows = int(scheduled.sum())
-        view = StepView(
-            [name for name, _, _ in batch],
-            np.array([start for _, start, _ in batch]),
-            scheduled,
-            rows,
-        )
-        Launch.taps = self.worker.plan_step(view)
-        self.worker.begin_step(rows)
-        values = torch.tensor([value for _, _, row in batch for value in row])
-        for number, tap in enumerate(TAPS):
-            # The tap's number is in the row, so that a mix-up would show.
-            stream = torch.stack([values, torch.full_like(values, number)], dim=1)
-            self.taps[tap](stream, None)
-        self.worker.end_step()
-
-    def end(self, name: str, life: Life) -> None:
-        tokens = list(range(life.counted))
-        self.worker.end_requests(
-            [CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))]
-        )
-
-    def collect(self, requests: int) -> dict[Any, list[tuple[float, float]]]:
-        """`(request, instance, tap)` -> rows, once all requests have ended."""
-        rows: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-        ended = 0
-        while ended < requests:
-            message = self.messages.get(timeout=WAIT)
-            if isinstance(message, ChunksMessage):
-                for chunk in message.chunks:
-                    key = (
-                        chunk.request_id,
-                        message.instance,
-                        (chunk.layer, chunk.hook),
-                    )
-                    assert chunk.row_offset == len(rows[key])
-                    rows[key] += [tuple(row) for row in chunk.tensor.tolist()]  # type: ignore[misc]
-            else:
-                assert isinstance(message, EndMessage), message
-                ended += 1
-        return {key: found for key, found in rows.items() if found}
-
-    def close(self) -> None:
-        self.worker.close()
-        for inbox in (self.inbox, *self.inboxes):
-            inbox.close()
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +52,7 @@ def test_rows_of_any_steps_reach_their_readers(
     names = [bench.new_name() for _ in requests]
     remaining = [iter(request.steps) for request in requests]
     for name, request, want in zip(names, requests, wants):
-        plan = plan_for(want, request.num_prompt_tokens)
-        prompt = list(range(request.num_prompt_tokens))
-        plan = structs.replace(plan, reply_to=bench.inbox.address)
-        bench.worker.add_request(name, plan, prompt, None)
+        bench.open(name, plan_for(want, request.num_prompt_tokens))
     for turns in steps:
         taken = [(turn, next(remaining[turn])) for turn in turns]
         bench.step([(names[t], step.start, step.values) for t, step in taken])

@@ -2,17 +2,16 @@
 """Copying rows on the host, large amounts on several threads.
 
 One core copies a few GB/s, less than a prompt's rows come in; upstream leaves torch
-one thread while it serves. Copies let go of the interpreter's lock; what is done
-between them is NumPy's, which keeps it, as it is held up less by one long wait of
-another thread than by many short ones.
+one thread while it serves. A copy lets go of the interpreter's lock, as each call of
+torch does: the engine's thread is held up less by one long wait of another thread than
+by many short ones, so what can be a single call is one.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.utils.math_utils import cdiv
@@ -22,57 +21,57 @@ MOST_THREADS = 6
 PIECE_BYTES = 2 << 20
 """What is worth waking a thread for."""
 
-Bytes = npt.NDArray[np.uint8]
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A target and its source, of equal shapes, `[..., hidden_size]`."""
 
 
-def bytes_of(rows: torch.Tensor) -> Bytes:
-    """The memory of `[..., width]`, in which each row is contiguous, as bytes."""
-    found: Bytes = rows.detach().view(torch.uint8).numpy()
-    return found
-
-
-def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-    """`target[:] = source` for pairs of equal shapes, `[..., bytes of a row]`.
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Do them all.
 
     Each thread makes a single call: between two calls the interpreter's lock would
     change hands, and the engine's thread would wait for it each time.
     """
-    total = sum(target.nbytes for target, _ in pairs)
+    total = sum([target.nbytes for target, _ in copies])
     count = min(num_threads(), total // PIECE_BYTES)
     if count < 2:
-        _copy_some(pairs)
+        _copy_some(copies)
         return
-    first, *others = shares(pairs, cdiv(total, count))
+    first, *others = shares(copies, cdiv(total, count))
     futures = [_pool().submit(_copy_some, share) for share in others]
     _copy_some(first)
     for future in futures:
         future.result()
 
 
-def shares(
-    pairs: Sequence[tuple[Bytes, Bytes]], size: int
-) -> list[list[tuple[Bytes, Bytes]]]:
-    """The pairs in parts of about `size` bytes; a larger pair is cut."""
-    parts: list[list[tuple[Bytes, Bytes]]] = []
+def shares(copies: Sequence[Copy], size: int) -> list[list[Copy]]:
+    """The copies in parts of about `size` bytes; a larger copy is cut."""
+    parts: list[list[Copy]] = []
     left = 0
-    for target, source in pairs:
-        axis = int(np.argmax(target.shape[:-1]))
-        cuts = min(cdiv(target.nbytes, size), target.shape[axis])
-        for piece in zip(
-            np.array_split(target, cuts, axis), np.array_split(source, cuts, axis)
-        ):
+    for copy in copies:
+        num_bytes = copy[0].nbytes
+        for piece in [copy] if num_bytes <= size else cut(copy, size):
             if left <= 0:
                 parts.append([])
                 left = size
             parts[-1].append(piece)
-            left -= piece[0].nbytes
+            left -= num_bytes if piece is copy else piece[0].nbytes
     return parts
 
 
-def _copy_some(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-    if pairs:
-        targets = [torch.from_numpy(target) for target, _ in pairs]
-        sources = [torch.from_numpy(source) for _, source in pairs]
+def cut(copy: Copy, size: int) -> list[Copy]:
+    """A copy in pieces of at most `size` bytes, if one of its rows is not larger."""
+    target, source = copy
+    lengths = target.shape[:-1]
+    axis = max(range(len(lengths)), key=lengths.__getitem__)
+    pieces = min(cdiv(target.nbytes, size), lengths[axis])
+    return list(
+        zip(target.tensor_split(pieces, axis), source.tensor_split(pieces, axis))
+    )
+
+
+def _copy_some(copies: Sequence[Copy]) -> None:
+    if copies:
+        targets, sources = zip(*copies)
         torch._foreach_copy_(targets, sources)
 
 

@@ -1,56 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a step's staged rows to each consumer's chunks, off the engine's thread."""
+"""From steps' staged rows to each consumer's chunks, off the engine's thread."""
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
+from vllm.v1.capture.copying import Copy, copy_all
 from vllm.v1.capture.lane import Ending, SinkLane
-from vllm.v1.capture.ledger import Rows
-from vllm.v1.capture.placement import Placed
+from vllm.v1.capture.pending import ByGroup, Pending, StagedStep
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.rows import Block, Pick, TrueStarts
-from vllm.v1.capture.staging import Segment, Staging
+from vllm.v1.capture.staging import Staging
 from vllm.v1.capture.types import CaptureChunk
 
 logger = init_logger(__name__)
 
-
-Taken: TypeAlias = tuple[CapturedRequest, int, Rows]
-"""A request, one of its groups, and rows that it gets."""
-
 PACKET_BYTES = 32 << 20
 """What requests that end together hand on in one packet, about."""
-LARGEST_PART = 4
-"""A request holds at most this many times the memory of its own rows."""
-
-
-class StagedStep(NamedTuple):
-    """A step whose rows are in staging memory, or on their way to the host."""
-
-    step: int
-    placed: Placed
-    segment: Segment
-    true_starts: TrueStarts | None = None
-    """Where the positions are only assumed."""
-    page: torch.Tensor | None = None  # [num_rows, hidden_size]
-    """Where the rows are on the host, if not in the ring."""
-
-    def continues(self, before: "StagedStep") -> bool:
-        """Whether `before` is the same layout, one position earlier, just below."""
-        return (
-            self.true_starts is None
-            and self.page is before.page is None
-            and self.placed.layout is before.placed.layout
-            and self.placed.shift == before.placed.shift + 1
-            and self.segment.start == before.segment.start + before.segment.num_rows
-        )
 
 
 class Dispatcher:
@@ -67,13 +35,12 @@ class Dispatcher:
         packet_bytes: int = PACKET_BYTES,
     ) -> None:
         """Start; a packet of `packet_bytes` and more gets no further request."""
-        self._staging = staging
         self._packet_bytes = packet_bytes
         self._lanes = lanes
         self._requests: dict[str, CapturedRequest] = {}
-        self._queue: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._pending = Pending(staging)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """None is the last."""
         self._thread = threading.Thread(
             target=self._run, name="capture-dispatch", daemon=True
         )
@@ -86,8 +53,15 @@ class Dispatcher:
     def steps(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
     ) -> None:
-        """The rows of steps, in order, once `copied` says that they are there."""
-        self._put(lambda: self._take(staged, copied))
+        """The rows of steps, in order, once `copied` says that they are there.
+
+        They wait until their requests end, or until `hand_on`.
+        """
+        self._put(lambda: self._arrive(staged, copied))
+
+    def hand_on(self) -> None:
+        """Let all requests have the rows that wait, and give their memory back."""
+        self._put(self._hand_on_all)
 
     def end(self, ends: Sequence[RequestEnd]) -> None:
         """Ends of requests; every step that computed their rows came before."""
@@ -95,9 +69,7 @@ class Dispatcher:
 
     def close(self, timeout: float) -> None:
         """Work off the queue, which ends with the ends of all requests."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._queue.put(None)
         self._thread.join(timeout)
         if self._requests:
             logger.error(
@@ -109,17 +81,10 @@ class Dispatcher:
             )
 
     def _put(self, work: Callable[[], None]) -> None:
-        with self._changed:
-            self._queue.append(work)
-            self._changed.notify_all()
+        self._queue.put(work)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                work = self._queue.popleft()
+        while (work := self._queue.get()) is not None:
             try:
                 work()
             except Exception:
@@ -127,66 +92,41 @@ class Dispatcher:
                 # when it ends, because its rows do not add up.
                 logger.exception("Captured rows could not be handed on")
 
-    def _take(
+    def _arrive(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
     ) -> None:
-        taken: list[Taken] = []
-        copies: list[tuple[Bytes, Bytes]] = []
         try:
             if copied is not None:
                 copied.synchronize()
-            for run in runs(staged):
-                self._take_run(run, taken, copies)
+        except Exception:
+            self._pending.lose(staged)
+            raise
+        self._pending.add(staged, self._requests)
+
+    def _hand_on_all(self) -> None:
+        self._hand_on(self._pending.take_all(self._requests))
+
+    def _hand_on(self, pieces: Mapping[str, ByGroup]) -> None:
+        """Let requests have their rows; one packet of them for each instance.
+
+        More packets would wake the instance's thread more often.
+        """
+        chunks: dict[str, list[CaptureChunk]] = {}
+        copies: list[Copy] = []
+        try:
+            taken = [
+                (request, request.gather(own, copies))
+                for req_id, own in pieces.items()
+                if (request := self._requests.get(req_id)) is not None
+            ]
             copy_all(copies)
         finally:
-            for step in staged:
-                self._staging.ring.release(step.segment)
-        chunks: dict[str, list[CaptureChunk]] = {}
-        for request, group, rows in taken:
-            for instance, batch in request.add(group, rows).items():
-                chunks.setdefault(instance, []).extend(batch)
-        # One packet for all of it and an instance: each wakes a thread.
+            self._pending.release()
+        for request, parts in taken:
+            for group, rows in parts:
+                for instance, batch in request.add(group, rows).items():
+                    chunks.setdefault(instance, []).extend(batch)
         self._submit(chunks)
-
-    def _take_run(
-        self,
-        run: Sequence[StagedStep],
-        taken: list[Taken],
-        copies: list[tuple[Bytes, Bytes]],
-    ) -> None:
-        """Rows of steps with one layout: each request's come together.
-
-        Adds to `taken` what requests get, and to `copies` what must be copied first.
-        """
-        first, last = run[0], run[-1]
-        layout, num_steps = first.placed.layout, len(run)
-        rows = self._rows_of(run)
-        # A run of several steps has none: its steps were known when they began.
-        shifts = {} if first.true_starts is None else first.true_starts.shifts()
-        base = 0
-        for block in layout.blocks:
-            stop = base + len(block.columns) * block.num_rows
-            here = StagedBlock.of(block, rows[:, base:stop], first.page, base)
-            offset = 0
-            for pick in block.picks:
-                request = self._requests.get(pick.req_id)
-                if request is not None:
-                    start = pick.start + first.placed.shift
-                    start += shifts.get(pick.req_id, 0)
-                    kept = here.keep(request, pick, offset, start, last.step, copies)
-                    for part in settling(kept, num_steps, first.step):
-                        taken.append((request, pick.group, part))
-                offset += pick.num_rows
-            base = stop
-
-    def _rows_of(self, run: Sequence[StagedStep]) -> Bytes:
-        """`[steps, staged rows of a step, bytes of a row]`."""
-        first, num_rows = run[0], run[0].segment.num_rows
-        if first.page is not None:
-            return bytes_of(first.page)[None]
-        start = first.segment.start
-        staged = self._staging.host_bytes[start : start + len(run) * num_rows]
-        return staged.reshape(len(run), num_rows, -1)
 
     def _submit(self, chunks: Mapping[str, Sequence[CaptureChunk]]) -> None:
         for instance, batch in chunks.items():
@@ -194,6 +134,11 @@ class Dispatcher:
 
     def _finish(self, ends: Sequence[RequestEnd]) -> None:
         """Hand on what is left of requests, several of them in one packet."""
+        try:
+            ended = [end.request_id for end in ends]
+            self._hand_on(self._pending.take(ended, self._requests))
+        except Exception:  # They end all the same, and say what is missing.
+            logger.exception("Captured rows could not be handed on")
         last = LastRows()
         for end in ends:
             request = self._requests.pop(end.request_id, None)
@@ -205,11 +150,11 @@ class Dispatcher:
             except Exception:  # The others' ends are as good as ever.
                 logger.exception("The capture of %s has no end", end.request_id)
             if last.num_bytes >= self._packet_bytes:
-                self._hand_on(last)
+                self._submit_last(last)
                 last = LastRows()
-        self._hand_on(last)
+        self._submit_last(last)
 
-    def _hand_on(self, last: "LastRows") -> None:
+    def _submit_last(self, last: "LastRows") -> None:
         self._submit(last.chunks)
         for instance, ending in last.endings:
             self._lanes[instance].finish(ending)
@@ -233,72 +178,3 @@ class LastRows:
             self.chunks.setdefault(instance, []).extend(batch)
             self.num_bytes += sum(chunk.tensor.nbytes for chunk in batch)
         self.endings.extend(endings.items())
-
-
-@dataclass(frozen=True, slots=True)
-class StagedBlock:
-    """A block's rows of a run, on the host."""
-
-    rows: Bytes  # [taps, steps, rows of the block, bytes of a row]
-    page: torch.Tensor | None  # [taps, rows of the block, hidden_size]
-    page_rows: int
-    """Rows of the whole page."""
-
-    @classmethod
-    def of(
-        cls, block: Block, rows: Bytes, page: torch.Tensor | None, base: int
-    ) -> "StagedBlock":
-        """From `rows`, `[steps, staged rows, bytes]`, which begin at `base`."""
-        shape = len(block.columns), block.num_rows
-        whole, size = 0, shape[0] * shape[1]
-        if page is not None:
-            whole, page = len(page), page[base : base + size].unflatten(0, shape)
-        rows = rows.reshape(len(rows), *shape, rows.shape[-1]).swapaxes(0, 1)
-        return cls(rows, page, whole)
-
-    def keep(
-        self,
-        request: CapturedRequest,
-        pick: Pick,
-        offset: int,
-        start: int,
-        step: int,
-        copies: list[tuple[Bytes, Bytes]],
-    ) -> Rows:
-        """What a request gets: the page itself, or what `copies` then says to copy.
-
-        Who holds some rows of a page holds all of it, so a small part is copied.
-        """
-        own = pick.num_rows * len(self.rows)
-        if self.page is not None and own * LARGEST_PART >= self.page_rows:
-            return Rows(start, pick.num_rows, self.page, offset, step)
-        staged = self.rows[:, :, offset : offset + pick.num_rows]
-        rows, memory = request.place(pick.group, start, staged.shape, step)
-        copies.append((memory, staged))
-        return rows
-
-
-def runs(staged: Sequence[StagedStep]) -> Iterator[Sequence[StagedStep]]:
-    """The steps in order, with those together that continue each other."""
-    run: list[StagedStep] = []
-    for step in staged:
-        if run and not step.continues(run[-1]):
-            yield run
-            run = []
-        run.append(step)
-    if run:
-        yield run
-
-
-def settling(rows: Rows, num_steps: int, first_step: int) -> Iterator[Rows]:
-    """A run's rows as the ledger takes them: a step's rows settle those before."""
-    if num_steps > 1:
-        last = rows.stop - 1  # Each step of a longer run has one row.
-        before = rows.between(rows.start, last)
-        assert before is not None
-        yield before._replace(step=first_step + num_steps - 2)
-        after = rows.between(last, rows.stop)
-        assert after is not None
-        yield after
-    else:
-        yield rows

@@ -5,21 +5,17 @@ Rows of generated tokens come one at a time and are handed on together at the en
 they are put one behind the other at once: nothing has to be joined later.
 """
 
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
-from vllm.v1.capture.copying import Bytes, bytes_of
+from vllm.v1.capture.copying import Copy
 from vllm.v1.capture.ledger import Rows
+from vllm.v1.capture.pieces import Piece
 from vllm.v1.capture.recycling import ROWS
 
 GATHERED = 256
 """Rows of a group that lie together, if they come a few at a time."""
-
-Shape: TypeAlias = tuple[int, int, int, int]
-Placed: TypeAlias = tuple[Rows, Bytes]
-"""Rows that a request may keep, and their memory, still to be written."""
 
 
 class Gathering:
@@ -34,35 +30,72 @@ class Gathering:
         self._dtype = dtype
         self._together = together
         self._memory = torch.empty(num_taps, 0, 0, dtype=dtype)
-        self._bytes: Bytes = np.empty((num_taps, 0, 0), dtype=np.uint8)
         self._used = 0
 
-    def place(self, start: int, shape: Shape, step: int, most: int) -> Placed:
-        """Where staged rows are to be copied, next to others of the request.
+    def gather(
+        self, pieces: Sequence[Piece], end: int, copies: list[Copy]
+    ) -> Iterator[Rows]:
+        """The rows of pieces, in order, as the ledger takes them.
 
         Args:
-            start: position of the first.
-            shape: of what is staged: `(taps, steps, rows of a step, bytes of a row)`.
-            step: the step that computed the last of them.
-            most: how many rows the request may still have, with these.
+            pieces: of this group.
+            end: the request has no position from here on.
+            copies: gets what is to be copied, before anyone reads the rows.
 
         """
-        num_rows = shape[1] * shape[2]
-        first, stop = self._used, self._used + num_rows
-        if not self._together or stop > self._memory.shape[1]:
+        for stretch in stretches(pieces):
+            first = stretch[0]
+            if first.page is not None:
+                memory, place = first.page
+                yield Rows(first.start, first.num_rows, memory, place, first.step)
+            else:
+                yield from self._place(stretch, end - first.start, copies)
+
+    def _place(
+        self, stretch: Sequence[Piece], most: int, copies: list[Copy]
+    ) -> Iterator[Rows]:
+        counts = [piece.num_rows for piece in stretch]
+        num_rows, staged = sum(counts), [piece.staged for piece in stretch]
+        place = self._room_for(num_rows, most, staged[0].shape[2])
+        memory, start, last = self._memory, stretch[0].start, stretch[-1]
+        targets = memory[:, place : place + num_rows]
+        copies.extend(
+            zip(targets.split_with_sizes(counts, 1), staged)
+            if len(counts) > 1
+            else [(targets, staged[0])]
+        )
+        before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
+        if before == last.step:
+            yield Rows(start, num_rows, memory, place, last.step)
+            return
+        # A step's rows settle those before; each of several steps has one row.
+        yield Rows(start, num_rows - 1, memory, place, before)
+        after = start + num_rows - 1, 1, memory, place + num_rows - 1, last.step
+        yield Rows(*after)
+
+    def _room_for(self, num_rows: int, most: int, width: int) -> int:
+        """Where in the memory there is room; new memory if there is not."""
+        place = self._used
+        if not self._together or place + num_rows > self._memory.shape[1]:
             capacity = num_rows
             if self._together:
                 capacity = max(num_rows, min(most, GATHERED))
-            self._renew(capacity, shape[3])
-            first, stop = 0, num_rows
-        self._used = stop
-        rows = Rows(start, num_rows, self._memory, first, step)
-        return rows, self._bytes[:, first:stop].reshape(shape)
+            shape = self._num_taps, capacity, width
+            self._memory, place = ROWS.empty(shape, self._dtype), 0
+        self._used = place + num_rows
+        return place
 
-    def _renew(self, num_rows: int, row_bytes: int) -> None:
-        shape = self._num_taps, num_rows, row_bytes // self._dtype.itemsize
-        self._memory = ROWS.empty(shape, self._dtype)
-        self._bytes = bytes_of(self._memory)
+
+def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    """The pieces in order, with those together that go on from each other."""
+    stretch: list[Piece] = []
+    for piece in pieces:
+        if stretch and not piece.goes_on(stretch[-1]):
+            yield stretch
+            stretch = []
+        stretch.append(piece)
+    if stretch:
+        yield stretch
 
 
 def joined(parts: list[Rows]) -> torch.Tensor:

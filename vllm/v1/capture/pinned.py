@@ -19,8 +19,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.capture.copying import Bytes
-from vllm.v1.capture.recycling import lent
+from vllm.v1.capture.recycling import Bytes, lent
 
 logger = init_logger(__name__)
 

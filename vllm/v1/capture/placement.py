@@ -20,9 +20,11 @@ from vllm.v1.capture.rows import (
     LocalGroup,
     StepView,
     assign_slots,
+    no_slots,
     pick_rows,
     rows_of,
 )
+from vllm.v1.capture.seating import Seating
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Layout:
     """The ops that must launch, as in `Launch`."""
     slots: npt.NDArray[np.int32]  # [taps, rows of the step without padding]
     """Counted from the step's first staging row; -1 where nothing is captured."""
+    req_ids: frozenset[str]
+    """Of the picks."""
 
 
 class Placed(NamedTuple):
@@ -49,9 +53,16 @@ class Placed(NamedTuple):
 class Placement:
     """The requests that are captured, and where a step's rows of them go."""
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        """Begin with no request; `addresses`: what the op of each tap is known by."""
+    def __init__(self, addresses: Sequence[int], most_rows: int) -> None:
+        """Begin with no request.
+
+        Args:
+            addresses: what the op of each tap is known by.
+            most_rows: staging rows that a step may take.
+
+        """
         self._addresses = addresses
+        self._seating = Seating(most_rows)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._last: Placed | None = None
         self._decoding: Decoding | None = None
@@ -70,7 +81,8 @@ class Placement:
     def remove(self, req_id: str) -> None:
         """It is not any more."""
         self._groups.pop(req_id, None)
-        self._steps_left = 0
+        if self._decoding is not None and self._decoding.has(req_id):
+            self._steps_left = 0
 
     def place(self, view: StepView) -> Placed | None:
         """What a step captures, None where no plan selects a row of it."""
@@ -81,18 +93,19 @@ class Placement:
             if self._last is not None:
                 self._last = Placed(self._last.layout, self._last.shift + 1)
             return self._last
-        blocks = pick_rows(view, self._groups)
+        blocks = self._seating.blocks(pick_rows(view, self._groups))
         self._last = Placed(self._layout(view, blocks), 0) if blocks else None
         self._remember(view)
         return self._last
 
     def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
         rows = int(view.num_scheduled.sum())
-        slots = np.empty((len(self._addresses), rows), dtype=np.int32)
-        assign_slots(blocks, 0, slots)
+        slots = no_slots(len(self._addresses), rows)
+        assign_slots(blocks, slots)
         columns = {column for block in blocks for column in block.columns}
         launches = frozenset(self._addresses[column] for column in columns)
-        return Layout(blocks, rows_of(blocks), launches, slots)
+        req_ids = frozenset([pick.req_id for block in blocks for pick in block.picks])
+        return Layout(blocks, rows_of(blocks), launches, slots, req_ids)
 
     def _continues(self, view: StepView) -> bool:
         return (
@@ -108,19 +121,20 @@ class Placement:
         if view.true_starts is not None or not view.only_decodes:
             return
         self._decoding = Decoding(view)
-        self._steps_left = min(
-            (
-                steps_alike(groups, int(position))
-                for req_id, position in zip(view.req_ids, view.num_computed)
-                if (groups := self._groups.get(req_id))
-            ),
-            default=OPEN_END,
-        )
+        self._steps_left = OPEN_END
+        for req_id, position in zip(view.req_ids, view.num_computed.tolist()):
+            groups = self._groups.get(req_id)
+            if groups:
+                self._steps_left = min(self._steps_left, steps_alike(groups, position))
 
 
 def steps_alike(groups: Sequence[LocalGroup], position: int) -> int:
     """How many positions after `position` every group treats as it treats this one."""
-    edges = (edge for group in groups for span in group.ranges for edge in span)
-    return min((edge for edge in edges if edge > position), default=OPEN_END) - (
-        position + 1
-    )
+    nearest = OPEN_END
+    for group in groups:
+        for start, stop in group.ranges:
+            if position < start < nearest:
+                nearest = start
+            elif position < stop < nearest:
+                nearest = stop
+    return nearest - (position + 1)

@@ -9,14 +9,16 @@ soon as their consumer has them, so their memory is kept for the next ones.
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
-from vllm.v1.capture.copying import Bytes, bytes_of, copy_all
+from vllm.v1.capture.copying import copy_all
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 SMALLEST = 128 << 10
@@ -66,7 +68,7 @@ class RowMemory:
         shape[dim] = sum(part.shape[dim] for part in parts)
         joined = self.empty(shape, parts[0].dtype)
         targets = joined.split([part.shape[dim] for part in parts], dim)
-        copy_all([(bytes_of(a), bytes_of(b)) for a, b in zip(targets, parts)])
+        copy_all(list(zip(targets, parts)))
         return joined
 
     def trim(self) -> None:

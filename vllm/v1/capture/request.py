@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.gathering import Gathering, Placed, Shape, joined
+from vllm.v1.capture.copying import Copy
+from vllm.v1.capture.gathering import Gathering, joined
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
+from vllm.v1.capture.pieces import Piece
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
 from vllm.v1.capture.rows import LocalGroup
 from vllm.v1.capture.types import (
@@ -108,12 +110,21 @@ class CapturedRequest:
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
-    def place(self, group: int, start: int, shape: Shape, step: int) -> Placed:
-        """Memory for staged rows of a group; as `Gathering.place`."""
-        return self._gathered[group].place(start, shape, step, self._most - start)
+    def gather(
+        self, pieces: Mapping[int, Sequence[Piece]], copies: list[Copy]
+    ) -> list[tuple[int, Rows]]:
+        """Rows to `add`, from the pieces of each group.
+
+        `copies` gets what is to be done first; then nothing of the pieces is needed.
+        """
+        return [
+            (group, rows)
+            for group, found in pieces.items()
+            for rows in self._gathered[group].gather(found, self._most, copies)
+        ]
 
     def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
-        """A step's rows of one group; returns the chunks to submit now."""
+        """Rows of one group; returns the chunks to submit now."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
     def finish(
@@ -266,11 +277,10 @@ class CapturedRequest:
 
 
 def _positions_below(stop: int, ranges: Ranges) -> list[int]:
-    return [
-        position
-        for first, last in overlap(ranges, 0, stop)
-        for position in range(first, last)
-    ]
+    positions: list[int] = []
+    for first, last in overlap(ranges, 0, stop):
+        positions.extend(range(first, last))
+    return positions
 
 
 def _unreached(ranges: Ranges, stop: int) -> list[int]:

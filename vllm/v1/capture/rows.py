@@ -8,15 +8,18 @@ requests that read the same taps, so that the work per step does not grow with
 the number of layers.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
+from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap
+
+Numbers: TypeAlias = npt.NDArray[np.integer]
 
 
 class StepView(NamedTuple):
@@ -63,6 +66,10 @@ class Decoding:
         self._req_ids = list(view.req_ids)
         self._scheduled = view.num_scheduled.tobytes()
         self._next = view.num_computed + 1
+
+    def has(self, req_id: str) -> bool:
+        """Whether the request is one of them."""
+        return req_id in self._req_ids
 
     def goes_on(self, view: StepView) -> bool:
         """Whether a step has the next token of each of these requests, in this order.
@@ -128,8 +135,7 @@ def local_groups(
     return tuple(groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """Consecutive rows of one request that a step captures for one group."""
 
     req_id: str
@@ -139,65 +145,82 @@ class Pick:
     """Token position of the first row, as far as it is known."""
     num_rows: int
     row: int
-    """Where the rows begin in the step's tensors."""
+    """Where the rows begin in the step's tensors, ..."""
+    offset: int
+    """... and in the block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
 
     columns: tuple[int, ...]
     picks: tuple[Pick, ...]
     num_rows: int
+    """Some may be no pick's."""
+
+
+Picked: TypeAlias = list[tuple[str, int, int, int, int]]
+"""Picks that have no offset yet."""
 
 
 def pick_rows(
     view: StepView, groups_of: Mapping[str, Sequence[LocalGroup]]
-) -> tuple[Block, ...]:
-    """The blocks that a step captures, none where no plan selects a row."""
-    picked: dict[tuple[int, ...], list[Pick]] = {}
-    first_row = view.first_row
-    for index, req_id in enumerate(view.req_ids):
-        groups = groups_of.get(req_id)
-        if not groups:
-            continue
-        start = int(view.num_computed[index])
-        stop = start + int(view.num_scheduled[index])
-        offset = int(first_row[index]) - start
-        for number, group in enumerate(groups):
-            for first, last in overlap(group.ranges, start, stop):
-                picked.setdefault(group.columns, []).append(
-                    Pick(req_id, number, first, last - first, first + offset)
-                )
-    return tuple(
-        Block(columns, tuple(picks), sum(pick.num_rows for pick in picks))
-        for columns, picks in picked.items()
-    )
+) -> dict[tuple[int, ...], Picked]:
+    """What a step captures, by the columns of the taps."""
+    picked: defaultdict[tuple[int, ...], Picked] = defaultdict(list)
+    starts, counts = view.num_computed.tolist(), view.num_scheduled.tolist()
+    row = 0
+    for req_id, start, count in zip(view.req_ids, starts, counts):
+        stop = start + count
+        for number, group in enumerate(groups_of.get(req_id, ())):
+            for first, last in group.ranges:
+                if first < stop and last > start:
+                    first, last = max(first, start), min(last, stop)
+                    picked[group.columns].append(
+                        (req_id, number, first, last - first, row + first - start)
+                    )
+        row += count
+    return picked
 
 
 def assign_slots(
     blocks: Sequence[Block],
-    base: int,
     slots: npt.NDArray[np.int32],  # [taps of this process, num_rows]
 ) -> None:
-    """Write each selected row's staging row into `slots`, from `base` on.
+    """Write each selected row's staging row into `slots`, counted from the step's.
 
-    `slots` is overwritten in full: -1 where nothing is captured. The rows of a
-    block lie as `[taps, rows]`, the blocks one after the other.
+    The rows of a block lie as `[taps, rows]`, the blocks one after the other.
     """
-    slots.fill(-1)
+    base = 0
     for block in blocks:
-        rows = np.concatenate(
-            [np.arange(pick.row, pick.row + pick.num_rows) for pick in block.picks]
-        )
-        columns = np.asarray(block.columns)
+        rows, places = rows_and_places(block.picks)
+        columns = np.array(block.columns)[:, None]
         taps = len(block.columns)
-        slots[columns[:, None], rows[None, :]] = (
-            base
-            + np.arange(taps)[:, None] * block.num_rows
-            + np.arange(block.num_rows)[None, :]
-        )
+        firsts = np.arange(base, base + taps * block.num_rows, block.num_rows)
+        slots[columns, rows] = firsts[:, None] + places
         base += taps * block.num_rows
+
+
+def rows_and_places(picks: Sequence[Pick]) -> tuple[Numbers, Numbers]:
+    """The rows of picks in the step's tensors, and in their block."""
+    rows = [pick.row for pick in picks]
+    places = [pick.offset for pick in picks]
+    counts = [pick.num_rows for pick in picks]
+    if max(counts) == 1:
+        return np.array(rows), np.array(places)
+    return (
+        np.concatenate([np.arange(a, a + n) for a, n in zip(rows, counts)]),
+        np.concatenate([np.arange(a, a + n) for a, n in zip(places, counts)]),
+    )
+
+
+def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:
+    """Slots in which nothing is captured: -1, all bits of which are set.
+
+    NumPy would let go of the interpreter's lock to fill them.
+    """
+    memory = bytearray(b"\xff") * (4 * num_taps * num_rows)
+    return np.frombuffer(memory, dtype=np.int32).reshape(num_taps, num_rows)
 
 
 def rows_of(blocks: Sequence[Block]) -> int:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.copying import Bytes, bytes_of
 from vllm.v1.capture.pinned import Pages, pin
 from vllm.v1.capture.recycling import kept_bytes
 
@@ -61,11 +60,12 @@ class RowRing:
             self._taken.append(segment)
             return segment
 
-    def release(self, segment: Segment) -> None:
-        """Give back the oldest segment that is still taken."""
+    def release(self, *segments: Segment) -> None:
+        """Give back the oldest segments that are still taken."""
         with self._changed:
-            oldest = self._taken.popleft()
-            assert oldest == segment, f"released {segment}, the oldest is {oldest}"
+            for segment in segments:
+                oldest = self._taken.popleft()
+                assert oldest == segment, f"released {segment}, the oldest is {oldest}"
             self._changed.notify_all()
 
     def _place(self, num_rows: int) -> int | None:
@@ -115,8 +115,6 @@ class Staging:
             self.host_rows = torch.from_numpy(memory).view(dtype)
         else:
             self.host_rows = self.rows
-        self.host_bytes: Bytes = bytes_of(self.host_rows)
-        """`host_rows` as NumPy sees them."""
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
         """Start copying segments to the host ring, after what the stream has queued.

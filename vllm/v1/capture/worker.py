@@ -7,7 +7,6 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from vllm.logger import init_logger
@@ -16,10 +15,11 @@ from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
-from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher, StagedStep
+from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
+from vllm.v1.capture.pending import StagedStep
 from vllm.v1.capture.placement import Layout, Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
@@ -29,7 +29,8 @@ from vllm.v1.capture.request import (
     CapturedRequest,
     RequestEnd,
 )
-from vllm.v1.capture.rows import StepView, TrueStarts, local_groups
+from vllm.v1.capture.rows import StepView, TrueStarts, local_groups, no_slots
+from vllm.v1.capture.sending import Sending
 from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.stopping import flush_seconds
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.capture.wire import CaptureEnd
 
 logger = init_logger(__name__)
-
-STEPS_AT_ONCE = 128
-"""Steps whose rows are copied to the host and handed on together, if they are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,9 @@ class WorkerCapture:
         self._dtype = dtype
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
-        num_rows = 2 * config.rows_per_step(width * dtype.itemsize)
+        step_rows = config.rows_per_step(width * dtype.itemsize)
         self._staging = Staging(
-            num_rows if self._takes_rows else 1, width, dtype, device
+            2 * step_rows if self._takes_rows else 1, width, dtype, device
         )
         # Recorded graphs hold the address; -1 wherever nothing is captured.
         length = round_up(max_rows, ALIGNMENT // torch.int32.itemsize)
@@ -95,14 +93,12 @@ class WorkerCapture:
             tap: self._slots[column].data_ptr() for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
-        self._placement = Placement(list(self.addresses.values()))
+        self._placement = Placement(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
         self._placed: Placed | None = None
         self._segment: Segment | None = None
-        self._unsent: list[StagedStep] = []
-        self._unsent_rows = 0
         self._live = 0
         """Requests whose rows are wanted as steps compute them."""
         self._true_starts: TrueStarts | None = None
@@ -135,6 +131,7 @@ class WorkerCapture:
             # Large packets in a small queue would let it hold more than it may.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
+        self._sending = Sending(self._staging, self._dispatcher)
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,
@@ -263,7 +260,7 @@ class WorkerCapture:
             plan = self._plans.pop(end.request_id, None)
             self._live -= plan is not None and not self._at_once.isdisjoint(plan.lanes)
         if self._takes_rows:
-            self._send()
+            self._sending.send()
             self._dispatcher.end([self._request_end(end) for end in ends])
 
     def _request_end(self, end: "CaptureEnd") -> RequestEnd:
@@ -328,10 +325,10 @@ class WorkerCapture:
             return
         if self._placed is None:
             self.clear_slots()
-            self._send()
+            self._sending.hand_on()
             return
         layout = self._placed.layout
-        self._segment = self._reserve(layout.num_rows)
+        self._segment = self._sending.reserve(layout.num_rows)
         if layout is not self._laid:
             self._lay(layout, num_rows)
         self._base.fill_(self._segment.start)
@@ -344,20 +341,11 @@ class WorkerCapture:
 
     def _lay(self, layout: Layout, num_rows: int) -> None:
         """Write a layout's slots, and that the rows behind it have none."""
-        behind = max(num_rows, self._written) - layout.slots.shape[1]
-        slots = np.pad(layout.slots, ((0, 0), (0, behind)), constant_values=-1)
+        rows = layout.slots.shape[1]
+        slots = no_slots(len(self._columns), max(num_rows, self._written, rows))
+        slots[:, :rows] = layout.slots
         async_tensor_h2d(slots, out=self._slots[:, : slots.shape[1]])
         self._laid, self._written = layout, num_rows
-
-    def _reserve(self, num_rows: int) -> Segment:
-        """Room for a step's rows; waits for it, if need be."""
-        ring = self._staging.ring
-        segment = ring.reserve(num_rows, timeout=0.0)
-        if segment is None:
-            self._send()  # What is not sent takes room and would keep it.
-            segment = ring.reserve(num_rows)
-        assert segment is not None
-        return segment
 
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way, or soon."""
@@ -367,35 +355,9 @@ class WorkerCapture:
         assert placed is not None
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
-        if self._send_page(staged):
-            return
-        self._unsent.append(staged)
-        self._unsent_rows += staged.segment.num_rows
-        if (
-            self._live
-            or self._true_starts is not None
-            or len(self._unsent) >= STEPS_AT_ONCE
-            or self._unsent_rows >= self._staging.ring.num_rows // 8
-        ):
-            self._send()
-
-    def _send_page(self, staged: StagedStep) -> bool:
-        """Send a step by itself to a page of its own, if it has enough rows."""
-        sent = self._staging.to_page(staged.segment)
-        if sent is None:
-            return False
-        self._send()  # What came before stays before.
-        page, copied = sent
-        self._dispatcher.steps([staged._replace(page=page)], copied)
-        return True
-
-    def _send(self) -> None:
-        """Start copying what has been computed, and let the dispatcher have it."""
-        if not self._unsent:
-            return
-        steps, self._unsent, self._unsent_rows = self._unsent, [], 0
-        copied = self._staging.to_host([step.segment for step in steps])
-        self._dispatcher.steps(steps, copied)
+        self._sending.add(
+            staged, at_once=self._live > 0 or staged.true_starts is not None
+        )
 
     def close(self) -> None:
         """Flush what is under way and shut the consumers down."""
@@ -406,7 +368,7 @@ class WorkerCapture:
                 len(self._plans),
                 sorted(self._plans)[:8],
             )
-        self._send()
+        self._sending.send()
         if self._takes_rows:
             self._dispatcher.end([self._given_up(*one) for one in self._plans.items()])
         deadline = monotonic() + flush_seconds()
