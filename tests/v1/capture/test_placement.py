@@ -37,9 +37,9 @@ def described(placed: Placed | None) -> object:
     if placed is None:
         return None
     picks = {
-        (block.columns, *pick[:2], pick.start + placed.shift, *pick[3:5])
+        (block.columns, req_id, group, start + placed.shift, *where)
         for block in placed.layout.blocks
-        for pick in block.picks
+        for req_id, group, start, *where in block.picks
     }
     return picks, placed.layout.launches, placed.layout.req_ids
 
@@ -63,11 +63,12 @@ def check_slots(placed: Placed) -> None:
     expected = np.full_like(layout.slots, -1)
     for block in layout.blocks:
         for number, column in enumerate(block.columns):
-            for pick in block.picks:
-                assert pick.offset + pick.num_rows <= block.num_rows
-                first = base + number * block.num_rows + pick.offset
-                places = np.arange(first, first + pick.num_rows)
-                expected[column, pick.row : pick.row + pick.num_rows] = places
+            for (*_, count, row), offset in zip(
+                block.picks, block.offsets, strict=True
+            ):
+                assert offset + count <= block.num_rows
+                first = base + number * block.num_rows + offset
+                expected[column, row : row + count] = np.arange(first, first + count)
         base += len(block.columns) * block.num_rows
     assert layout.slots.tolist() == expected.tolist()
     used = layout.slots[layout.slots >= 0].tolist()

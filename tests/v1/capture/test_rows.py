@@ -88,10 +88,10 @@ def test_a_slot_lies_where_its_block_says(
     for block in blocks:
         for index, column in enumerate(block.columns):
             place = base + index * block.num_rows
-            for pick in block.picks:
-                rows = slots[column, pick.row : pick.row + pick.num_rows]
-                assert rows.tolist() == list(range(place, place + pick.num_rows))
-                place += pick.num_rows
+            for *_, count, row in block.picks:
+                rows = slots[column, row : row + count]
+                assert rows.tolist() == list(range(place, place + count))
+                place += count
         base += len(block.columns) * block.num_rows
 
 

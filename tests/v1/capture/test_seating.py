@@ -4,20 +4,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.rows import Block, Picked
+from vllm.v1.capture.rows import Block, Pick
 from vllm.v1.capture.seating import MOST_EMPTY, Seating
 
 COLUMNS = (0, 1)
 MANY = 1000
 
 
-def decoding(names: list[str]) -> Picked:
+def decoding(names: list[str]) -> list[Pick]:
     """One row each, in this order."""
     return [(name, 0, 7, 1, row) for row, name in enumerate(names)]
 
 
 def seats(block: Block) -> dict[str, int]:
-    return {pick.req_id: pick.offset for pick in block.picks}
+    return {pick[0]: at for pick, at in zip(block.picks, block.offsets, strict=True)}
 
 
 @given(
@@ -86,4 +86,4 @@ def test_rows_of_prompts_lie_one_behind_the_other() -> None:
 def test_several_rows_of_one_request_do_not_share_a_seat() -> None:
     apart = [("a", 0, 2, 1, 2), ("a", 0, 4, 1, 4)]
     (block,) = Seating(MANY).blocks({COLUMNS: apart})
-    assert [pick.offset for pick in block.picks] == [0, 1]
+    assert block.offsets == [0, 1]

@@ -29,7 +29,7 @@ class Gathering:
         self._num_taps = num_taps
         self._dtype = dtype
         self._together = together
-        self._memory = torch.empty(num_taps, 0, 0, dtype=dtype)
+        self._memory: torch.Tensor | None = None
         self._used = 0
 
     def gather(
@@ -56,8 +56,8 @@ class Gathering:
     ) -> Iterator[Rows]:
         counts = [piece.num_rows for piece in stretch]
         num_rows, staged = sum(counts), [piece.staged for piece in stretch]
-        place = self._room_for(num_rows, most, staged[0].shape[2])
-        memory, start, last = self._memory, stretch[0].start, stretch[-1]
+        memory, place = self._room_for(num_rows, most, staged[0].shape[2])
+        start, last = stretch[0].start, stretch[-1]
         targets = memory[:, place : place + num_rows]
         copies.extend(
             zip(targets.split_with_sizes(counts, 1), staged)
@@ -73,17 +73,19 @@ class Gathering:
         after = start + num_rows - 1, 1, memory, place + num_rows - 1, last.step
         yield Rows(*after)
 
-    def _room_for(self, num_rows: int, most: int, width: int) -> int:
-        """Where in the memory there is room; new memory if there is not."""
-        place = self._used
-        if not self._together or place + num_rows > self._memory.shape[1]:
-            capacity = num_rows
-            if self._together:
-                capacity = max(num_rows, min(most, GATHERED))
+    def _room_for(
+        self, num_rows: int, most: int, width: int
+    ) -> tuple[torch.Tensor, int]:
+        """Memory, and where in it there is room; new memory if there is none."""
+        memory, place = self._memory, self._used
+        if memory is None or not self._together or place + num_rows > memory.shape[1]:
+            capacity = (
+                max(num_rows, min(most, GATHERED)) if self._together else num_rows
+            )
             shape = self._num_taps, capacity, width
-            self._memory, place = ROWS.empty(shape, self._dtype), 0
-        self._used = place + num_rows
-        return place
+            memory, place = ROWS.empty(shape, self._dtype), 0
+        self._memory, self._used = memory, place + num_rows
+        return memory, place
 
 
 def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:

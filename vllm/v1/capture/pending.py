@@ -110,7 +110,9 @@ class Pending:
         shifts = {} if first.true_starts is None else first.true_starts.shifts()
         for block in first.placed.layout.blocks:
             taps, apart = len(block.columns), block.num_rows
-            for req_id, group, position, num_rows, _, offset in block.picks:
+            for (req_id, group, position, num_rows, _), offset in zip(
+                block.picks, block.offsets
+            ):
                 if req_id not in known:
                     continue
                 start = position + first.placed.shift

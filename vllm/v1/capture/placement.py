@@ -99,12 +99,11 @@ class Placement:
         return self._last
 
     def _layout(self, view: StepView, blocks: tuple[Block, ...]) -> Layout:
-        rows = int(view.num_scheduled.sum())
-        slots = no_slots(len(self._addresses), rows)
+        slots = no_slots(len(self._addresses), sum(view.num_scheduled.tolist()))
         assign_slots(blocks, slots)
         columns = {column for block in blocks for column in block.columns}
         launches = frozenset(self._addresses[column] for column in columns)
-        req_ids = frozenset([pick.req_id for block in blocks for pick in block.picks])
+        req_ids = frozenset([pick[0] for block in blocks for pick in block.picks])
         return Layout(blocks, rows_of(blocks), launches, slots, req_ids)
 
     def _continues(self, view: StepView) -> bool:

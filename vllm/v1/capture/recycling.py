@@ -9,6 +9,7 @@ soon as their consumer has them, so their memory is kept for the next ones.
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -47,7 +48,7 @@ class RowMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, `shape`, on the CPU; nobody else has its memory."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < SMALLEST:
             return torch.empty(*shape, dtype=dtype)
         size = _rounded(num_bytes)

@@ -135,39 +135,31 @@ def local_groups(
     return tuple(groups)
 
 
-class Pick(NamedTuple):
-    """Consecutive rows of one request that a step captures for one group."""
+Pick: TypeAlias = tuple[str, int, int, int, int]
+"""Consecutive rows of one request that a step captures for one group.
 
-    req_id: str
-    group: int
-    """Index of the group among the request's local groups."""
-    start: int
-    """Token position of the first row, as far as it is known."""
-    num_rows: int
-    row: int
-    """Where the rows begin in the step's tensors, ..."""
-    offset: int
-    """... and in the block."""
+`(request, group, position, number of rows, row)`: the group's index among the request's
+local groups, the first row's token position as far as it is known, and where the rows
+begin in the step's tensors. A plain tuple, as there are many in each step.
+"""
 
 
 class Block(NamedTuple):
     """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
 
     columns: tuple[int, ...]
-    picks: tuple[Pick, ...]
+    picks: Sequence[Pick]
+    offsets: Sequence[int]
+    """Where each pick's rows begin in the block."""
     num_rows: int
     """Some may be no pick's."""
 
 
-Picked: TypeAlias = list[tuple[str, int, int, int, int]]
-"""Picks that have no offset yet."""
-
-
 def pick_rows(
     view: StepView, groups_of: Mapping[str, Sequence[LocalGroup]]
-) -> dict[tuple[int, ...], Picked]:
+) -> dict[tuple[int, ...], list[Pick]]:
     """What a step captures, by the columns of the taps."""
-    picked: defaultdict[tuple[int, ...], Picked] = defaultdict(list)
+    picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
     starts, counts = view.num_computed.tolist(), view.num_scheduled.tolist()
     row = 0
     for req_id, start, count in zip(view.req_ids, starts, counts):
@@ -193,7 +185,7 @@ def assign_slots(
     """
     base = 0
     for block in blocks:
-        rows, places = rows_and_places(block.picks)
+        rows, places = rows_and_places(block)
         columns = np.array(block.columns)[:, None]
         taps = len(block.columns)
         firsts = np.arange(base, base + taps * block.num_rows, block.num_rows)
@@ -201,16 +193,15 @@ def assign_slots(
         base += taps * block.num_rows
 
 
-def rows_and_places(picks: Sequence[Pick]) -> tuple[Numbers, Numbers]:
-    """The rows of picks in the step's tensors, and in their block."""
-    rows = [pick.row for pick in picks]
-    places = [pick.offset for pick in picks]
-    counts = [pick.num_rows for pick in picks]
+def rows_and_places(block: Block) -> tuple[Numbers, Numbers]:
+    """The captured rows in the step's tensors, and where in the block they go."""
+    rows = [row for *_, row in block.picks]
+    counts = [count for _, _, _, count, _ in block.picks]
     if max(counts) == 1:
-        return np.array(rows), np.array(places)
+        return np.array(rows), np.array(block.offsets)
     return (
         np.concatenate([np.arange(a, a + n) for a, n in zip(rows, counts)]),
-        np.concatenate([np.arange(a, a + n) for a, n in zip(places, counts)]),
+        np.concatenate([np.arange(a, a + n) for a, n in zip(block.offsets, counts)]),
     )
 
 

@@ -6,10 +6,11 @@ each step lies where it is expected; who comes takes the seat of one who has gon
 seat that nobody has is a row of staging memory that nobody writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from vllm.v1.capture.rows import Block, Pick, Picked, rows_of
+from vllm.v1.capture.rows import Block, Pick, rows_of
 
 Columns: TypeAlias = tuple[int, ...]
 
@@ -37,7 +38,7 @@ class Seating:
         self._most_rows = most_rows
         self._seats: dict[Columns, Seats] = {}
 
-    def blocks(self, picked: Mapping[Columns, Picked]) -> tuple[Block, ...]:
+    def blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
         """The blocks of a step, each pick at its seat."""
         # Of other blocks nobody goes on.
         self._seats = {
@@ -51,11 +52,11 @@ class Seating:
         self._seats = {}
         return tuple([in_order(*found) for found in picked.items()])
 
-    def _seated(self, columns: Columns, picked: Picked) -> Block:
-        who = [(req_id, group) for req_id, group, *_ in picked]
+    def _seated(self, columns: Columns, picks: Sequence[Pick]) -> Block:
+        who = [(req_id, group) for req_id, group, *_ in picks]
         distinct = set(who)
-        if len(distinct) < len(who) or any([count > 1 for *_, count, _ in picked]):
-            return in_order(columns, picked)
+        if len(distinct) < len(who) or any([count > 1 for _, _, _, count, _ in picks]):
+            return in_order(columns, picks)
         seats, number = self._seats.get(columns, (NOBODY, 0))
         number = max(number, len(who))
         if number - len(who) > max(MOST_EMPTY, number // 4):
@@ -65,14 +66,10 @@ class Seating:
             empty = iter(sorted(set(range(number)).difference(kept.values())))
             seats = kept | {one: next(empty) for one in who if one not in kept}
         self._seats[columns] = Seats(seats, number)
-        picks = [Pick(*pick, seats[one]) for one, pick in zip(who, picked)]
-        return Block(columns, tuple(picks), number)
+        return Block(columns, picks, [seats[one] for one in who], number)
 
 
-def in_order(columns: Columns, picked: Picked) -> Block:
+def in_order(columns: Columns, picks: Sequence[Pick]) -> Block:
     """A block of picks one behind the other."""
-    offset, picks = 0, []
-    for pick in picked:
-        picks.append(Pick(*pick, offset))
-        offset += picks[-1].num_rows
-    return Block(columns, tuple(picks), offset)
+    *offsets, end = accumulate([count for _, _, _, count, _ in picks], initial=0)
+    return Block(columns, picks, offsets, end)
