@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._simulation import Life, Step, lives, standing
+from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.v1.capture import sending
@@ -139,6 +140,27 @@ def test_rows_of_others_wait_when_a_request_ends(bench: Bench) -> None:
         rows = bench.collect(1)
         assert list(rows.values()) == [[(float(p), 0.0) for p in range(4)]]
         assert bool(bench.worker._staging.ring._taken) == (left > 0)
+
+
+def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
+    bench: Bench,
+) -> None:
+    live, other = bench.new_name(), bench.new_name()
+    for name, instance in ((live, "c"), (other, "a")):
+        bench.open(name, plan_for({instance: {TAPS[0]: ((0, 1 << 40),)}}, 1))
+    for position in range(3):
+        bench.step([(name, position, (float(position),)) for name in (live, other)])
+        if position:  # A row is settled by the one behind it.
+            message = bench.messages.get(timeout=WAIT)
+            assert [chunk.request_id for chunk in message.chunks] == [live]
+            (row,) = message.chunks[0].tensor.tolist()
+            assert row == [position - 1, 0]
+    assert len(bench.worker._staging.ring._taken) == 3
+    bench.end(other, Life(1, (), 4, 3))
+    assert list(bench.collect(1).values()) == [[(float(p), 0.0) for p in range(3)]]
+    bench.end(live, Life(1, (), 4, 3))
+    assert bench.messages.get(timeout=WAIT).chunks[0].row_offset == 2
+    assert bench.collect(1) == {}
 
 
 def test_the_engine_never_waits_for_room_that_only_waiting_rows_take() -> None:

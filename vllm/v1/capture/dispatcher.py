@@ -59,9 +59,15 @@ class Dispatcher:
         """
         self._put(lambda: self._arrive(staged, copied))
 
-    def hand_on(self) -> None:
-        """Let all requests have the rows that wait, and give their memory back."""
-        self._put(self._hand_on_all)
+    def hand_on(self, req_ids: Sequence[str] | None = None) -> None:
+        """Let some requests have their rows that wait, or all of them.
+
+        Then nothing waits any more, and the memory is given back.
+        """
+        if req_ids is None:
+            self._put(lambda: self._hand_on(self._pending.take_all(self._requests)))
+        else:
+            self._put(lambda: self._hand_on_to(req_ids))
 
     def end(self, ends: Sequence[RequestEnd]) -> None:
         """Ends of requests; every step that computed their rows came before."""
@@ -103,8 +109,8 @@ class Dispatcher:
             raise
         self._pending.add(staged, self._requests)
 
-    def _hand_on_all(self) -> None:
-        self._hand_on(self._pending.take_all(self._requests))
+    def _hand_on_to(self, req_ids: Sequence[str]) -> None:
+        self._hand_on(self._pending.take(req_ids, self._requests))
 
     def _hand_on(self, pieces: Mapping[str, ByGroup]) -> None:
         """Let requests have their rows; one packet of them for each instance.
@@ -135,8 +141,7 @@ class Dispatcher:
     def _finish(self, ends: Sequence[RequestEnd]) -> None:
         """Hand on what is left of requests, several of them in one packet."""
         try:
-            ended = [end.request_id for end in ends]
-            self._hand_on(self._pending.take(ended, self._requests))
+            self._hand_on_to([end.request_id for end in ends])
         except Exception:  # They end all the same, and say what is missing.
             logger.exception("Captured rows could not be handed on")
         last = LastRows()

@@ -195,8 +195,8 @@ def assign_slots(
 
 def rows_and_places(block: Block) -> tuple[Numbers, Numbers]:
     """The captured rows in the step's tensors, and where in the block they go."""
-    rows = [row for *_, row in block.picks]
-    counts = [count for _, _, _, count, _ in block.picks]
+    rows = [pick[4] for pick in block.picks]
+    counts = [pick[3] for pick in block.picks]
     if max(counts) == 1:
         return np.array(rows), np.array(block.offsets)
     return (

@@ -53,9 +53,9 @@ class Seating:
         return tuple([in_order(*found) for found in picked.items()])
 
     def _seated(self, columns: Columns, picks: Sequence[Pick]) -> Block:
-        who = [(req_id, group) for req_id, group, *_ in picks]
+        who = [pick[:2] for pick in picks]
         distinct = set(who)
-        if len(distinct) < len(who) or any([count > 1 for _, _, _, count, _ in picks]):
+        if len(distinct) < len(who) or max([pick[3] for pick in picks]) > 1:
             return in_order(columns, picks)
         seats, number = self._seats.get(columns, (NOBODY, 0))
         number = max(number, len(who))
@@ -71,5 +71,5 @@ class Seating:
 
 def in_order(columns: Columns, picks: Sequence[Pick]) -> Block:
     """A block of picks one behind the other."""
-    *offsets, end = accumulate([count for _, _, _, count, _ in picks], initial=0)
+    *offsets, end = accumulate([pick[3] for pick in picks], initial=0)
     return Block(columns, picks, offsets, end)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the rows of steps leave staging memory: as many at once as can wait."""
 
+from collections.abc import Collection
+
 from vllm.v1.capture.dispatcher import Dispatcher
 from vllm.v1.capture.pending import StagedStep
 from vllm.v1.capture.staging import Segment, Staging
@@ -36,19 +38,22 @@ class Sending:
         assert segment is not None
         return segment
 
-    def add(self, step: StagedStep, at_once: bool) -> None:
-        """A step that is queued on the device; `at_once`: someone wants its rows."""
+    def add(self, step: StagedStep, at_once: Collection[str]) -> None:
+        """A step that is queued on the device; some requests want their rows now."""
         if self._add_page(step):
             return
         self._unsent.append(step)
         self._steps += 1
         self._rows += step.segment.num_rows
         if (
-            at_once
+            step.true_starts is not None  # It goes on from no other.
             or self._steps >= STEPS_AT_ONCE
             or self._rows >= self._staging.ring.num_rows // 8
         ):
             self.hand_on()
+        elif at_once:
+            self.send()
+            self._dispatcher.hand_on(tuple(at_once))
 
     def _add_page(self, step: StagedStep) -> bool:
         """Send a step by itself to a page of its own, if it has enough rows."""

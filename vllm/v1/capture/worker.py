@@ -99,7 +99,7 @@ class WorkerCapture:
         """The consumers here that must see what requests say to them."""
         self._placed: Placed | None = None
         self._segment: Segment | None = None
-        self._live = 0
+        self._live: set[str] = set()
         """Requests whose rows are wanted as steps compute them."""
         self._true_starts: TrueStarts | None = None
         self._step = 0
@@ -207,7 +207,8 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
-        self._live += not self._at_once.isdisjoint(plan.lanes)
+        if not self._at_once.isdisjoint(plan.lanes):
+            self._live.add(req_id)
         if self._takes_rows:
             self._tell_specs(req_id, plan, client_specs or {}, max_tokens)
             self._reporter.know(plan.reply_to)
@@ -257,8 +258,8 @@ class WorkerCapture:
         """The front end says that requests have ended, and with which tokens."""
         for end in ends:
             self._placement.remove(end.request_id)
-            plan = self._plans.pop(end.request_id, None)
-            self._live -= plan is not None and not self._at_once.isdisjoint(plan.lanes)
+            self._plans.pop(end.request_id, None)
+            self._live.discard(end.request_id)
         if self._takes_rows:
             self._sending.send()
             self._dispatcher.end([self._request_end(end) for end in ends])
@@ -355,9 +356,7 @@ class WorkerCapture:
         assert placed is not None
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
-        self._sending.add(
-            staged, at_once=self._live > 0 or staged.true_starts is not None
-        )
+        self._sending.add(staged, self._live)
 
     def close(self) -> None:
         """Flush what is under way and shut the consumers down."""
