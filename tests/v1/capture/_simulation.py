@@ -47,7 +47,7 @@ class Life:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> Life:
+def lives(draw: st.DrawFn, most_drafts: int = 3) -> Life:
     """Chunked prefill, drafts, preemptions and overshoot, in any combination."""
     prompt = draw(st.integers(1, 10))
     known, computed, furthest = prompt, 0, 0
@@ -59,7 +59,7 @@ def lives(draw: st.DrawFn) -> Life:
             chunk, accepted = draw(st.integers(1, known - computed - 1)), -1
             values = [float(computed + i) for i in range(chunk)]
         else:
-            drafts = draw(st.integers(0, 3))
+            drafts = draw(st.integers(0, most_drafts))
             accepted = draw(st.integers(0, drafts))
             chunk = known - computed
             values = [float(computed + i) for i in range(chunk + accepted)]

@@ -36,11 +36,11 @@ STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)
 ROW_BYTES = WIDTH * 4
 
 
-def to_page(staging: Staging) -> Any:
-    """What a device's staging memory does with large steps: here with every other."""
+def to_page(staging: Staging, every: int) -> Any:
+    """What a device's staging memory does with large steps: here with some."""
 
     def copy(segment: Segment) -> tuple[torch.Tensor, Any] | None:
-        if segment.num_rows % 2:
+        if segment.num_rows % every:
             return None
         rows = staging.rows[segment.start : segment.start + segment.num_rows]
         return rows.clone(), SimpleNamespace(synchronize=lambda: None)
@@ -51,7 +51,13 @@ def to_page(staging: Staging) -> Any:
 class Bench:
     """A worker whose rows come back over the socket of a front end."""
 
-    def __init__(self, tensor_rank: int = 0, truncating: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tensor_rank: int = 0,
+        truncating: Sequence[str] = (),
+        page_every: int = 2,
+    ) -> None:
+        """Start; steps whose rows are a multiple of `page_every` get a page."""
         self.messages: queue.Queue[Any] = queue.Queue()
         self.counters: queue.Queue[CountersMessage] = queue.Queue()
         self.inbox = Inbox(self._take)
@@ -78,7 +84,8 @@ class Bench:
             torch.float32,
             torch.device("cpu"),
         )
-        self.worker._staging.to_page = to_page(self.worker._staging)  # type: ignore[method-assign]
+        staging: Any = self.worker._staging
+        staging.to_page = to_page(staging, page_every)
         self._names = count()
         self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
 

@@ -25,7 +25,7 @@ LAG = 2
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     """The reader `c` takes rows as soon as they are computed."""
-    opened = Bench(truncating="c")
+    opened = Bench(truncating="c", page_every=11)
     yield opened
     opened.close()
 
@@ -77,7 +77,7 @@ def traffic(draw: st.DrawFn, drafts: bool) -> list[Event]:
     """
     instances = draw(st.sampled_from(["ab", "abc"]))
     coming = []
-    for life in draw(st.lists(lives(), min_size=2, max_size=8)):
+    for life in draw(st.lists(lives() | lives(0), min_size=2, max_size=8)):
         want = draw(wanted(life.num_prompt_tokens, life.stop + 2))
         want = {who: taps for who, taps in want.items() if who in instances}
         coming.append(Visit(life, want, draw(st.integers(0, 2))))
