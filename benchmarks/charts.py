@@ -224,6 +224,7 @@ def _host_cost(report: Report) -> list[Panel]:
     clocks = {
         "engine_thread_us": "the engine's thread",
         "all_threads_us": "all threads",
+        "dispatcher_us": "the dispatcher's thread",
     }
     return [
         Panel(

@@ -20,7 +20,9 @@ import argparse
 import gc
 import os
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -147,31 +149,32 @@ def taps_of(layers: range) -> list[Tap]:
 
 
 class CopyClock:
-    """CPU time that copies take; only the dispatcher copies here."""
+    """CPU time that each thread has taken for copies of rows."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds: defaultdict[int | None, float] = defaultdict(float)
         self._copy = copying._copy_some
         copying._copy_some = self._timed  # type: ignore[assignment]
 
     def _timed(self, pairs: Sequence[Any]) -> None:
         begin = time.thread_time()
         self._copy(pairs)
-        self.seconds += time.thread_time() - begin
+        self.seconds[threading.get_ident()] += time.thread_time() - begin
 
 
 def measure(traffic: Traffic, copies: CopyClock) -> dict[str, float]:
     """Microseconds a step, over one round."""
     clocks = time.process_time, traffic.worker.dispatcher_seconds
     begin = [clock() for clock in clocks]
-    copying_begin = copies.seconds
+    thread = traffic.worker.dispatcher_thread
+    copied = copies.seconds[thread]
     engine = traffic.run()
     every, dispatcher = (now() - then for now, then in zip(clocks, begin, strict=True))
     found = {
         "engine_thread_us": engine,
         "all_threads_us": every,
         "dispatcher_us": dispatcher,
-        "dispatcher_copies_us": copies.seconds - copying_begin,
+        "dispatcher_copies_us": copies.seconds[thread] - copied,
     }
     return {clock: seconds / traffic.steps * 1e6 for clock, seconds in found.items()}
 

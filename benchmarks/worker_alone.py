@@ -87,11 +87,16 @@ class WorkerAlone:
         self._worker.begin_step(view.num_rows)
         self._worker.end_step()
 
+    @property
+    def dispatcher_thread(self) -> int:
+        """The thread's number in this process."""
+        number = self._worker._dispatcher._thread.ident
+        assert number is not None, "the dispatcher runs from its beginning"
+        return number
+
     def dispatcher_seconds(self) -> float:
         """CPU time that the dispatcher's thread has taken so far."""
-        thread = self._worker._dispatcher._thread.ident
-        assert thread is not None, "the dispatcher runs from its beginning"
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+        return time.clock_gettime(time.pthread_getcpuclockid(self.dispatcher_thread))
 
     def end(self, ids: Sequence[str], generated: int) -> None:
         """The requests end, with so many tokens that they generated."""
