@@ -151,6 +151,19 @@ def test_a_graph_that_is_wanted_often_is_recorded(
     assert [run(graphs, manager, two) for _ in range(3)][-1] == two
 
 
+def test_the_more_it_saves_the_sooner_a_graph_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 9)
+    monkeypatch.setattr(residual_graphs, "LAUNCHES_IN_VAIN", 4 * 35)
+    graphs = families()
+    manager = Manager()
+    one = frozenset({STEERING[3, "post_block"]})  # It saves 35 of 36 launches.
+    most = frozenset(sorted(EVERYTHING)[5:])
+    assert [run(graphs, manager, one) for _ in range(5)].index(one) == 3
+    assert [run(graphs, manager, most) for _ in range(10)].index(most) == 8
+
+
 def test_little_is_not_worth_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
     graphs = families()

@@ -35,8 +35,10 @@ Ops = frozenset[int]
 NOTHING: Ops = frozenset()
 
 RECORD_AFTER = 256
-"""Steps that must have wanted a graph. Recording one takes as long as some hundred
-steps, and a launch that is saved is worth a thousandth of one."""
+"""Steps that must have wanted a graph, at most. Recording one takes as long as some
+twenty steps, and a launch that is saved is worth a thousandth of one."""
+LAUNCHES_IN_VAIN = 8192
+"""The same, in what these steps have launched too much: some 10 ms of the GPU."""
 WORTH_RECORDING = 4
 """Launches in vain, at least, that the recorded graph saves."""
 MOST_RECORDED = 64
@@ -162,6 +164,13 @@ class Choice:
     """How many ops it launches."""
     wanted: int = 0
 
+    def is_worth_recording(self, needed: int) -> bool:
+        """Whether steps that need `needed` ops have paid enough for a larger graph."""
+        in_vain = self.size - needed
+        return in_vain >= WORTH_RECORDING and (
+            self.wanted >= RECORD_AFTER or self.wanted * in_vain >= LAUNCHES_IN_VAIN
+        )
+
 
 class GraphFamilies:
     """Which ops launch in the step under way, and which graphs have them.
@@ -227,8 +236,7 @@ class GraphFamilies:
         if (
             self._may_record
             and manager is not None
-            and known.wanted >= RECORD_AFTER
-            and known.size - len(self._needed) >= WORTH_RECORDING
+            and known.is_worth_recording(len(self._needed))
         ):
             return self._record(descriptor, manager) or known.descriptor
         return known.descriptor
