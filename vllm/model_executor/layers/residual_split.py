@@ -11,7 +11,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
 )
-from vllm.model_executor.layers.residual_additions import steer_rows
+from vllm.model_executor.layers.residual_additions import steer_rows, steer_rows_fake
 from vllm.model_executor.layers.residual_ops import Launch, capture_rows
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -88,18 +88,9 @@ def steer_split_rows(
     steer_rows(target, table, rows[share(len(target))], branch)
 
 
-def _steer_split_rows_fake(
-    target: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    branch: torch.Tensor | None,
-) -> None:
-    return None
-
-
 direct_register_custom_op(
     op_name="steer_split_rows",
     op_func=steer_split_rows,
     mutates_args=["target"],
-    fake_impl=_steer_split_rows_fake,
+    fake_impl=steer_rows_fake,
 )

@@ -48,13 +48,12 @@ def shares(copies: Sequence[Copy], size: int) -> list[list[Copy]]:
     parts: list[list[Copy]] = []
     left = 0
     for copy in copies:
-        num_bytes = copy[0].nbytes
-        for piece in [copy] if num_bytes <= size else cut(copy, size):
+        for piece in [copy] if copy[0].nbytes <= size else cut(copy, size):
             if left <= 0:
                 parts.append([])
                 left = size
             parts[-1].append(piece)
-            left -= num_bytes if piece is copy else piece[0].nbytes
+            left -= piece[0].nbytes
     return parts
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap
+from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
 
 Numbers: TypeAlias = npt.NDArray[np.integer]
 
@@ -165,12 +165,10 @@ def pick_rows(
     for req_id, start, count in zip(view.req_ids, starts, counts):
         stop = start + count
         for number, group in enumerate(groups_of.get(req_id, ())):
-            for first, last in group.ranges:
-                if first < stop and last > start:
-                    first, last = max(first, start), min(last, stop)
-                    picked[group.columns].append(
-                        (req_id, number, first, last - first, row + first - start)
-                    )
+            for first, last in overlap(group.ranges, start, stop):
+                picked[group.columns].append(
+                    (req_id, number, first, last - first, row + first - start)
+                )
         row += count
     return picked
 
