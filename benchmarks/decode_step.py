@@ -8,26 +8,28 @@ Recorded graphs are replayed, so that what the CPU does is not in the figures. T
 engines share the GPU, upstream's and one of the fork, each in a process of its own,
 with PYTHONPATH set to the folder (or folders, separated by colons) that holds its
 `vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
-before or behind it, for the GPU's clock drifts by more than what is looked for. Weights
-are random; the 1B-class model has 16 layers of width 2048, the 8B-class one 32 of 4096.
-Also compares the greedy tokens of all engines. `--quick`: both features on, three batch
-sizes, three rounds; about three minutes.
+before or behind it, for the GPU's clock drifts by more than what is looked for. Before
+each round both record their graphs anew, as recordings of the same work differ too; by
+how much is measured with upstream's alone. Weights are random; the 1B-class model has
+16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of
+all engines. `--quick`: both features on, three batch sizes, three rounds; about three
+minutes.
 """
 
 import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
 from benchmarks.child import ENVIRONMENT, Child  # noqa: E402
-from benchmarks.decode_graphs import PLAIN  # noqa: E402
+from benchmarks.decode_graphs import PLAIN, PLAIN_BEFORE  # noqa: E402
 from benchmarks.llamas import MODELS, describe  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "decode_step"
@@ -40,8 +42,16 @@ VARIANTS = {
     "both": "capture steering",
 }
 """The fork's, by the features that are on."""
-Measure = Callable[[str, int], float]
-"""Milliseconds of a case at a batch size."""
+
+
+class Replays(Protocol):
+    """What is compared: an engine, or its parent's end."""
+
+    def record(self) -> object:
+        """Record all graphs anew."""
+
+    def milliseconds(self, case: str, batch: int) -> float:
+        """Of one replay."""
 
 
 class Engine(Child):
@@ -69,6 +79,16 @@ class Engine(Child):
         found: float = self.ask({"case": case, "batch": batch})
         return found
 
+    def record(self) -> None:
+        """Have all graphs recorded anew; the greedy tokens must stay the same.
+
+        Raises:
+            RuntimeError: they did not.
+
+        """
+        if self.ask({}) != self.about["tokens"]:
+            raise RuntimeError(f"other tokens with graphs recorded anew: {self.log}")
+
     def report(self) -> dict[str, Any]:
         """How it began."""
         log = self.log.read_text(errors="replace")
@@ -77,32 +97,38 @@ class Engine(Child):
 
 
 def compare(
-    upstream: Measure,
-    fork: Measure,
+    upstream: Replays,
+    fork: Replays,
     cases: Sequence[str],
     batches: Sequence[int],
     rounds: int,
 ) -> dict[str, Any]:
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
-    The two take turns, and every other round goes the other way. Medians over the
-    rounds; `range` holds the smallest and the largest ratio.
+    The two take turns, and every other round goes the other way. Both begin a round by
+    recording their graphs anew. Medians over the rounds; `range` holds the smallest and
+    the largest ratio.
     """
+    places = [(case, batch) for case in cases for batch in batches]
+    pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for number in range(rounds):
+        for engine in {id(one): one for one in (upstream, fork)}.values():
+            engine.record()
+        for case, batch in places:
+            if number % 2:
+                ours = fork.milliseconds(case, batch)
+                theirs = upstream.milliseconds(PLAIN, batch)
+            else:
+                theirs = upstream.milliseconds(PLAIN, batch)
+                ours = fork.milliseconds(case, batch)
+            pairs.setdefault((case, batch), []).append((ours, theirs))
     report: dict[str, Any] = {"milliseconds": {}, "ratio": {}, "range": {}}
-    for case in cases:
+    for (case, batch), taken in pairs.items():
+        ratios = [ours / theirs for ours, theirs in taken]
         found = {name: by_case.setdefault(case, {}) for name, by_case in report.items()}
-        for batch in batches:
-            pairs = []
-            for number in range(rounds):
-                if number % 2:
-                    ours, theirs = fork(case, batch), upstream(PLAIN, batch)
-                else:
-                    theirs, ours = upstream(PLAIN, batch), fork(case, batch)
-                pairs.append((ours, theirs))
-            ratios = [ours / theirs for ours, theirs in pairs]
-            found["milliseconds"][batch] = statistics.median(ours for ours, _ in pairs)
-            found["ratio"][batch] = statistics.median(ratios)
-            found["range"][batch] = [min(ratios), max(ratios)]
+        found["milliseconds"][batch] = statistics.median(ours for ours, _ in taken)
+        found["ratio"][batch] = statistics.median(ratios)
+        found["range"][batch] = [min(ratios), max(ratios)]
     return report
 
 
@@ -122,16 +148,14 @@ def main() -> None:
     rounds = args.rounds or (3 if args.quick else 5)
     report: dict[str, Any] = {**reports.begun(), "model": describe(args.model)}
     with Engine("upstream", args.upstream, args.model, "", batches) as upstream:
-        measure = upstream.milliseconds
         report |= {name: upstream.about[name] for name in ("device", "torch")}
-        noise = compare(measure, measure, [PLAIN], batches, rounds)
+        noise = compare(upstream, upstream, [PLAIN_BEFORE], batches, rounds)
         report["variants"] = {"upstream": {**upstream.report(), **noise}}
         print_variant("upstream, by itself", report["variants"]["upstream"])
         for name in names:
             with Engine(name, args.fork, args.model, VARIANTS[name], batches) as fork:
-                found = compare(
-                    measure, fork.milliseconds, fork.about["cases"], batches, rounds
-                )
+                cases = fork.about["cases"]
+                found = compare(upstream, fork, cases, batches, rounds)
                 same = fork.about["tokens"] == upstream.about["tokens"]
                 report["variants"][name] = {
                     **fork.report(),

@@ -4,7 +4,7 @@
 import builtins
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -98,36 +98,49 @@ def test_a_report_of_something_else_is_refused() -> None:
         chart_of({"command": "python other.py"})
 
 
+class Replayed:
+    """An engine on a GPU whose clock gets slower, by as much for both."""
+
+    asked: ClassVar[list[str]]
+
+    def __init__(self, name: str, times: float) -> None:
+        self.name, self.times = name, times
+
+    def record(self) -> None:
+        self.asked.append(f"{self.name}'s graphs")
+
+    def milliseconds(self, case: str, batch: int) -> float:
+        self.asked.append(f"{self.name}'s {case}")
+        return self.times * (batch + len(self.asked))
+
+
 def test_a_decode_steps_ratios_are_to_upstreams_beside_it() -> None:
-    # The clock gets slower, by as much for both.
-    asked: list[str] = []
-
-    def upstream(case: str, batch: int) -> float:
-        asked.append(case)
-        return 1.0 * batch + len(asked)
-
-    def fork(case: str, batch: int) -> float:
-        asked.append("fork's " + case)
-        return 1.5 * batch + 1.5 * len(asked)
-
+    Replayed.asked = []
+    upstream, fork = Replayed("upstream", 1.0), Replayed("fork", 1.5)
     found = compare(upstream, fork, ["one layer captured"], [1000], rounds=5)
-    assert asked[:4] == [
-        "plain",
+    recorded = ["upstream's graphs", "fork's graphs"]
+    assert Replayed.asked[:8] == [
+        *recorded,
+        "upstream's plain",
         "fork's one layer captured",
+        *recorded,
         "fork's one layer captured",
-        "plain",
+        "upstream's plain",
     ]
     ratio = found["ratio"]["one layer captured"][1000]
     low, high = found["range"]["one layer captured"][1000]
     assert low < ratio < high and ratio == pytest.approx(1.5, abs=0.002)
-    noise = compare(lambda *_: 2.0, lambda *_: 2.0, ["plain"], [1000], rounds=1)
+    Replayed.asked = []
+    noise = compare(upstream, upstream, ["plain"], [1000], rounds=1)
+    assert Replayed.asked == ["upstream's graphs", *["upstream's plain"] * 2]
     report = {
         "command": "python benchmarks/decode_step.py",
         "model": "8b: Llama",
         "variants": {"upstream": noise, "both": found},
     }
     (rows,) = rows_of(report).values()
-    assert rows["upstream / upstream (noise)"].marks[0].median == 1.0
+    noisy = rows["upstream / upstream (noise)"].marks[0].median
+    assert noisy == pytest.approx(1.0, abs=0.002)
     assert rows["one layer captured"] == Row(
         "one layer captured",
         (Mark(ratio, low, high, label="batch 1000"),),

@@ -101,7 +101,8 @@ CASES = [
             # Upstream's kernel of identity experts takes 256 columns at a time, and
             # leaves out what is over.
             hidden_size=512,
-            num_hidden_layers=4,  # two blocks with two attentions each
+            num_layers=2,  # blocks, with two attentions each
+            num_hidden_layers=4,
             ffn_hidden_size=256,
             expert_ffn_hidden_size=64,
             n_routed_experts=4,
