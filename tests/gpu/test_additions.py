@@ -57,7 +57,7 @@ def test_each_token_gets_the_vector_of_its_row(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("tokens", "width"), [(4, 64), (33, 6144)])
+@pytest.mark.parametrize(("tokens", "width"), [(4, 64), (33, 6144), (130, 6144)])
 def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
     count: int, tokens: int, width: int
 ) -> None:
