@@ -35,8 +35,11 @@ class RecordingSink:
 
     location: Literal["worker", "driver"] = "worker"
 
-    def __init__(self, wrong: str = "") -> None:
+    def __init__(
+        self, wrong: str = "", error: type[BaseException] = ValueError
+    ) -> None:
         self.wrong = wrong
+        self.error = error
         self.calls: list[tuple[str, Any]] = []
         self.threads: set[str] = set()
 
@@ -44,7 +47,7 @@ class RecordingSink:
         self.threads.add(threading.current_thread().name)
         self.calls.append((method, what))
         if method == self.wrong and what[1] == 1:
-            raise ValueError(f"{method} went wrong")
+            raise self.error(f"{method} went wrong")
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
         self._note("submit_chunk", chunk.key)

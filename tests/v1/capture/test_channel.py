@@ -3,6 +3,7 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,8 +38,10 @@ class Wire:
         self.outbox.send(self.inbox.address, message)
         return self.came.get(timeout=WAIT)
 
-    def carry_payload(self, payload: Any, status: Any = "ok") -> CaptureResult:
-        result = CaptureResult(key(), status, None, payload)
+    def carry_payload(
+        self, payload: Any, status: Any = "ok", error: str | None = None
+    ) -> CaptureResult:
+        result = CaptureResult(key(), status, error, payload)
         return self.carry(ResultMessage.of("r", "files", 0, result)).result()
 
 
@@ -96,8 +99,35 @@ def test_tensors_inside_lists_and_dicts_arrive_as_tensors(wire: Wire) -> None:
     assert got[1]["y"] == "text"
 
 
-def test_a_payload_that_cannot_travel_is_told_not_lost(wire: Wire) -> None:
-    result = wire.carry_payload(object())
+def test_numpy_numbers_arrive_as_numbers(wire: Wire) -> None:
+    sent = {"mean": np.float32(0.5), "more": [np.int64(3), np.bool_(True)]}
+    assert wire.carry_payload(sent).payload == {"mean": 0.5, "more": [3, True]}
+
+
+def test_tensors_inside_values_by_layer_and_hook_arrive(wire: Wire) -> None:
+    sent = {(3, "pre_attn"): {"mean": torch.ones(2), "rows": 4}}
+    got = wire.carry_payload(sent).payload[3, "pre_attn"]
+    assert torch.equal(got["mean"], torch.ones(2))
+    assert got["rows"] == 4
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        object(),
+        "a\ud800",
+        1 << 70,
+        {("one",): 1},
+        {(1, 2, 3): 1},
+        {(1 << 70, "pre_attn"): 1},
+        {(1, "pre_attn"): object()},
+        {"a": {(1, "pre_attn"): 1}},
+    ],
+)
+def test_a_payload_that_cannot_travel_is_told_not_lost(
+    wire: Wire, payload: Any
+) -> None:
+    result = wire.carry_payload(payload)
     assert result.status == "partial_error"
     assert "cannot be sent" in (result.error or "")
     assert result.payload is None
@@ -105,6 +135,11 @@ def test_a_payload_that_cannot_travel_is_told_not_lost(wire: Wire) -> None:
 
 def test_a_payload_that_cannot_travel_does_not_improve_a_status(wire: Wire) -> None:
     assert wire.carry_payload(object(), status="error").status == "error"
+
+
+def test_an_error_with_what_no_encoding_has_arrives(wire: Wire) -> None:
+    result = wire.carry_payload(None, "error", "no file a\udcff")
+    assert (result.status, result.error) == ("error", "no file a\\udcff")
 
 
 def test_chunks_arrive_as_they_were(wire: Wire) -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 
 from vllm.v1.capture.errors import CaptureValidationError
@@ -24,8 +27,10 @@ def result(status: Any = "ok", payload: Any = None) -> CaptureResult:
     return CaptureResult(("r", -1, "*"), status, None, payload)  # type: ignore[arg-type]
 
 
-def output(**results: CaptureResult) -> Any:
-    return SimpleNamespace(finished=True, capture_results=results or None)
+def output(request_id: str = "cmpl-7-0", **results: CaptureResult) -> Any:
+    return SimpleNamespace(
+        request_id=request_id, finished=True, capture_results=results or None
+    )
 
 
 SPEC = {"filesystem": {"request_id": "x", "hooks": {"post_block": [0]}}}
@@ -80,6 +85,34 @@ def test_results_of_several_prompts_are_by_prompt() -> None:
     assert reply is not None
     assert reply["files"]["status"] == "partial_error"
     assert reply["files"]["payload"] == {"0": ["a"], "1": None}
+    assert reply["files"]["key"] == ["cmpl-7", -1, "*"]
+
+
+@pytest.mark.parametrize(
+    ("payload", "told"),
+    [
+        ({"x": float("nan"), "y": [float("-inf"), 1.5]}, {"x": None, "y": [None, 1.5]}),
+        ({}, {}),
+        ({(1, "pre_attn"): 2}, [{"layer": 1, "hook": "pre_attn", "value": 2}]),
+        ({("one",): 1, (1, 2, 3): 4}, {"('one',)": 1, "(1, 2, 3)": 4}),
+        (torch.arange(3).bfloat16(), [0.0, 1.0, 2.0]),
+        ({"rows": np.ones((1, 2)), "n": np.float32(0.5)}, {"rows": [[1, 1]], "n": 0.5}),
+        (b"ab", "YWI="),
+        ("a\ud800", "a\\ud800"),
+    ],
+)
+def test_every_payload_is_told_as_json(payload: Any, told: Any) -> None:
+    reply = response_results([output(files=result(payload=payload))])
+    assert reply is not None
+    assert reply["files"]["payload"] == told
+    json.dumps(reply, allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_an_error_is_told_as_json_whatever_its_text() -> None:
+    failed = CaptureResult(("r", -1, "*"), "error", "no file a\udcff")  # type: ignore[arg-type]
+    reply = response_results([output(files=failed)])
+    assert reply is not None
+    assert reply["files"]["error"] == "no file a\\udcff"
 
 
 def test_nothing_captured_is_no_field() -> None:

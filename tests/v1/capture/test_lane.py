@@ -66,6 +66,27 @@ def test_a_sink_that_raises_spoils_the_key_it_raised_for(
     assert result.payload == [2]
 
 
+@pytest.mark.parametrize("wrong", ["submit_chunk", "submit_finalize", "get_result"])
+def test_what_is_no_exception_does_not_end_the_lane_either(
+    lanes: Lanes, wrong: str
+) -> None:
+    lane, answers = lanes(RecordingSink(wrong, SystemExit)), Answers()
+    lane.submit([chunk(key("first", 1))])
+    result = end(lane, answers, key("first", 1))
+    assert (result.status, result.error) == ("error", f"SystemExit: {wrong} went wrong")
+    assert end(lane, answers, key("second", 2)).status == "ok"
+
+
+def test_a_key_that_was_not_finalized_is_not_waited_for(lanes: Lanes) -> None:
+    class Silent(RecordingSink):
+        def get_result(self, key: CaptureKey) -> CaptureResult | None:
+            return None
+
+    lane, answers = lanes(Silent("submit_finalize")), Answers()
+    result = end(lane, answers, key(layer=1))  # Given up after WAIT, far below 60 s.
+    assert result.error == "ValueError: submit_finalize went wrong"
+
+
 def test_a_key_that_failed_gets_no_more_chunks(lanes: Lanes) -> None:
     sink = RecordingSink("submit_chunk")
     lane, answers = lanes(sink), Answers()

@@ -19,7 +19,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.counters import LaneCounters
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -56,50 +56,47 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     payload: Any = None
     by_key: list[KeyedValue] | None = None
     tensors: list[torch.Tensor] = []
-    """What `payload` has marks for."""
+    """What `payload` and `by_key` have marks for."""
 
     @classmethod
     def of(
         cls, request_id: str, instance: str, stage: int, result: CaptureResult
     ) -> "ResultMessage":
-        """The message for `result`; tensors in a keyed payload travel as such."""
-        payload, by_key = result.payload, None
-        if isinstance(payload, RowsByTap):
-            by_key = [
-                KeyedValue(*tap, value=payload.facts_of(tap), tensor=rows)
-                for tap, rows in payload.items()
-            ]
-            payload = None
-        elif isinstance(payload, dict) and all(isinstance(k, tuple) for k in payload):
-            by_key = [
-                KeyedValue(layer, hook, tensor=value)
-                if isinstance(value, torch.Tensor)
-                else KeyedValue(layer, hook, value=value)
-                for (layer, hook), value in payload.items()
-            ]
-            payload = None
-        tensors: list[torch.Tensor] = []
-        return cls(
-            request_id,
-            instance,
-            stage,
-            result.status,
-            result.error,
-            set_aside(payload, tensors),
-            by_key,
-            tensors,
-        )
+        """The message for `result`; tensors in its payload travel as such."""
+        error = None if result.error is None else sendable(result.error)
+        message = cls(request_id, instance, stage, result.status, error)
+        payload = result.payload
+        try:
+            if isinstance(payload, RowsByTap):
+                message.by_key = [
+                    KeyedValue(*tap, value=payload.facts_of(tap), tensor=rows)
+                    for tap, rows in payload.items()
+                ]
+            elif is_by_tap(payload):
+                message.by_key = [
+                    KeyedValue(layer, hook, tensor=value)
+                    if isinstance(value, torch.Tensor)
+                    else KeyedValue(layer, hook, set_aside(value, message.tensors))
+                    for (layer, hook), value in payload.items()
+                ]
+            else:
+                message.payload = set_aside(payload, message.tensors)
+        except Exception as problem:
+            _give_up_payload(message, problem)
+        return message
 
     def result(self) -> CaptureResult:
         """The result as the instance gave it."""
         payload = put_back(self.payload, self.tensors)
         if self.by_key is not None:
-            payload = _keyed_payload(self.by_key)
+            payload = _keyed_payload(self.by_key, self.tensors)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
 
 
-def _keyed_payload(entries: list[KeyedValue]) -> dict[tuple[int, str], Any]:
+def _keyed_payload(
+    entries: list[KeyedValue], tensors: list[torch.Tensor]
+) -> dict[tuple[int, str], Any]:
     rows = RowsByTap()
     for entry in entries:
         tap = (entry.layer, entry.hook)
@@ -109,7 +106,9 @@ def _keyed_payload(entries: list[KeyedValue]) -> dict[tuple[int, str], Any]:
     if rows:
         return rows
     return {
-        (entry.layer, entry.hook): entry.value if entry.tensor is None else entry.tensor
+        (entry.layer, entry.hook): put_back(entry.value, tensors)
+        if entry.tensor is None
+        else entry.tensor
         for entry in entries
     }
 
@@ -220,7 +219,7 @@ def _give_up_payload(message: ResultMessage, error: Exception) -> None:
     message.payload, message.by_key, message.tensors = None, None, []
     if message.status == "ok":
         message.status = "partial_error"
-    problem = f"the payload cannot be sent: {error}"
+    problem = sendable(f"the payload cannot be sent: {error}")
     message.error = f"{message.error}; {problem}".removeprefix("None; ")
 
 

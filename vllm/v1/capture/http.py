@@ -3,14 +3,16 @@
 
 import base64
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.steering import admission as steering_admission
@@ -86,10 +88,12 @@ def response_results(
     if len(outputs) == 1:
         return as_json(found[0])
     names = sorted({name for results in found.values() for name in results})
+    # Each prompt's id is the response's with a number behind it.
+    response_id = outputs[min(found)].request_id.rpartition("-")[0]  # type: ignore[union-attr]
     return as_json(
         {
             name: merge_samples(
-                name,
+                response_id,
                 {i: results[name] for i, results in found.items() if name in results},
             )
             for name in names
@@ -103,7 +107,7 @@ def as_json(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
         name: {
             "key": list(result.key),
             "status": result.status,
-            "error": result.error,
+            "error": None if result.error is None else sendable(result.error),
             "payload": _plain(result.payload),
         }
         for name, result in results.items()
@@ -141,20 +145,30 @@ def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
 
 
 def _plain(payload: Any) -> Any:
+    """A payload as JSON; what JSON has no number for is null."""
     if isinstance(payload, RowsByTap):
         return rows_as_json(payload)
+    if isinstance(payload, torch.Tensor):
+        payload = payload.detach().cpu().tolist()
+    elif isinstance(payload, (np.ndarray, np.generic)):
+        payload = payload.tolist()
+    if is_by_tap(payload):
+        return [
+            {"layer": layer, "hook": sendable(hook), "value": _plain(value)}
+            for (layer, hook), value in payload.items()
+        ]
     if isinstance(payload, Mapping):
-        if all(isinstance(key, tuple) for key in payload):
-            return [
-                {"layer": layer, "hook": hook, "value": _plain(value)}
-                for (layer, hook), value in payload.items()
-            ]
-        return {str(key): _plain(value) for key, value in payload.items()}
+        return {sendable(str(key)): _plain(value) for key, value in payload.items()}
     if isinstance(payload, (list, tuple)):
         return [_plain(value) for value in payload]
-    if payload is None or isinstance(payload, (bool, int, float, str)):
+    if isinstance(payload, float):
+        return payload if isfinite(payload) else None
+    if payload is None or isinstance(payload, (bool, int)):
         return payload
-    return str(payload) if isinstance(payload, Path) else repr(payload)
+    if isinstance(payload, bytes):
+        return base64.b64encode(payload).decode()
+    text = isinstance(payload, (str, Path))
+    return sendable(str(payload) if text else repr(payload))
 
 
 def stamp(chunk: Any, output: "RequestOutput") -> None:

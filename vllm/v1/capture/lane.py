@@ -35,8 +35,10 @@ class SinkLane:
     """Feeds one sink from a bounded queue, on a thread of its own.
 
     Whatever the sink raises becomes the result of the key it concerns; it
-    reaches neither the engine nor another consumer. A sink that does not come
-    back from a call loses what waits for it, so that no request hangs.
+    reaches neither the engine nor another consumer. That includes what is no
+    `Exception`, such as `SystemExit`: it would end this thread and nothing else. A
+    sink that does not come back from a call loses what waits for it, so that no
+    request hangs.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class SinkLane:
         self._counters = LaneCounters()
         self._failures: dict[CaptureKey, str] = {}
         self._refusals: dict[str, str] = {}
+        self._unfinished: set[CaptureKey] = set()
+        """Keys that the sink refused to finalize: it will have no result for them."""
         self._call_began: float | None = None
         self._stalled = False
         self._giving_up = threading.Lock()
@@ -200,7 +204,7 @@ class SinkLane:
         try:
             self._begin_call()
             opening.tell()
-        except Exception as error:
+        except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             logger.error(
                 "Consumer %s failed on the spec of %s: %s",
@@ -231,7 +235,7 @@ class SinkLane:
             try:
                 self._begin_call()
                 batch(live)
-            except Exception as error:
+            except BaseException as error:
                 for chunk in live:
                     self._fail(chunk.key, error)
             return
@@ -241,10 +245,10 @@ class SinkLane:
             try:
                 self._begin_call()
                 self.sink.submit_chunk(chunk)
-            except Exception as error:
+            except BaseException as error:
                 self._fail(chunk.key, error)
 
-    def _fail(self, key: CaptureKey, error: Exception) -> None:
+    def _fail(self, key: CaptureKey, error: BaseException) -> None:
         logger.error(
             "Consumer %s failed on %s: %s: %s",
             self.instance,
@@ -267,8 +271,9 @@ class SinkLane:
             try:
                 self._begin_call()
                 self.sink.submit_finalize(finalize)
-            except Exception as error:
+            except BaseException as error:
                 self._fail(finalize.key, error)
+                self._unfinished.add(finalize.key)
         self._end_request(ending)
         when_done = getattr(self.sink, "when_done", None)
         if when_done is None or not ending.finalizes:
@@ -312,16 +317,19 @@ class SinkLane:
         try:
             self._begin_call()
             request_end(ending.request_id, ending.finalizes)
-        except Exception as error:
+        except BaseException as error:
             for finalize in ending.finalizes:
                 self._fail(finalize.key, error)
 
     def _result_of(self, finalize: CaptureFinalize, deadline: float) -> CaptureResult:
         key = finalize.key
         result: CaptureResult | None = None
+        if key in self._unfinished:
+            self._unfinished.discard(key)
+            deadline = 0.0
         try:
             result = self._wait_for(key, deadline)
-        except Exception as error:
+        except BaseException as error:
             self._fail(key, error)
         failure = self._failures.get(key) or finalize.sidecar.get("capture_error")
         if failure is not None:

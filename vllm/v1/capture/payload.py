@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows as a result's payload: a dict of tensors that knows its positions."""
+"""Payloads of results: captured rows that know their positions, and what may travel."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -46,3 +46,22 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             for tap, rows in part.items():
                 whole.put(tap, rows, part.facts_of(tap))
         return whole
+
+
+def is_by_tap(payload: Any) -> bool:
+    """Whether a payload maps `(layer, hook)` to something."""
+    return (
+        isinstance(payload, dict)
+        and bool(payload)
+        and all(
+            isinstance(key, tuple)
+            and [type(part) for part in key] == [int, str]
+            and -(1 << 63) <= key[0] < 1 << 63
+            for key in payload
+        )
+    )
+
+
+def sendable(text: str) -> str:
+    """`text` without what no encoding has, such as a file name's stray bytes."""
+    return text.encode(errors="backslashreplace").decode()

@@ -11,14 +11,24 @@ ARRAY = "\0array"
 
 
 def set_aside(payload: Any, tensors: list[torch.Tensor]) -> Any:
-    """`payload` with marks for its tensors and arrays, which go into `tensors`."""
+    """`payload` with marks for its tensors and arrays, which go into `tensors`.
+
+    Raises:
+        TypeError: a key of a dict is of a kind that does not arrive as it was.
+
+    """
     if isinstance(payload, torch.Tensor):
         tensors.append(payload.detach().cpu())
         return {TENSOR: len(tensors) - 1}
     if isinstance(payload, np.ndarray):
         tensors.append(torch.from_numpy(np.ascontiguousarray(payload)))
         return {ARRAY: len(tensors) - 1}
+    if isinstance(payload, np.generic):
+        return payload.item()
     if isinstance(payload, dict):
+        for key in payload:
+            if not isinstance(key, (str, int, float, bytes, type(None))):
+                raise TypeError(f"a key is {key!r}, neither text nor a number")
         return {key: set_aside(value, tensors) for key, value in payload.items()}
     if isinstance(payload, (list, tuple)):
         return [set_aside(value, tensors) for value in payload]
