@@ -22,7 +22,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -70,10 +70,16 @@ def capture(positions: str, layers: Any) -> dict[str, Any]:
     return {"capture": {HOST_MEMORY: spec}}
 
 
-def cases(layers: int) -> dict[str, Case]:
-    """By name; `plain` comes after captures, as on a server that others use."""
+def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
+    """By name; `plain` comes after captures, as on a server that others use.
+
+    Args:
+        layers: how many the model has.
+        chosen: the names wanted, all if none.
+
+    """
     middle = layers // 2
-    return {
+    known = {
         "plain": Case("decode"),
         "steered, one layer": Case("decode", {"steering_name": "one"}),
         "steered, all layers and hooks": Case("decode", {"steering_name": "all"}),
@@ -82,6 +88,7 @@ def cases(layers: int) -> dict[str, Case]:
         "plain prompts": Case("prefill"),
         "captured prompts": Case("prefill", capture("all_prompt", "all")),
     }
+    return {name: case for name, case in known.items() if name in (chosen or known)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +228,7 @@ async def take_turns(
     options: argparse.Namespace,
 ) -> AsyncIterator[Round]:
     """Each round's figures; one that warms up comes before them."""
-    turns = list(cases(layers).items())
+    turns = list(cases(layers, options.case).items())
     for number in range(-1, options.rounds):
         forth = number % 2 == 0
         figures: Round = {}
@@ -255,7 +262,7 @@ def print_table(report: dict[str, Any], layers: int) -> None:
     for when, gib in report["gpu_gib"].items():
         print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
     print(f"{'case':<32}{'TPOT':>24}{'TTFT':>24}{'tokens/s':>24}")
-    for name, case in cases(layers).items():
+    for name, case in cases(layers, list(report["rounds"][0])).items():
         cells = []
         for figure in FIGURES:
             if case.load == "prefill" and figure == "mean_tpot_ms":
@@ -265,7 +272,10 @@ def print_table(report: dict[str, Any], layers: int) -> None:
             median = statistics.median(found)
             cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
         print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
-    later = [first_token_later(r, "steered, one layer") for r in report["rounds"]]
+    named = "steered, one layer"
+    later = [first_token_later(r, named) for r in report["rounds"] if named in r]
+    if not later:
+        return
     print(
         "First token where a steering module is named, ms later than upstream's: "
         f"{statistics.median(later):.2f} ({min(later):.2f} to {max(later):.2f})"
@@ -292,6 +302,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--rounds", type=int, help="default 6; 2 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 4 minutes")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        choices=list(cases(1)),
+        help="only this one; may be given several times",
+    )
     parser.add_argument("--out", type=Path, default=WORK / "serving.json")
     parser.add_argument("serve", nargs="*", help="more arguments for both servers")
     options = parser.parse_args()
