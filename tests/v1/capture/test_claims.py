@@ -7,14 +7,24 @@ import pytest
 from vllm.v1.capture.claims import Claims
 from vllm.v1.capture.elsewhere import NobodyElse
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.plan import CapturePlan
 
 
-class Plan:
-    """Of a request."""
+class Files:
+    """Claims a place for each sample, and no difference between `?` and `_`."""
+
+    def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
+        name = (raw.get("request_id") or request_id).replace("?", "_")
+        place = f"{raw.get('tag', 'default')}/{name}"
+        return [place] if num_samples == 1 else [f"{place}-{n}" for n in range(9)]
+
+
+def plan_of(request_id: str = "cmpl-1", num_samples: int = 1) -> CapturePlan:
+    return CapturePlan(request_id, 4, (), "", num_samples)
 
 
 def claims(elsewhere: NobodyElse | None = None) -> Claims:
-    files, other = SimpleNamespace(claims_request_id=True), SimpleNamespace()
+    files, other = Files(), SimpleNamespace()
     return Claims({"files": files, "more": files, "other": other}, elsewhere)
 
 
@@ -24,10 +34,10 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 def test_a_name_that_a_request_under_way_has_is_refused() -> None:
     taken, capture = claims(), {"files": spec(request_id="a", tag="t")}
-    taken.reserve(capture, Plan())
-    taken.take(capture, "first", Plan())
-    with pytest.raises(CaptureValidationError, match="'a'.*another one") as refused:
-        taken.reserve(capture, Plan())
+    taken.reserve(capture, plan_of())
+    taken.take(capture, "first", plan_of())
+    with pytest.raises(CaptureValidationError, match="'t/a'.*wait for it") as refused:
+        taken.reserve(capture, plan_of())
     assert refused.value.parameter == "capture.files.request_id"
 
 
@@ -44,24 +54,55 @@ def test_a_name_that_a_request_under_way_has_is_refused() -> None:
 )
 def test_other_names_are_free(capture: Any) -> None:
     taken = claims()
-    taken.take({"files": spec(request_id="a", tag="t")}, "first", Plan())
-    taken.reserve(capture, Plan())
+    taken.take({"files": spec(request_id="a", tag="t")}, "first", plan_of())
+    taken.reserve(capture, plan_of())
+
+
+@pytest.mark.parametrize(
+    ("fields", "plan"),
+    [
+        ({"request_id": "a?b", "tag": "default"}, plan_of()),
+        ({"request_id": "a_b"}, plan_of()),
+        ({}, plan_of("a_b")),
+        ({"request_id": "c-0"}, plan_of()),
+        ({"request_id": "c"}, plan_of(num_samples=2)),
+    ],
+)
+def test_what_would_be_the_same_place_is_refused_however_it_is_named(
+    fields: dict[str, Any], plan: CapturePlan
+) -> None:
+    taken = claims()
+    taken.take({"files": spec(request_id="a_b")}, "first", plan_of())
+    taken.take({"files": spec(request_id="c")}, "second", plan_of(num_samples=3))
+    with pytest.raises(CaptureValidationError, match="wait for it"):
+        taken.reserve({"files": spec(**fields)}, plan)
 
 
 def test_a_name_is_free_again_when_its_request_is_done() -> None:
     taken, capture = claims(), {"files": spec(request_id="a")}
-    taken.take(capture, "first", Plan())
+    taken.take(capture, "first", plan_of())
     taken.release("second")
     with pytest.raises(CaptureValidationError):
-        taken.reserve(capture, Plan())
+        taken.reserve(capture, plan_of())
     taken.release("first")
-    taken.reserve(capture, Plan())
+    taken.reserve(capture, plan_of())
+
+
+def test_a_consumer_may_claim_just_what_specs_name() -> None:
+    taken = Claims({"files": SimpleNamespace(claims_request_id=True)})
+    capture = {"files": spec(request_id="a", tag="t")}
+    taken.take(capture, "first", plan_of())
+    taken.take({"files": spec()}, "second", plan_of("a"))
+    taken.reserve({"files": spec()}, plan_of("a"))
+    taken.reserve({"files": spec(request_id="a")}, plan_of())
+    with pytest.raises(CaptureValidationError, match="'t/a'"):
+        taken.reserve(capture, plan_of())
 
 
 def test_consumers_that_name_nothing_take_no_names() -> None:
     taken, capture = claims(), {"other": spec(request_id="a")}
-    taken.take(capture, "first", Plan())
-    taken.reserve(capture, Plan())
+    taken.take(capture, "first", plan_of())
+    taken.reserve(capture, plan_of())
 
 
 class Elsewhere(NobodyElse):
@@ -81,15 +122,15 @@ class Elsewhere(NobodyElse):
         self.here.remove(name)
 
 
-A = ("files", "", "a")
+A = ("files", "default/a")
 
 
 def test_a_name_that_another_server_has_is_refused_and_nothing_is_kept() -> None:
     elsewhere = Elsewhere()
-    taken, plan = claims(elsewhere), Plan()
-    elsewhere.there.add(("more", "", "b"))
+    taken, plan = claims(elsewhere), plan_of()
+    elsewhere.there.add(("more", "default/b"))
     capture = {"files": spec(request_id="a"), "more": spec(request_id="b")}
-    with pytest.raises(CaptureValidationError, match="'b'.*another one"):
+    with pytest.raises(CaptureValidationError, match="'default/b'.*wait"):
         taken.reserve(capture, plan)
     assert not elsewhere.here
     elsewhere.there.clear()
@@ -100,7 +141,7 @@ def test_a_name_that_another_server_has_is_refused_and_nothing_is_kept() -> None
 def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     elsewhere = Elsewhere()
     taken, capture = claims(elsewhere), {"files": spec(request_id="a")}
-    plan, other = Plan(), Plan()
+    plan, other = plan_of(), plan_of()
     taken.reserve(capture, plan)
     taken.reserve(capture, other)
     del other
@@ -110,5 +151,5 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     assert elsewhere.here == {A}
     taken.release("first")
     assert not elsewhere.here
-    taken.reserve(capture, Plan())
+    taken.reserve(capture, plan_of())
     assert not elsewhere.here, "a request that did not begin gives its name up"

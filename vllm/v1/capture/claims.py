@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that requests give their captures: two under way must not share one."""
+"""Places that requests' rows are written to: two under way must not share one."""
 
 import threading
 import weakref
@@ -7,33 +7,37 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from vllm.v1.capture.elsewhere import NobodyElse
+from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.selectors import fail
 
-Claim: TypeAlias = tuple[str, str, str]
-"""`(instance, tag, request id)`, as the client has written them."""
+Claim: TypeAlias = tuple[str, str]
+"""`(instance, place)`, a place being what the consumer makes of a request's names."""
 
 
 class Claims:
-    """Which names are taken, and by which request. Any thread may call.
+    """Which places are taken, and by which request. Any thread may call.
 
-    A name is free again once the request's results are there; what happens to files
+    A place is free again once the request's results are there; what happens to files
     that exist by then is the consumer's `on_collision`.
     """
 
     def __init__(
         self, consumers: Mapping[str, Any], elsewhere: NobodyElse | None = None
     ) -> None:
-        """No name is taken.
+        """No place is taken.
 
         Args:
-            consumers: by instance name.
-            elsewhere: the names of other API server processes.
+            consumers: by instance name; one with places of its requests' own has
+                `claimed_places(raw, request_id, num_samples)`, or sets
+                `claims_request_id` where the names in the spec are all there is.
+            elsewhere: what other API server processes have taken.
 
         """
         self._claiming = {
-            name
+            name: getattr(consumer, "claimed_places", _as_named)
             for name, consumer in consumers.items()
-            if getattr(consumer, "claims_request_id", False)
+            if hasattr(consumer, "claimed_places")
+            or getattr(consumer, "claims_request_id", False)
         }
         self._elsewhere = elsewhere or NobodyElse()
         self._taken: dict[Claim, str] = {}
@@ -42,15 +46,15 @@ class Claims:
         # Plans may be collected, and so give up names, while this thread is here.
         self._lock = threading.RLock()
 
-    def reserve(self, capture: Mapping[str, Any] | None, plan: object) -> None:
-        """Keep a request's names until `take`, or until its plan is dropped with it.
+    def reserve(self, capture: Mapping[str, Any] | None, plan: CapturePlan) -> None:
+        """Keep a request's places until `take`, or until its plan is dropped with it.
 
         Raises:
-            CaptureValidationError: a name is taken; the last of the two requests
+            CaptureValidationError: a place is taken; the last of the two requests
                 would overwrite the first.
 
         """
-        claims = self._claims_of(capture)
+        claims = self._claims_of(capture, plan)
         if not claims:
             return
         with self._lock:
@@ -62,10 +66,12 @@ class Claims:
         dropped = weakref.finalize(plan, self._drop, id(plan))
         dropped.atexit = False
 
-    def take(self, capture: Mapping[str, Any] | None, owner: str, plan: object) -> None:
-        """The names belong to the request `owner` from now on."""
+    def take(
+        self, capture: Mapping[str, Any] | None, owner: str, plan: CapturePlan
+    ) -> None:
+        """The places belong to the request `owner` from now on."""
         with self._lock:
-            for claim in self._claims_of(capture):
+            for claim in self._claims_of(capture, plan):
                 self._taken[claim] = owner
             self._drop(id(plan))
 
@@ -92,22 +98,31 @@ class Claims:
         if claim not in self._taken and claim not in self._reserved:
             self._elsewhere.free(claim)
 
-    def _claims_of(self, capture: Mapping[str, Any] | None) -> list[Claim]:
+    def _claims_of(
+        self, capture: Mapping[str, Any] | None, plan: CapturePlan
+    ) -> list[Claim]:
         return [
-            (name, str(spec.get("tag") or ""), str(spec["request_id"]))
-            for name, spec in (capture or {}).items()
+            (name, place)
+            for name, raw in (capture or {}).items()
             if name in self._claiming
-            and isinstance(spec, Mapping)
-            and spec.get("request_id") is not None
+            for place in self._claiming[name](
+                raw, plan.client_request_id, plan.num_samples
+            )
         ]
 
 
+def _as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
+    """The place that a spec names with `tag` and `request_id`."""
+    if not isinstance(raw, Mapping) or raw.get("request_id") is None:
+        return []
+    return [f"{raw.get('tag') or ''}/{raw['request_id']}"]
+
+
 def _refusal(claim: Claim) -> Exception:
-    instance, _, request_id = claim
+    instance, place = claim
     return fail(
-        f"capture.{instance}.request_id: a request that is under way has the "
-        f"request_id {request_id!r}, too; wait for it, use another one, or leave it "
-        "out",
+        f"capture.{instance}.request_id: a request that is under way writes to "
+        f"{place!r}, too; wait for it, or use another request_id",
         f"capture.{instance}.request_id",
-        request_id,
+        place.rpartition("/")[2],
     )

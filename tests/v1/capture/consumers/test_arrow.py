@@ -192,3 +192,14 @@ def test_wrong_parameters_name_themselves(
 ) -> None:
     with pytest.raises(CaptureValidationError, match=name):
         consumer_at(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"), [("parquet", []), ("ipc", []), ("safetensors", ["t/a_b"])]
+)
+def test_only_files_of_a_requests_own_are_claimed(
+    tmp_path: Path, kind: str, places: list[str]
+) -> None:
+    consumer = consumer_at(tmp_path, format=kind)
+    spec = {"request_id": "a?b", "tag": "t"}
+    assert consumer.claimed_places(spec, "cmpl-1", 1) == places

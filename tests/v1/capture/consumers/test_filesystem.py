@@ -261,3 +261,15 @@ def test_a_request_object_is_a_spec(tmp_path: Path) -> None:
     request = FilesystemCaptureRequest(hooks={"post_block": "all"}, tag="t")
     spec = consumer_at(tmp_path).validate_client_spec(request, context())
     assert spec.hooks == {"post_block": [0, 1, 2, 3]}
+
+
+def test_an_instance_is_called_by_its_own_name(tmp_path: Path) -> None:
+    consumer = consumer_at(tmp_path)
+    consumer.instance_name = "mine"
+    with pytest.raises(
+        CaptureValidationError, match=r"^capture\.mine\.layout"
+    ) as error:
+        consumer.validate_client_spec(
+            {"hooks": {"post_block": [0]}, "layout": "heap"}, context()
+        )
+    assert error.value.parameter == "capture.mine.layout"

@@ -10,7 +10,11 @@ from vllm.v1.capture.consumers.arrow.safetensors_layout import write_safetensors
 from vllm.v1.capture.consumers.arrow.shard import TableShard
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import path_part, place_of
+from vllm.v1.capture.consumers.storage.names import (
+    path_part,
+    place_of,
+    places_of,
+)
 from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import ShardSet
@@ -21,8 +25,6 @@ from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-WHERE = "capture.arrow"
 
 MIB = 1 << 20
 
@@ -38,7 +40,7 @@ class ArrowConsumer(StorageSink):
     remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        parsed = ArrowParams.parse(params)
+        self._params = parsed = ArrowParams.parse(params)
         self._spec = global_spec(
             parsed.global_hooks,
             parsed.global_positions,
@@ -60,12 +62,18 @@ class ArrowConsumer(StorageSink):
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """`{"hooks": ..., "positions": ..., "tag"?, "request_id"?}`."""
-        raw = plain(raw)
-        spec = parse_spec(raw, ctx, WHERE, ("request_id", "tag"))
+        raw, where = plain(raw), f"capture.{self.instance_name or 'arrow'}"
+        spec = parse_spec(raw, ctx, where, ("request_id", "tag"))
         for name in ("request_id", "tag"):
             if raw.get(name) is not None:
-                path_part(raw[name], f"{WHERE}.{name}")
+                path_part(raw[name], f"{where}.{name}")
         return spec
+
+    def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
+        """The files that are this request's alone; tables hold several requests."""
+        if self._params.format != "safetensors":
+            return []
+        return places_of(raw, request_id, num_samples, self._params.default_tag)
 
 
 class _Tables:

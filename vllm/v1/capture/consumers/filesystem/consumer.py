@@ -13,7 +13,11 @@ from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import path_part, place_of
+from vllm.v1.capture.consumers.storage.names import (
+    path_part,
+    place_of,
+    places_of,
+)
 from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
@@ -23,8 +27,6 @@ from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-WHERE = "capture.filesystem"
 
 
 class FilesystemConsumer(StorageSink):
@@ -36,7 +38,6 @@ class FilesystemConsumer(StorageSink):
 
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
-    claims_request_id: ClassVar[bool] = True
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)
@@ -61,22 +62,26 @@ class FilesystemConsumer(StorageSink):
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """A `FilesystemCaptureRequest`, or the same as a dict."""
-        raw = plain(raw)
+        raw, where = plain(raw), f"capture.{self.instance_name or 'filesystem'}"
         extra = ("request_id", "tag", "layout", "codec")
-        spec = parse_spec(raw, ctx, WHERE, extra)
+        spec = parse_spec(raw, ctx, where, extra)
         for name in ("request_id", "tag"):
             if raw.get(name) is not None:
-                path_part(raw[name], f"{WHERE}.{name}")
+                path_part(raw[name], f"{where}.{name}")
         layout = raw.get("layout")
         if layout is not None and layout not in LAYOUTS:
             raise fail(
-                f"{WHERE}.layout must be one of {list(LAYOUTS)}",
-                f"{WHERE}.layout",
+                f"{where}.layout must be one of {list(LAYOUTS)}",
+                f"{where}.layout",
                 layout,
             )
         if raw.get("codec") is not None:
-            parse_codec(raw["codec"], f"{WHERE}.codec")
+            parse_codec(raw["codec"], f"{where}.codec")
         return spec
+
+    def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
+        """Where a request's rows will lie; no other under way may have the same."""
+        return places_of(raw, request_id, num_samples, self._params.default_tag)
 
 
 class _Layouts:

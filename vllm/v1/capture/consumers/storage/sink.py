@@ -70,6 +70,8 @@ class StorageSink:
     """
 
     location: Literal["worker", "driver"] = "worker"
+    instance_name: str = ""
+    """The name that requests use, set once the instance is configured under it."""
     truncates: ClassVar[bool] = True
     batches_steps: ClassVar[bool] = True
 
