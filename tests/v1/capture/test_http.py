@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.http import refuse_unsupported, response_results, stamp
+from vllm.v1.capture.http import FIELDS, refuse_unsupported, response_results, stamp
 from vllm.v1.capture.types import CaptureResult
 
 
@@ -41,6 +41,25 @@ def test_a_request_without_our_fields_refuses_them(field: str) -> None:
     with pytest.raises(CaptureValidationError, match="Embeds has no such field") as e:
         refuse_unsupported(Embeds, {field: SPEC})
     assert e.value.parameter == field
+
+
+def other_requests() -> list[Any]:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    message = {"role": "user", "content": "x"}
+    return [
+        (AnthropicMessagesRequest, {"messages": [message], "max_tokens": 1}),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {}}),
+    ]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("kind", "body"), other_requests())
+def test_no_request_ignores_our_fields(kind: Any, body: Any, field: str) -> None:
+    kind.model_validate({"model": "demo", **body})
+    with pytest.raises(ValidationError, match=f"{field}: {kind.__name__} has no such"):
+        kind.model_validate({"model": "demo", **body, field: SPEC})
 
 
 def test_a_request_with_our_fields_takes_them() -> None:

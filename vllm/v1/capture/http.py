@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import model_validator
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture.errors import CaptureValidationError
@@ -43,13 +44,27 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
                 parameter=name,
             )
         if name in data and name not in model_class.model_fields:
+            elsewhere = (
+                "put it into sampling_params"
+                if "sampling_params" in model_class.model_fields
+                else "only /v1/completions and /v1/chat/completions can be captured, "
+                "and these and /v1/chat/completions/batch steered"
+            )
             raise _error(name)(
-                f"{name}: {model_class.__name__} has no such field; only "
-                "/v1/completions and /v1/chat/completions can be captured, and these "
-                "and /v1/chat/completions/batch steered",
+                f"{name}: {model_class.__name__} has no such field; {elsewhere}",
                 parameter=name,
             )
     _refuse_shared_request_id(data)
+
+
+def refusing() -> Any:
+    """A validator for kinds of requests that have no base class in common."""
+
+    def check(cls: Any, data: Any) -> Any:
+        refuse_unsupported(cls, data)
+        return data
+
+    return model_validator(mode="before")(classmethod(check))
 
 
 def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
