@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.dispatcher import Dispatcher
 from vllm.v1.capture.gathering import Gathering
 from vllm.v1.capture.ledger import Rows
-from vllm.v1.capture.pending import LARGEST_PART, StagedStep
+from vllm.v1.capture.pending import LARGEST_PART
 from vllm.v1.capture.placement import Placement
 from vllm.v1.capture.rows import LocalGroup, StepView, TrueStarts
 from vllm.v1.capture.staging import Staging
@@ -35,6 +36,9 @@ class Taken:
 
     def gather(self, pieces: Any, copies: Any) -> Any:
         return [(0, rows) for rows in self._gathering.gather(pieces[0], 1000, copies)]
+
+    def finish(self) -> None:
+        self.rows.extend(self._gathering.rest())
 
     def add(self, group: int, rows: Rows) -> dict[str, Any]:
         self.rows.append(rows)
@@ -81,10 +85,11 @@ class Bench:
         layout = placed.layout
         segment = self.staging.ring.reserve(layout.num_rows, timeout=5)
         assert segment is not None
+        slots = layout.slots(range(TAPS), count)
         for row, name in enumerate(names):
             position = starts[name] + (shifts or {}).get(name, 0)
             for tap in range(TAPS):
-                slot = segment.start + int(layout.slots[tap, row])
+                slot = segment.start + int(slots[tap, row])
                 self.staging.rows[slot] = torch.tensor(
                     [self.number[name], float(position), float(tap), 0.0]
                 )
@@ -114,6 +119,7 @@ class Bench:
     def check(self, expected: dict[str, list[int]]) -> None:
         """Each request has rows at these positions, in order, at every tap."""
         for name, positions in expected.items():
+            self.taken[name].finish()
             rows = self.taken[name].rows
             found = [p for part in rows for p in range(part.start, part.stop)]
             assert found == positions
@@ -151,6 +157,8 @@ def test_rows_are_settled_by_the_steps_behind_them() -> None:
     for position in range(5):
         bench.step({"a": position})
     bench.send()
+    assert bench.taken["a"].rows == [], "more may come that goes on from them"
+    bench.taken["a"].finish()
     parts = [(part.start, part.stop, part.step) for part in bench.taken["a"].rows]
     assert parts == [(0, 4, 3), (4, 5, 4)]
     bench.check({"a": list(range(5))})
@@ -185,6 +193,7 @@ def test_rows_wait_until_they_are_handed_on() -> None:
     assert len(bench.staging.ring._taken) == 3
     bench.step({"b": 7})
     bench.send()
+    bench.taken["b"].finish()
     parts = [(part.start, part.stop, part.step) for part in bench.taken["b"].rows]
     assert parts == [(4, 7, 2), (7, 8, 3)]
     bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
@@ -244,6 +253,7 @@ def test_a_small_part_of_a_page_is_copied() -> None:
     page = bench.send_page()
     storage = page.untyped_storage().data_ptr()
     for name in names:
+        bench.taken[name].finish()
         (rows,) = bench.taken[name].rows
         assert rows.tensor.untyped_storage().data_ptr() != storage
     bench.check({name: [10 * i] for i, name in enumerate(names)})

@@ -18,9 +18,10 @@ def put(gathering: Gathering, start: int, num_rows: int, most: int) -> Rows:
     copies: list[Copy] = []
     span = Span(1, 0, -1, rows.flatten(0, 1), TAPS * num_rows)
     piece = Piece(span, start, num_rows, 0, num_rows, TAPS)
-    (kept,) = gathering.gather([piece], start + most, copies)
+    given = [*gathering.gather([piece], start + most, copies), *gathering.rest()]
     copy_all(copies)
-    return kept
+    (rows,) = given
+    return rows
 
 
 def check(rows: torch.Tensor, positions: list[int]) -> None:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that is placed like the one before is placed as if it were the first."""
 
+from functools import partial
+from typing import TypeAlias
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,57 +27,80 @@ def some_ranges(draw: st.DrawFn) -> Ranges:
 
 @st.composite
 def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
+    """Each tap belongs to one group at most, as in a plan."""
     groups = []
+    left = set(range(TAPS))
     for _ in range(draw(st.integers(1, 2))):
-        columns = draw(st.sets(st.integers(0, TAPS - 1), min_size=1))
+        columns = draw(st.sets(st.sampled_from(sorted(left)), min_size=1, max_size=3))
+        left -= columns
         taps = tuple((column, "post_block") for column in sorted(columns))
         ranges = draw(some_ranges())
         groups.append(LocalGroup(taps, tuple(sorted(columns)), ranges, ()))
     return tuple(groups)
 
 
-def described(placed: Placed | None) -> object:
+Described: TypeAlias = tuple[set[tuple[object, ...]], frozenset[int]]
+
+
+def described(placed: Placed | None) -> Described | None:
     """All that matters of a step: who has which rows at which positions."""
     if placed is None:
         return None
-    picks = {
-        (block.columns, req_id, group, start + placed.shift, *where)
-        for block in placed.layout.blocks
-        for req_id, group, start, *where in block.picks
-    }
-    return picks, placed.layout.launches, placed.layout.req_ids
-
-
-def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> object:
-    """The same, planned without a memory."""
-    picked = pick_rows(view, groups)
-    if not picked:
-        return None
-    picks = {(columns, *pick) for columns, found in picked.items() for pick in found}
-    return (
-        picks,
-        frozenset(column for columns in picked for column in columns),
-        frozenset(pick[1] for pick in picks),
-    )
-
-
-def check_slots(placed: Placed) -> None:
-    """Each row of each pick has a place of its own, where its block says."""
-    layout, base = placed.layout, 0
-    expected = np.full_like(layout.slots, -1)
+    layout = placed.layout
+    picks: set[tuple[object, ...]] = set()
     for block in layout.blocks:
+        picks |= {(block.columns, *pick) for pick in block.picks}
+        for req_id, seat in block.seated.items():
+            start, row = seat.origin + placed.shift, layout.row_of[req_id]
+            picks.add((block.columns, req_id, seat.group, start, 1, row))
+    return picks, layout.launches
+
+
+def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described | None:
+    """The same, planned without a memory."""
+    picks: set[tuple[object, ...]] = set()
+    columns: set[int] = set()
+    first_rows = view.first_row.tolist()
+    for req_id, start, count, row in zip(
+        view.req_ids,
+        view.num_computed.tolist(),
+        view.num_scheduled.tolist(),
+        first_rows,
+        strict=True,
+    ):
+        for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
+            picks.add((place, *pick))
+            columns.update(place)
+    return (picks, frozenset(columns)) if picks else None
+
+
+def check_slots(placed: Placed, num_rows: int) -> None:
+    """Each row has a place of its own, where its block says."""
+    layout, base = placed.layout, 0
+    slots = layout.slots(range(TAPS), num_rows)
+    expected = np.full_like(slots, -1)
+    for block in layout.blocks:
+        parts = [
+            (1, layout.row_of[req_id], seat.place)
+            for req_id, seat in block.seated.items()
+        ]
+        parts += [
+            (count, row, offset)
+            for (*_, count, row), offset in zip(block.picks, block.offsets, strict=True)
+        ]
         for number, column in enumerate(block.columns):
-            for (*_, count, row), offset in zip(
-                block.picks, block.offsets, strict=True
-            ):
+            for count, row, offset in parts:
                 assert offset + count <= block.num_rows
                 first = base + number * block.num_rows + offset
                 expected[column, row : row + count] = np.arange(first, first + count)
         base += len(block.columns) * block.num_rows
-    assert layout.slots.tolist() == expected.tolist()
-    used = layout.slots[layout.slots >= 0].tolist()
+    assert slots.tolist() == expected.tolist()
+    used = slots[slots >= 0].tolist()
     assert len(set(used)) == len(used)
     assert layout.num_rows == base <= max(MOST_ROWS, len(used))
+    part = layout.columns
+    assert layout.slots(part, num_rows).tolist() == slots[part].tolist()
+    assert (np.delete(slots, part, axis=0) == -1).all()
 
 
 @given(st.data())
@@ -101,17 +128,18 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
             batch.reverse()
         if data.draw(st.integers(0, 7)) == 0:
             positions[batch[0]] = 0
+        if len(batch) > 1 and data.draw(st.integers(0, 7)) == 0:
+            batch.pop()  # It has no step now, and goes on later.
+            counts.pop()
         scheduled = np.array(counts)
-        view = StepView(
-            batch,
-            np.array([positions[name] for name in batch]),
-            scheduled,
-            int(scheduled.sum()),
-        )
+        starts = np.array([positions[name] for name in batch])
+        assumed = data.draw(st.integers(0, 9)) == 0  # As if there were drafts.
+        true_starts = partial(torch.from_numpy, starts) if assumed else None
+        view = StepView(batch, starts, scheduled, int(scheduled.sum()), true_starts)
         placed = placement.place(view)
         assert described(placed) == anew(view, groups)
         if placed is not None:
-            check_slots(placed)
+            check_slots(placed, view.num_rows)
         for name, count in zip(batch, counts, strict=True):
             positions[name] += count
 
@@ -141,7 +169,7 @@ def test_decoding_steps_share_one_layout() -> None:
     assert placed[:3] == [None] * 3
     first = placed[3]
     assert first is not None
-    for shift, one in enumerate(placed[3:]):
+    for shift, one in enumerate(placed[3:], first.shift):
         assert one is not None and one.layout is first.layout and one.shift == shift
 
 
@@ -156,6 +184,7 @@ def test_an_end_of_a_request_that_has_left_the_batch_changes_no_layout() -> None
     placement.remove("a")
     second = placement.place(StepView(["b"], np.array([7]), np.array([1]), 1))
     assert first is not None and second is not None
-    assert second.layout is first.layout and second.shift == 1
+    assert second.layout is first.layout
+    assert second.shift == first.shift + 1
     placement.remove("b")
     assert placement.place(StepView(["b"], np.array([8]), np.array([1]), 1)) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ from tests.v1.capture._strategies import plan_for, positions, taps, wanted
 from vllm.v1.capture.rows import (
     Block,
     Decoding,
+    Pick,
+    Seat,
     StepView,
     assign_slots,
     local_groups,
@@ -17,7 +19,7 @@ from vllm.v1.capture.rows import (
     pick_rows,
     rows_of,
 )
-from vllm.v1.capture.seating import in_order
+from vllm.v1.capture.seating import Seating
 
 PROMPT, END = 6, 16
 
@@ -41,8 +43,18 @@ def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
 
 
 def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
-    picked = pick_rows(view, groups)
-    return tuple(in_order(*found) for found in picked.items())
+    """Nobody has a seat."""
+    picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
+    for req_id, start, count, row in zip(
+        view.req_ids,
+        view.num_computed.tolist(),
+        view.num_scheduled.tolist(),
+        view.first_row.tolist(),
+        strict=True,
+    ):
+        for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
+            picked[place].append(pick)
+    return Seating(0).blocks(picked)
 
 
 @given(steps(), st.sets(taps()))
@@ -57,7 +69,7 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
         view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
     )
     slots = no_slots(len(columns), view.num_rows)
-    assign_slots(blocks, slots)
+    assign_slots(blocks, {}, slots)
 
     expected = np.zeros_like(slots, dtype=bool)
     for index, req_id in enumerate(view.req_ids):
@@ -73,26 +85,35 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
     assert used == list(range(rows_of(blocks)))
 
 
-@given(steps())
+@given(steps(), st.integers(0, 3))
 def test_a_slot_lies_where_its_block_says(
-    step: tuple[StepView, dict[str, dict]],
+    step: tuple[StepView, dict[str, dict]], below: int
 ) -> None:
     view, wants = step
     every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
-    columns = {tap: i for i, tap in enumerate(every)}
+    columns = {tap: i + below for i, tap in enumerate(every)}
     groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
     blocks = blocks_of(view, groups)
     slots = no_slots(len(columns), view.num_rows)
-    assign_slots(blocks, slots)
+    assign_slots(blocks, {}, slots, below)
     base = 0
     for block in blocks:
         for index, column in enumerate(block.columns):
             place = base + index * block.num_rows
             for *_, count, row in block.picks:
-                rows = slots[column, row : row + count]
+                rows = slots[column - below, row : row + count]
                 assert rows.tolist() == list(range(place, place + count))
                 place += count
         base += len(block.columns) * block.num_rows
+
+
+def test_a_seat_has_its_row_where_the_request_is_in_the_batch() -> None:
+    seated = {"a": Seat(0, 0, 2), "b": Seat(1, 0, 0)}
+    block = Block((1, 3), seated, (), (), 4)
+    slots = no_slots(4, 5)
+    assign_slots([block], {"b": 4, "x": 0, "a": 1}, slots)
+    none = [-1] * 5
+    assert slots.tolist() == [none, [-1, 2, -1, -1, 0], none, [-1, 6, -1, -1, 4]]
 
 
 @given(steps())

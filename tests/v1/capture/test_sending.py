@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.capture.pending import StagedStep
+from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.rows import TrueStarts
 from vllm.v1.capture.sending import STEPS_AT_ONCE, Sending
 from vllm.v1.capture.staging import Segment, Staging

@@ -3,14 +3,17 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.copying import Copy, copy_all
 from vllm.v1.capture.lane import Ending, SinkLane
-from vllm.v1.capture.pending import ByGroup, Pending, StagedStep
+from vllm.v1.capture.pending import ByGroup, Pending
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.staging import Staging
 from vllm.v1.capture.types import CaptureChunk
@@ -20,12 +23,18 @@ logger = init_logger(__name__)
 PACKET_BYTES = 32 << 20
 """What requests that end together hand on in one packet, about."""
 
+Arrival: TypeAlias = tuple[Sequence[StagedStep], "torch.cuda.Event | None"]
+"""Steps, and what says that their rows are on the host."""
+
+Work: TypeAlias = tuple[Sequence[Arrival], Callable[[], None]]
+"""What has arrived, then what to do."""
+
 
 class Dispatcher:
     """Owns the requests that are captured, on one thread, in the engine's order.
 
-    The engine's thread only appends to its queue; the amount of rows in the
-    queue is bounded by staging memory, whose segments are released here.
+    The engine's thread only appends to its queue and opens requests; the amount of
+    rows in the queue is bounded by staging memory, whose segments are released here.
     """
 
     def __init__(
@@ -38,8 +47,10 @@ class Dispatcher:
         self._packet_bytes = packet_bytes
         self._lanes = lanes
         self._requests: dict[str, CapturedRequest] = {}
-        self._pending = Pending(staging)
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._pending = Pending(staging, self._requests)
+        self._sent: list[Arrival] = []
+        """Go with what is put into the queue next; of the engine's thread."""
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
         """None is the last."""
         self._thread = threading.Thread(
             target=self._run, name="capture-dispatch", daemon=True
@@ -47,17 +58,18 @@ class Dispatcher:
         self._thread.start()
 
     def open(self, request: CapturedRequest) -> None:
-        """A request whose rows will follow."""
-        self._put(lambda: self._requests.__setitem__(request.req_id, request))
+        """A request whose rows will follow; no other has had its id."""
+        self._requests[request.req_id] = request
 
     def steps(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
     ) -> None:
         """The rows of steps, in order, once `copied` says that they are there.
 
-        They wait until their requests end, or until `hand_on`.
+        They wait until their requests end, or until `hand_on`: one of both follows,
+        and the thread is woken only then.
         """
-        self._put(lambda: self._arrive(staged, copied))
+        self._sent.append((staged, copied))
 
     def hand_on(self, req_ids: Sequence[str] | None = None) -> None:
         """Let some requests have their rows that wait, or all of them.
@@ -65,7 +77,7 @@ class Dispatcher:
         Then nothing waits any more, and the memory is given back.
         """
         if req_ids is None:
-            self._put(lambda: self._hand_on(self._pending.take_all(self._requests)))
+            self._put(lambda: self._hand_on(self._pending.take_all()))
         else:
             self._put(lambda: self._hand_on_to(req_ids))
 
@@ -75,6 +87,7 @@ class Dispatcher:
 
     def close(self, timeout: float) -> None:
         """Work off the queue, which ends with the ends of all requests."""
+        self._put(lambda: None)
         self._queue.put(None)
         self._thread.join(timeout)
         if self._requests:
@@ -87,16 +100,23 @@ class Dispatcher:
             )
 
     def _put(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
+        sent, self._sent = self._sent, []
+        self._queue.put((sent, work))
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except Exception:
-                # Rows are missing now; each request that wanted them finds out
-                # when it ends, because its rows do not add up.
-                logger.exception("Captured rows could not be handed on")
+        while (item := self._queue.get()) is not None:
+            sent, work = item
+            for arrival in sent:
+                self._try(partial(self._arrive, *arrival))
+            self._try(work)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            # Rows are missing now; each request that wanted them finds out
+            # when it ends, because its rows do not add up.
+            logger.exception("Captured rows could not be handed on")
 
     def _arrive(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
@@ -107,10 +127,10 @@ class Dispatcher:
         except Exception:
             self._pending.lose(staged)
             raise
-        self._pending.add(staged, self._requests)
+        self._pending.add(staged)
 
     def _hand_on_to(self, req_ids: Sequence[str]) -> None:
-        self._hand_on(self._pending.take(req_ids, self._requests))
+        self._hand_on(self._pending.take(req_ids))
 
     def _hand_on(self, pieces: Mapping[str, ByGroup]) -> None:
         """Let requests have their rows; one packet of them for each instance.

@@ -6,6 +6,7 @@ they are put one behind the other at once: nothing has to be joined later.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,45 @@ from vllm.v1.capture.recycling import ROWS
 
 GATHERED = 256
 """Rows of a group that lie together, if they come a few at a time."""
+
+
+class Run(NamedTuple):
+    """Rows of steps of one row each, one behind the other in memory."""
+
+    start: int
+    num_rows: int
+    memory: torch.Tensor  # [taps, capacity, hidden_size]
+    first: int
+    step_before: int
+    """The step of the last row but one, if there are several."""
+    step: int
+
+    def goes_on(self, before: "Run") -> bool:
+        """Whether these are the next positions, in the same memory."""
+        return (
+            self.start == before.start + before.num_rows
+            and self.memory is before.memory
+            and self.first == before.first + before.num_rows
+            and self.step != before.step
+        )
+
+    def after(self, before: "Run") -> "Run":
+        """Both, where this one goes on."""
+        return Run(
+            before.start,
+            before.num_rows + self.num_rows,
+            self.memory,
+            before.first,
+            self.step_before if self.num_rows > 1 else before.step,
+            self.step,
+        )
+
+    def rows(self) -> Iterator[Rows]:
+        """As the ledger takes them: a step's row settles those before."""
+        start, num_rows, memory, first, step_before, step = self
+        if num_rows > 1:
+            yield Rows(start, num_rows - 1, memory, first, step_before)
+        yield Rows(start + num_rows - 1, 1, memory, first + num_rows - 1, step)
 
 
 class Gathering:
@@ -31,11 +71,17 @@ class Gathering:
         self._together = together
         self._memory: torch.Tensor | None = None
         self._used = 0
+        self._run: Run | None = None
+        """What is in memory and was not given out, as more of it may come."""
+        self._after_prompt = False
+        """Whether what was given out last waits for a row behind it."""
 
     def gather(
         self, pieces: Sequence[Piece], end: int, copies: list[Copy]
     ) -> Iterator[Rows]:
         """The rows of pieces, in order, as the ledger takes them.
+
+        What leaves only at the end may be kept here until `rest`.
 
         Args:
             pieces: of this group.
@@ -47,31 +93,47 @@ class Gathering:
             first = stretch[0]
             if first.page is not None:
                 memory, place = first.page
+                yield from self.rest()
                 yield Rows(first.start, first.num_rows, memory, place, first.step)
+                self._after_prompt = True
+                continue
+            memory, place, num_rows = self._place(stretch, end - first.start, copies)
+            last = stretch[-1]
+            if last.num_rows > last.num_steps:
+                yield from self.rest()
+                yield Rows(first.start, num_rows, memory, place, last.step)
+                self._after_prompt = True
+                continue
+            before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
+            run = Run(first.start, num_rows, memory, place, before, last.step)
+            if self._run is not None and run.goes_on(self._run):
+                run = run.after(self._run)
             else:
-                yield from self._place(stretch, end - first.start, copies)
+                yield from self.rest()
+            self._run = run
+            if self._after_prompt or not self._together:
+                self._after_prompt = False
+                yield from self.rest()
+
+    def rest(self) -> Iterator[Rows]:
+        """What was kept; nothing goes on from it."""
+        run, self._run = self._run, None
+        if run is not None:
+            yield from run.rows()
 
     def _place(
         self, stretch: Sequence[Piece], most: int, copies: list[Copy]
-    ) -> Iterator[Rows]:
+    ) -> tuple[torch.Tensor, int, int]:
+        """Where the rows of a stretch go: memory, place in it, how many there are."""
         counts = [piece.num_rows for piece in stretch]
         num_rows, staged = sum(counts), [piece.staged for piece in stretch]
         memory, place = self._room_for(num_rows, most, staged[0].shape[2])
-        start, last = stretch[0].start, stretch[-1]
-        targets = memory[:, place : place + num_rows]
-        copies.extend(
-            zip(targets.split_with_sizes(counts, 1), staged)
-            if len(counts) > 1
-            else [(targets, staged[0])]
-        )
-        before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
-        if before == last.step:
-            yield Rows(start, num_rows, memory, place, last.step)
-            return
-        # A step's rows settle those before; each of several steps has one row.
-        yield Rows(start, num_rows - 1, memory, place, before)
-        after = start + num_rows - 1, 1, memory, place + num_rows - 1, last.step
-        yield Rows(*after)
+        targets = memory.narrow(1, place, num_rows)
+        if len(counts) > 1:
+            copies.extend(zip(targets.split_with_sizes(counts, 1), staged))
+        else:
+            copies.append((targets, staged[0]))
+        return memory, place, num_rows
 
     def _room_for(
         self, num_rows: int, most: int, width: int

@@ -7,15 +7,15 @@ wait here until many steps have come together. A request that ends gets its own 
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from vllm.v1.capture.chain import Chain, Found, StagedStep
 from vllm.v1.capture.pieces import Piece, Span
-from vllm.v1.capture.placement import Placed
-from vllm.v1.capture.rows import Block, TrueStarts
+from vllm.v1.capture.rows import Block
 from vllm.v1.capture.staging import Segment, Staging
 
 LARGEST_PART = 4
@@ -25,112 +25,106 @@ ByGroup: TypeAlias = defaultdict[int, list[Piece]]
 """A request's pieces in the order of their steps, by the number of their group."""
 
 
-class StagedStep(NamedTuple):
-    """A step whose rows are in staging memory, or on their way to the host."""
-
-    step: int
-    placed: Placed
-    segment: Segment
-    true_starts: TrueStarts | None = None
-    """Where the positions are only assumed."""
-    page: torch.Tensor | None = None  # [num_rows, hidden_size]
-    """Where the rows are on the host, if not in the ring."""
-
-    def continues(self, before: "StagedStep") -> bool:
-        """Whether `before` is the same layout, one position earlier, just below."""
-        return (
-            self.true_starts is None
-            and self.page is before.page is None
-            and self.placed.layout is before.placed.layout
-            and self.placed.shift == before.placed.shift + 1
-            and self.segment.start == before.segment.start + before.segment.num_rows
-        )
-
-
 class Pending:
     """What waits, in order. Belongs to the dispatcher's thread."""
 
-    def __init__(self, staging: Staging) -> None:
-        """Begin with nothing; `staging` gets back what has been taken."""
+    def __init__(self, staging: Staging, known: Container[str]) -> None:
+        """Begin with nothing.
+
+        Args:
+            staging: gets back what has been taken.
+            known: the requests that want their rows, now and later.
+
+        """
         self._staging = staging
-        self._run: list[StagedStep] = []
-        """The last steps, which continue each other and are in no piece yet."""
+        self._known = known
+        self._chain: Chain | None = None
+        """The last steps."""
         self._pieces: defaultdict[str, ByGroup] = new_pieces()
+        """Of the steps before, and of requests that have lost their seats since."""
         self._segments: list[Segment] = []
         """Of all steps that have not been given back."""
 
-    def add(self, staged: Iterable[StagedStep], known: Container[str]) -> None:
-        """Steps whose rows are on the host, for the requests that are known."""
+    def add(self, staged: Iterable[StagedStep]) -> None:
+        """Steps whose rows are on the host."""
         for step in staged:
             self._segments.append(step.segment)
-            if self._run and not step.continues(self._run[-1]):
-                self._close_run(known)
-            self._run.append(step)
+            if self._chain is not None and self._chain.follows(step):
+                self._keep(self._chain.add(step))
+                continue
+            self._end_chain()
+            if step.stands_alone:
+                self._keep(apart(step, self._staging.host_rows))
+            else:
+                self._chain = Chain(step, self._staging.host_rows)
 
     def lose(self, staged: Iterable[StagedStep]) -> None:
         """Steps whose rows did not come to the host: nobody gets them."""
         self._segments += [step.segment for step in staged]
 
-    def take(self, req_ids: Sequence[str], known: Container[str]) -> dict[str, ByGroup]:
+    def take(self, req_ids: Sequence[str]) -> dict[str, ByGroup]:
         """The pieces of some requests, as far as they are known; once."""
-        if self._run and not self._run[0].placed.layout.req_ids.isdisjoint(req_ids):
-            self._close_run(known)
+        if self._chain is not None:
+            for req_id in req_ids:
+                self._keep(self._chain.take(req_id))
         return {
             req_id: self._pieces.pop(req_id)
             for req_id in req_ids
             if req_id in self._pieces
         }
 
-    def take_all(self, known: Container[str]) -> dict[str, ByGroup]:
+    def take_all(self) -> dict[str, ByGroup]:
         """The pieces of all requests that are known; once."""
-        self._close_run(known)
+        self._end_chain()
         taken, self._pieces = self._pieces, new_pieces()
         return taken
 
     def release(self) -> None:
         """Give the memory back if nobody has rows in it that were not taken."""
-        if self._pieces or self._run:
+        if self._pieces or (
+            self._chain is not None and self._chain.has_rows_of(self._known)
+        ):
             return
         segments, self._segments = self._segments, []
         self._staging.ring.release(*segments)
 
-    def _close_run(self, known: Container[str]) -> None:
-        """Add the rows of the last steps to the pieces of their requests."""
-        run, self._run = self._run, []
-        if not run:
-            return
-        first = run[0]
-        step_before = run[-2].step if len(run) > 1 else -1
-        memory, base = self._staging.host_rows, first.segment.start
-        if first.page is not None:
-            memory, base = first.page, 0
-        rows = first.segment.num_rows
-        span = Span(len(run), run[-1].step, step_before, memory, rows)
-        # A run of several steps has none: its steps were known when they began.
-        shifts = {} if first.true_starts is None else first.true_starts.shifts()
-        for block in first.placed.layout.blocks:
-            taps, apart = len(block.columns), block.num_rows
-            for (req_id, group, position, num_rows, _), offset in zip(
-                block.picks, block.offsets
-            ):
-                if req_id not in known:
-                    continue
-                start = position + first.placed.shift
-                if shifts:
-                    start += shifts.get(req_id, 0)
-                place = base + offset
-                pieces = self._pieces[req_id][group]
-                if (
-                    pieces
-                    and num_rows == 1
-                    and pieces[-1].extend(span, start, place, apart)
-                ):
-                    continue
-                piece = Piece(span, start, num_rows, place, apart, taps)
-                if first.page is not None:
-                    piece.page = kept(first.page, block, base, num_rows, offset)
-                pieces.append(piece)
-            base += taps * apart
+    def _end_chain(self) -> None:
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            self._keep(chain.take_all())
+
+    def _keep(self, found: Iterable[Found]) -> None:
+        for req_id, group, piece in found:
+            if req_id in self._known:
+                self._pieces[req_id][group].append(piece)
+
+
+def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
+    """The rows of a step that is in no chain."""
+    memory, base = host_rows, step.segment.start
+    if step.page is not None:
+        memory, base = step.page, 0
+    span = Span(1, step.step, -1, memory, step.segment.num_rows)
+    shifts = {} if step.true_starts is None else step.true_starts.shifts()
+    for block in step.placed.layout.blocks:
+        for req_id, group, position, num_rows, offset in rows_in(block, step):
+            start = position + shifts.get(req_id, 0)
+            taps, each = len(block.columns), block.num_rows
+            piece = Piece(span, start, num_rows, base + offset, each, taps)
+            if step.page is not None:
+                piece.page = kept(step.page, block, base, num_rows, offset)
+            yield req_id, group, piece
+        base += len(block.columns) * block.num_rows
+
+
+def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:
+    """`(request, group, position, number of rows, place in the block)` of all rows."""
+    for req_id, seat in block.seated.items():
+        yield req_id, seat.group, seat.origin + step.placed.shift, 1, seat.place
+    for (req_id, group, position, num_rows, _), offset in zip(
+        block.picks, block.offsets
+    ):
+        yield req_id, group, position, num_rows, offset
 
 
 def new_pieces() -> defaultdict[str, ByGroup]:

@@ -73,30 +73,6 @@ class Piece:
         self._apart = apart
         self._taps = taps
 
-    def extend(self, span: Span, start: int, first: int, apart: int) -> bool:
-        """Add the rows of later steps, one of each, if they lie as they must."""
-        if (
-            start != self.start + self.num_rows
-            or self.num_rows != self.num_steps
-            or apart != self._apart
-            or span.memory is not self._memory
-            or span.step == self.step
-        ):
-            return False
-        distance = first - self._first
-        if self.num_steps > 1:
-            if distance != self._distance * self.num_steps:
-                return False
-            distance = self._distance
-        if distance <= 0 or (span.num_steps > 1 and span.num_rows != distance):
-            return False
-        self._distance = distance
-        self.step_before = span.step_before if span.num_steps > 1 else self.step
-        self.step = span.step
-        self.num_steps += span.num_steps
-        self.num_rows += span.num_steps
-        return True
-
     def goes_on(self, before: "Piece") -> bool:
         """Whether both are of steps with one row each, and follow each other."""
         return (

@@ -134,7 +134,9 @@ class CapturedRequest:
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
         chunks: dict[str, list[CaptureChunk]] = {}
         for number, ledger in enumerate(self._ledgers):
-            settled = self._chunks(number, ledger.finish(stop))
+            rest = self._gathered[number].rest()
+            rows = [row for kept in rest for row in ledger.add(kept)]
+            settled = self._chunks(number, rows + ledger.finish(stop))
             for instance, batch in settled.items():
                 chunks.setdefault(instance, []).extend(batch)
         for (number, instance), held in sorted(self._held.items()):

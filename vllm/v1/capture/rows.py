@@ -8,9 +8,9 @@ requests that read the same taps, so that the work per step does not grow with
 the number of layers.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +18,6 @@ import numpy.typing as npt
 import torch
 
 from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
-
-Numbers: TypeAlias = npt.NDArray[np.integer]
 
 
 class StepView(NamedTuple):
@@ -66,10 +64,6 @@ class Decoding:
         self._req_ids = list(view.req_ids)
         self._scheduled = view.num_scheduled.tobytes()
         self._next = view.num_computed + 1
-
-    def has(self, req_id: str) -> bool:
-        """Whether the request is one of them."""
-        return req_id in self._req_ids
 
     def goes_on(self, view: StepView) -> bool:
         """Whether a step has the next token of each of these requests, in this order.
@@ -144,63 +138,80 @@ begin in the step's tensors. A plain tuple, as there are many in each step.
 """
 
 
+class Seat(NamedTuple):
+    """Where in a block a request's row goes while it decodes, and which row that is."""
+
+    group: int
+    """Index among the request's local groups."""
+    origin: int
+    """The row's token position less the number of the step: both grow by one."""
+    place: int
+
+
 class Block(NamedTuple):
     """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
 
     columns: tuple[int, ...]
+    seated: Mapping[str, Seat]
+    """By request: those that have a row of a step of one token."""
     picks: Sequence[Pick]
+    """Rows of steps of several tokens."""
     offsets: Sequence[int]
     """Where each pick's rows begin in the block."""
     num_rows: int
-    """Some may be no pick's."""
+    """Some may be nobody's."""
 
 
 def pick_rows(
-    view: StepView, groups_of: Mapping[str, Sequence[LocalGroup]]
-) -> dict[tuple[int, ...], list[Pick]]:
-    """What a step captures, by the columns of the taps."""
-    picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
-    starts, counts = view.num_computed.tolist(), view.num_scheduled.tolist()
-    row = 0
-    for req_id, start, count in zip(view.req_ids, starts, counts):
-        stop = start + count
-        for number, group in enumerate(groups_of.get(req_id, ())):
-            for first, last in overlap(group.ranges, start, stop):
-                picked[group.columns].append(
-                    (req_id, number, first, last - first, row + first - start)
-                )
-        row += count
-    return picked
+    req_id: str, groups: Sequence[LocalGroup], start: int, count: int, row: int
+) -> Iterator[tuple[tuple[int, ...], Pick]]:
+    """What a step of some tokens of a request captures, with the columns of the taps.
+
+    Its first token is at position `start`, and in the step's tensors at `row`.
+    """
+    for number, group in enumerate(groups):
+        for first, last in overlap(group.ranges, start, start + count):
+            pick = req_id, number, first, last - first, row + first - start
+            yield group.columns, pick
 
 
 def assign_slots(
     blocks: Sequence[Block],
-    slots: npt.NDArray[np.int32],  # [taps of this process, num_rows]
+    row_of: Mapping[str, int],
+    slots: npt.NDArray[np.int32],  # [some taps of this process, num_rows]
+    first_column: int = 0,
 ) -> None:
     """Write each selected row's staging row into `slots`, counted from the step's.
 
     The rows of a block lie as `[taps, rows]`, the blocks one after the other.
+
+    Args:
+        blocks: of the step.
+        row_of: where in the step's tensors the row of each request is that has a seat.
+        slots: begins with the taps of `first_column`.
+        first_column: the lowest of the blocks, or one below.
+
     """
     base = 0
     for block in blocks:
-        rows, places = rows_and_places(block)
-        columns = np.array(block.columns)[:, None]
+        rows = [row_of[req_id] for req_id in block.seated]
+        places = [seat.place for seat in block.seated.values()]
+        for (*_, count, row), offset in zip(block.picks, block.offsets):
+            rows.extend(range(row, row + count))
+            places.extend(range(offset, offset + count))
         taps = len(block.columns)
-        firsts = np.arange(base, base + taps * block.num_rows, block.num_rows)
-        slots[columns, rows] = firsts[:, None] + places
+        columns, firsts = _bases(block.columns, block.num_rows, base)
+        slots[columns - first_column, rows] = firsts + places
         base += taps * block.num_rows
 
 
-def rows_and_places(block: Block) -> tuple[Numbers, Numbers]:
-    """The captured rows in the step's tensors, and where in the block they go."""
-    rows = [pick[4] for pick in block.picks]
-    counts = [pick[3] for pick in block.picks]
-    if max(counts) == 1:
-        return np.array(rows), np.array(block.offsets)
-    return (
-        np.concatenate([np.arange(a, a + n) for a, n in zip(rows, counts)]),
-        np.concatenate([np.arange(a, a + n) for a, n in zip(block.offsets, counts)]),
-    )
+@lru_cache(maxsize=8)
+def _bases(
+    columns: tuple[int, ...], num_rows: int, base: int
+) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
+    """A block's columns, and where each one's rows begin; both `[columns, 1]`."""
+    stop = base + len(columns) * num_rows
+    return np.array(columns)[:, None], np.arange(base, stop, num_rows)[:, None]
 
 
 def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:

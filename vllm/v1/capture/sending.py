@@ -3,8 +3,8 @@
 
 from collections.abc import Collection
 
+from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.dispatcher import Dispatcher
-from vllm.v1.capture.pending import StagedStep
 from vllm.v1.capture.staging import Segment, Staging
 
 STEPS_AT_ONCE = 128

@@ -41,18 +41,20 @@ class RowRing:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._taken: deque[Segment] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def reserve(self, num_rows: int, timeout: float | None = None) -> Segment | None:
         """The next segment, or None if none became free within `timeout` seconds."""
         assert 0 < num_rows <= self.num_rows, (
             f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
         )
-        with self._changed:
+        with self._lock:
             start = self._place(num_rows)
-            if start is None and self._changed.wait_for(
-                lambda: self._place(num_rows) is not None, timeout
-            ):
+            if start is None and timeout != 0.0:
+                self._changed.wait_for(
+                    lambda: self._place(num_rows) is not None, timeout
+                )
                 start = self._place(num_rows)
             if start is None:
                 return None

@@ -13,13 +13,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.residual_ops import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
 from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
-from vllm.v1.capture.pending import StagedStep
 from vllm.v1.capture.placement import Layout, Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
@@ -29,7 +29,7 @@ from vllm.v1.capture.request import (
     CapturedRequest,
     RequestEnd,
 )
-from vllm.v1.capture.rows import StepView, TrueStarts, local_groups, no_slots
+from vllm.v1.capture.rows import StepView, TrueStarts, local_groups
 from vllm.v1.capture.sending import Sending
 from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.capture.wire import CaptureEnd
 
 logger = init_logger(__name__)
+
+MOST_PARTS = 64
+"""Views of the slots that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class WorkerCapture:
             (len(taps), length), -1, dtype=torch.int32, device=device
         )
         self._base = torch.zeros(1, dtype=torch.int32, device=device)
+        self._parts: dict[tuple[range, int], torch.Tensor] = {}
         self._laid: Layout | None = None
         """The layout that is in the slots."""
         self._written = 0
@@ -207,14 +211,17 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
-        if not self._at_once.isdisjoint(plan.lanes):
+        lanes = plan.lanes
+        if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
         if self._takes_rows:
-            self._tell_specs(req_id, plan, client_specs or {}, max_tokens)
+            if client_specs and self._remembering:
+                self._tell_specs(req_id, plan, client_specs, max_tokens)
             self._reporter.know(plan.reply_to)
-            for name, lane in self._lanes.items():
-                if isinstance(lane.sink, ForwardingSink) and name in plan.lanes:
-                    lane.sink.route(req_id, plan.reply_to)
+            for name in lanes:
+                sink = self._lanes[name].sink
+                if isinstance(sink, ForwardingSink):
+                    sink.route(req_id, plan.reply_to)
             self._dispatcher.open(
                 CapturedRequest(
                     req_id,
@@ -341,12 +348,25 @@ class WorkerCapture:
             self._laid, self._written = None, 0
 
     def _lay(self, layout: Layout, num_rows: int) -> None:
-        """Write a layout's slots, and that the rows behind it have none."""
-        rows = layout.slots.shape[1]
-        slots = no_slots(len(self._columns), max(num_rows, self._written, rows))
-        slots[:, :rows] = layout.slots
-        async_tensor_h2d(slots, out=self._slots[:, : slots.shape[1]])
-        self._laid, self._written = layout, num_rows
+        """Write a layout's slots, and that all other rows and taps have none."""
+        before, columns = self._laid, layout.columns
+        if before is not None and before.columns != columns:
+            start = min(columns.start, before.columns.start)
+            columns = range(start, max(columns.stop, before.columns.stop))
+        rows = max(num_rows, layout.num_tokens)
+        slots = layout.slots(columns, max(rows, self._written))
+        async_tensor_h2d(slots, out=self._part(columns, slots.shape[1]))
+        self._laid, self._written = layout, rows
+
+    def _part(self, columns: range, num_rows: int) -> torch.Tensor:
+        """Some of the slots; a view that is asked for again is not made again."""
+        part = self._parts.get((columns, num_rows))
+        if part is None:
+            if len(self._parts) >= MOST_PARTS:
+                self._parts.clear()
+            part = self._slots[columns.start : columns.stop, :num_rows]
+            self._parts[columns, num_rows] = part
+        return part
 
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way, or soon."""
