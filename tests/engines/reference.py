@@ -51,7 +51,10 @@ class Reference:
         places: Places | None = None,
     ) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",  # one product after the other
         ).eval()
         self._seen: Stream = {}
         places = places or Places(decoder)
