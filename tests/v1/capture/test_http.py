@@ -140,9 +140,12 @@ def test_nothing_captured_is_no_field() -> None:
 
 def test_only_the_last_chunk_is_stamped() -> None:
     chunk = SimpleNamespace(capture_results=None)
-    unfinished = output(files=result())
-    unfinished.finished = False
-    stamp(chunk, unfinished)
+    ending = output(files=result())
+    ending.outputs = first, last = [SimpleNamespace(), SimpleNamespace()]
+    stamp(chunk, ending, first)
+    ending.finished = False
+    stamp(chunk, ending, last)
     assert chunk.capture_results is None
-    stamp(chunk, output(files=result()))
+    ending.finished = True
+    stamp(chunk, ending, last)
     assert chunk.capture_results["files"]["status"] == "ok"

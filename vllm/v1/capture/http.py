@@ -20,7 +20,7 @@ from vllm.v1.steering import admission as steering_admission
 from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
 """Fields of the generation requests; other requests refuse them."""
@@ -64,7 +64,7 @@ def refusing() -> Any:
         refuse_unsupported(cls, data)
         return data
 
-    return model_validator(mode="before")(classmethod(check))
+    return model_validator(mode="before")(check)
 
 
 def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
@@ -186,7 +186,11 @@ def _plain(payload: Any) -> Any:
     return sendable(str(payload) if text else repr(payload))
 
 
-def stamp(chunk: Any, output: "RequestOutput") -> None:
-    """Put the results of a final output into the chunk that ends its stream."""
-    if output.finished and output.capture_results:
+def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> None:
+    """Put the results of a final output into the chunk that ends its stream.
+
+    A final output may end several samples. Each is a `part` of it with a chunk of its
+    own, and the chunk of the last one is the stream's last.
+    """
+    if output.finished and output.capture_results and part is output.outputs[-1]:
         chunk.capture_results = as_json(output.capture_results)

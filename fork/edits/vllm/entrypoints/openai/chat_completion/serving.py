@@ -23,7 +23,7 @@ if (
     and choice_data.finish_reason is not None
 ):
 """,
-        insert="capture_http.stamp(chunk, res)",
+        insert="capture_http.stamp(chunk, res, output)",
         why="The last chunk of a stream carries the results.",
     ),
 ]

@@ -17,7 +17,7 @@ EDITS = [
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
-        insert="capture_http.stamp(chunk, res)",
+        insert="capture_http.stamp(chunk, res, output)",
         why="The last chunk of a stream carries the results.",
     ),
 ]
