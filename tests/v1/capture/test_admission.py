@@ -108,6 +108,37 @@ def test_every_request_has_what_a_consumer_captures_globally() -> None:
     assert group.ranges == ((4, 5),)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "found"), [(9, ((0, 1), (9, 10))), (5, ((0, 1),)), (1, ((0, 1),))]
+)
+def test_a_request_is_not_refused_for_what_others_want_of_every_request(
+    max_tokens: int, found: Any
+) -> None:
+    gate = admission(log=Fixed(CaptureSpec({"pre_attn": [1]}, [9, 0])))
+    made = plan(gate, None, max_tokens=max_tokens)
+    assert made is not None
+    assert [reader.ranges for reader in made.groups[0].readers] == [found]
+
+
+def test_a_request_that_reaches_nothing_of_it_is_not_captured() -> None:
+    gate = admission(log=Fixed(CaptureSpec({"pre_attn": [1]}, [9])))
+    assert plan(gate, None, max_tokens=5) is None
+
+
+def test_hook_points_that_no_step_has_room_for_stop_the_start() -> None:
+    with pytest.raises(CaptureValidationError, match="capture fewer layers"):
+        admission(2, log=Fixed(CaptureSpec({"pre_attn": [0, 1, 2]}, "all")))
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [{"a\ud800": {}}, ask(tag="a\ud800"), ask(more=[{"b\ud800": 1}])],
+)
+def test_text_that_cannot_travel_is_refused(capture: Any) -> None:
+    with pytest.raises(CaptureValidationError, match="lone surrogate"):
+        plan(admission(), capture)
+
+
 def test_a_request_overrides_what_its_consumer_captures_globally() -> None:
     gate = admission(asking=Asking(CaptureSpec({"pre_attn": [0]}, "all")))
     made = plan(gate, ask())

@@ -16,7 +16,13 @@ from vllm.v1.capture.geometry import row_bytes
 from vllm.v1.capture.held import HeldRows
 from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.scheduling import scheduling_lag
-from vllm.v1.capture.selectors import fail, plain, resolve_positions
+from vllm.v1.capture.selectors import (
+    check_text,
+    fail,
+    plain,
+    resolve_positions,
+    within_reach,
+)
 from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
@@ -70,7 +76,8 @@ class Admission:
             if spec is not None:
                 # Layers and hooks are the same for every request: a mistake in
                 # them is found now, at start-up.
-                self._taps(spec, self.context("start-up", 1, None), name)
+                taps = self._taps(spec, self.context("start-up", 1, None), name)
+                self._check_taps(len(taps))
                 specs[name] = spec
         return specs
 
@@ -174,6 +181,7 @@ class Admission:
                 "capture",
                 raw,
             )
+        check_text(capture, "capture")
         for name in capture:
             consumer = self.consumers.get(name)
             if consumer is None:
@@ -196,7 +204,11 @@ class Admission:
     def _specs(
         self, capture: Mapping[str, Any], ctx: CaptureContext
     ) -> dict[str, CaptureSpec]:
-        specs = dict(self._global_specs)
+        specs = {
+            name: spec
+            for name, one in self._global_specs.items()
+            if name not in capture and (spec := within_reach(one, ctx)) is not None
+        }
         for name, raw in capture.items():
             try:
                 specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
@@ -255,9 +267,7 @@ class Admission:
                 )
         return listed
 
-    def _check_budget(self, plan: CapturePlan) -> None:
-        """Refuse what could never be scheduled: more taps than a step has rows."""
-        per_token = plan.num_taps
+    def _check_taps(self, per_token: int) -> None:
         if per_token > self._rows_per_step:
             raise fail(
                 f"capture: {per_token} hook points at one token exceed the "
@@ -267,6 +277,10 @@ class Admission:
                 "capture",
                 per_token,
             )
+
+    def _check_budget(self, plan: CapturePlan) -> None:
+        """Refuse what could never be scheduled: more taps than a step has rows."""
+        self._check_taps(plan.num_taps)
         config = self._vllm_config.scheduler_config
         ranges = union(group.ranges for group in plan.groups)
         rows = plan.rows_in(0, plan.num_prompt_tokens)

@@ -38,6 +38,32 @@ def plain(raw: Any) -> Any:
     return raw
 
 
+def check_text(raw: Any, where: str) -> None:
+    """Refuse plain data with text that cannot travel: lone surrogates.
+
+    Raises:
+        CaptureValidationError: naming the parameter, the value, the remedy.
+
+    """
+    if isinstance(raw, str) and not raw.isascii():
+        try:
+            raw.encode()
+        except UnicodeEncodeError as error:
+            raise fail(
+                f"{where} holds text with a lone surrogate, which is no Unicode; "
+                "leave it out",
+                where,
+                raw,
+            ) from error
+    elif isinstance(raw, dict):
+        for key, value in raw.items():
+            check_text(key, where)
+            check_text(value, where)
+    elif isinstance(raw, list):
+        for value in raw:
+            check_text(value, where)
+
+
 def parse_spec(
     raw: Any, ctx: CaptureContext, where: str, extra_keys: Iterable[str] = ()
 ) -> CaptureSpec:
@@ -212,3 +238,17 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
                 value,
             )
     return ranges_of(raw)
+
+
+def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
+    """What a spec for every request is for this one, which has not asked for it.
+
+    Listed positions that the request cannot reach are no mistake of its own and are
+    left out. None if nothing is left.
+    """
+    listed = plain(spec.positions)
+    if isinstance(listed, str) or ctx.max_tokens is None:
+        return spec
+    end = ctx.num_prompt_tokens + ctx.max_tokens - 1
+    reached = [position for position in listed if position < end]
+    return CaptureSpec(spec.hooks, reached) if reached else None
