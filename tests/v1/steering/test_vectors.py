@@ -104,3 +104,20 @@ def test_what_cannot_be_carried_out_is_refused(raw: Any, said: str) -> None:
     with pytest.raises(SteeringValidationError, match=said) as caught:
         parse(raw)
     assert caught.value.parameter.startswith("steering_vectors")
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        torch.ones(WIDTH, dtype=torch.complex64),
+        torch.ones(WIDTH, dtype=torch.complex64, requires_grad=True),
+        torch.ones(WIDTH, device="meta"),
+        torch.ones(WIDTH).to_sparse(),
+        np.ones(WIDTH, dtype=np.complex64),
+        np.array([object()] * WIDTH),
+    ],
+    ids=["complex", "complex-grad", "meta", "sparse", "complex-array", "objects"],
+)
+def test_what_holds_no_real_numbers_is_refused(vector: Any) -> None:
+    with pytest.raises(SteeringValidationError, match="must be a list of numbers"):
+        parse({"pre_attn": {1: vector}})

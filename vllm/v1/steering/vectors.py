@@ -308,15 +308,15 @@ def _finite(vector: Vector, model: SteeredModel, at: str) -> Vector:
 
 
 def _as_array(raw: Any, at: str) -> Vector:
-    if isinstance(raw, torch.Tensor):
-        raw = raw.detach().to("cpu", torch.float32).numpy()
     try:
+        if isinstance(raw, torch.Tensor) and not raw.is_complex():
+            raw = raw.detach().to("cpu", torch.float32).numpy()
         array = np.asarray(raw)
         if array.dtype.kind not in "fiu":
-            raise TypeError("it must hold numbers only")
+            raise TypeError("it must hold real numbers only")
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(array, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise fail(
             f"{at} must be a list of numbers, a numpy array or a tensor: {error}",
             at,
