@@ -49,6 +49,9 @@ class NoCapture:
     def flush(self) -> None:
         """Nothing is sent."""
 
+    def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
+        """There are none."""
+
     def wait(self, outputs: Sequence["RequestOutput"]) -> None:
         """There is nothing to wait for."""
 

@@ -171,6 +171,12 @@ class CaptureFrontend(NoCapture):
             if found is not None:
                 output.capture_results = found
 
+    def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
+        """Put what is known by now into those of `outputs` that are final."""
+        for output in outputs:
+            if output.finished and getattr(output, "capture_id", None) is not None:
+                self.results(output)
+
     def wait(self, outputs: Sequence["RequestOutput"]) -> None:
         """Wait for the results of final outputs, and put them in."""
         for output in outputs:

@@ -131,3 +131,17 @@ def test_nothing_is_left_of_requests_that_have_ended(engine: CapturedEngine) -> 
     assert capture._sending._unsent == []
     assert capture._dispatcher._requests == {}
     assert not capture._staging.ring._taken
+
+
+def test_who_steps_the_engine_by_hand_gets_the_results(engine: CapturedEngine) -> None:
+    core: Any = engine.llm.llm_engine
+    params = asking([0], hooks={"post_block": [1]}, max_tokens=3)
+    core.add_request("by-hand", {"prompt_token_ids": prompt(5, seed=3)}, params)
+    outputs: list[Any] = []
+    while core.has_unfinished_requests():
+        outputs += core.step()
+    assert [output.capture_results for output in outputs[:-1]] == [None, None]
+    final = outputs[-1]
+    assert final.capture_results["keeper"].status in ("pending", "ok")
+    core.capture.wait([final])
+    assert final.capture_results["keeper"].status == "ok"

@@ -21,6 +21,12 @@ self.steering = SteeringControl(self)
 """,
         why="The core is up, so the model's hook points are known.",
     ),
+    before(
+        scope="LLMEngine.step",
+        anchor="return processed_outputs.request_outputs",
+        insert="self.capture.note_results(processed_outputs.request_outputs)",
+        why="Who steps the engine by hand learns of the results, too.",
+    ),
     last(
         scope="LLMEngine.__init__",
         insert="self.capture.publish(self.logger_manager)",
