@@ -23,7 +23,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
 from benchmarks.worker_alone import WorkerAlone, view_of  # noqa: E402
-from vllm.v1.capture import copying  # noqa: E402
+from vllm.v1.capture import copying, strided  # noqa: E402
 from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
@@ -153,12 +154,12 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
-        self._copy = copying._copy_some
-        copying._copy_some = self._timed  # type: ignore[assignment]
+        for module, name in ((copying, "_copy_some"), (strided, "_gather")):
+            setattr(module, name, partial(self._timed, getattr(module, name)))
 
-    def _timed(self, pairs: Sequence[Any]) -> None:
+    def _timed(self, copy: Callable[..., None], *what: Any) -> None:
         begin = time.thread_time()
-        self._copy(pairs)
+        copy(*what)
         self.seconds[threading.get_ident()] += time.thread_time() - begin
 
 

@@ -14,6 +14,7 @@ from vllm.v1.capture.placement import Placement
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.rows import LocalGroup, StepView
 from vllm.v1.capture.staging import Segment
+from vllm.v1.capture.strided import copy_rows
 
 TAPS = 2
 MEMORY = torch.arange(5000).float()[:, None]
@@ -58,7 +59,9 @@ class Steps:
 
 def noted(found: list[Found], taken: dict[Any, list[tuple[int, int]]]) -> None:
     for req_id, group, piece in found:
-        places = piece.staged[0, :, 0].int().tolist()
+        rows = torch.zeros(1, piece.num_rows, 1)
+        copy_rows([piece.copy_to(rows, 0)])
+        places = rows[0, :, 0].int().tolist()
         assert len(places) == piece.num_rows == piece.num_steps > 0
         taken[req_id, group] += zip(
             range(piece.start, piece.start + piece.num_rows), places, strict=True

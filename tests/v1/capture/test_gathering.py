@@ -3,10 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.copying import Copy, copy_all
 from vllm.v1.capture.gathering import GATHERED, Gathering, joined
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.pieces import Piece, Span
+from vllm.v1.capture.strided import RowCopy, copy_rows
 
 TAPS, WIDTH = 2, 3
 
@@ -15,11 +15,11 @@ def put(gathering: Gathering, start: int, num_rows: int, most: int) -> Rows:
     """Rows that hold their position, and their tap's number."""
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
-    copies: list[Copy] = []
+    copies: list[RowCopy] = []
     span = Span(1, 0, -1, rows.flatten(0, 1), TAPS * num_rows)
     piece = Piece(span, start, num_rows, 0, num_rows, TAPS)
     given = [*gathering.gather([piece], start + most, copies), *gathering.rest()]
-    copy_all(copies)
+    copy_rows(copies)
     (rows,) = given
     return rows
 

@@ -32,7 +32,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
     change hands, and the engine's thread would wait for it each time.
     """
     total = sum([target.nbytes for target, _ in copies])
-    count = min(num_threads(), total // PIECE_BYTES)
+    count = threads_for(total)
     if count < 2:
         _copy_some(copies)
         return
@@ -72,6 +72,11 @@ def _copy_some(copies: Sequence[Copy]) -> None:
     if copies:
         targets, sources = zip(*copies)
         torch._foreach_copy_(targets, sources)
+
+
+def threads_for(num_bytes: int) -> int:
+    """How many threads are worth waking for a copy."""
+    return max(1, min(num_threads(), num_bytes // PIECE_BYTES))
 
 
 @cache

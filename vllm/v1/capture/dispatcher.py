@@ -11,11 +11,11 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.chain import StagedStep
-from vllm.v1.capture.copying import Copy, copy_all
 from vllm.v1.capture.lane import Ending, SinkLane
 from vllm.v1.capture.pending import ByGroup, Pending
 from vllm.v1.capture.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.staging import Staging
+from vllm.v1.capture.strided import RowCopy, copy_rows
 from vllm.v1.capture.types import CaptureChunk
 
 logger = init_logger(__name__)
@@ -138,14 +138,14 @@ class Dispatcher:
         More packets would wake the instance's thread more often.
         """
         chunks: dict[str, list[CaptureChunk]] = {}
-        copies: list[Copy] = []
+        copies: list[RowCopy] = []
         try:
             taken = [
                 (request, request.gather(own, copies))
                 for req_id, own in pieces.items()
                 if (request := self._requests.get(req_id)) is not None
             ]
-            copy_all(copies)
+            copy_rows(copies)
         finally:
             self._pending.release()
         for request, parts in taken:

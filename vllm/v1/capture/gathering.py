@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.capture.copying import Copy
 from vllm.v1.capture.ledger import Rows
 from vllm.v1.capture.pieces import Piece
 from vllm.v1.capture.recycling import ROWS
+from vllm.v1.capture.strided import RowCopy
 
 GATHERED = 256
 """Rows of a group that lie together, if they come a few at a time."""
@@ -77,7 +77,7 @@ class Gathering:
         """Whether what was given out last waits for a row behind it."""
 
     def gather(
-        self, pieces: Sequence[Piece], end: int, copies: list[Copy]
+        self, pieces: Sequence[Piece], end: int, copies: list[RowCopy]
     ) -> Iterator[Rows]:
         """The rows of pieces, in order, as the ledger takes them.
 
@@ -122,17 +122,15 @@ class Gathering:
             yield from run.rows()
 
     def _place(
-        self, stretch: Sequence[Piece], most: int, copies: list[Copy]
+        self, stretch: Sequence[Piece], most: int, copies: list[RowCopy]
     ) -> tuple[torch.Tensor, int, int]:
         """Where the rows of a stretch go: memory, place in it, how many there are."""
-        counts = [piece.num_rows for piece in stretch]
-        num_rows, staged = sum(counts), [piece.staged for piece in stretch]
-        memory, place = self._room_for(num_rows, most, staged[0].shape[2])
-        targets = memory.narrow(1, place, num_rows)
-        if len(counts) > 1:
-            copies.extend(zip(targets.split_with_sizes(counts, 1), staged))
-        else:
-            copies.append((targets, staged[0]))
+        num_rows = sum([piece.num_rows for piece in stretch])
+        memory, place = self._room_for(num_rows, most, stretch[0].width)
+        end = place
+        for piece in stretch:
+            copies.append(piece.copy_to(memory, end))
+            end += piece.num_rows
         return memory, place, num_rows
 
     def _room_for(

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.v1.capture.strided import RowCopy
+
 
 class Span(NamedTuple):
     """Steps with one layout on the host, each right behind the one before."""
@@ -83,13 +85,20 @@ class Piece:
             and self.page is before.page is None
         )
 
-    @property
-    def staged(self) -> torch.Tensor:  # [taps, num_rows, hidden_size]
-        """The rows where they lie."""
-        width = self._memory.shape[1]
-        distance = width if self.num_steps == 1 else self._distance * width
-        return self._memory.as_strided(
-            (self._taps, self.num_rows, width),
-            (self._apart * width, distance, 1),
-            self._memory.storage_offset() + self._first * width,
+    def copy_to(self, memory: torch.Tensor, place: int) -> RowCopy:
+        """What puts the rows into `[taps, capacity, hidden_size]`, from a place on."""
+        distance = 1 if self.num_steps == 1 else self._distance
+        return RowCopy(
+            memory,
+            place,
+            self._memory,
+            self._first,
+            self.num_rows,
+            self._apart,
+            distance,
         )
+
+    @property
+    def width(self) -> int:
+        """Values of a row."""
+        return self._memory.shape[1]

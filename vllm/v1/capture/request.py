@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.copying import Copy
 from vllm.v1.capture.gathering import Gathering, joined
 from vllm.v1.capture.lane import Ending
 from vllm.v1.capture.ledger import RowLedger, Rows
 from vllm.v1.capture.pieces import Piece
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
 from vllm.v1.capture.rows import LocalGroup
+from vllm.v1.capture.strided import RowCopy
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -111,7 +111,7 @@ class CapturedRequest:
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
     def gather(
-        self, pieces: Mapping[int, Sequence[Piece]], copies: list[Copy]
+        self, pieces: Mapping[int, Sequence[Piece]], copies: list[RowCopy]
     ) -> list[tuple[int, Rows]]:
         """Rows to `add`, from the pieces of each group.
 

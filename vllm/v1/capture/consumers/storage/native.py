@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled half of storage, from `csrc/`, where the fork was built with it.
+"""The compiled half of storage and of copies, from `csrc/`, where the fork has it.
 
 Everything here has a Python form that gives the same bytes and files; the tests
 compare them.
@@ -123,6 +123,14 @@ class Library(Protocol):
     ) -> bytes:
         """The topk8 records of rows."""
 
+    def gather_rows(
+        self,
+        copies: Sequence[tuple[int, int, int, int, int, int, int]],
+        row_bytes: int,
+        threads: int,
+    ) -> None:
+        """`csrc/rows/gather.h`, with addresses."""
+
 
 @cache
 def library() -> Library | None:
@@ -131,8 +139,8 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are encoded and written by Python code, as the fork was "
-            "built without its native library or that does not fit here: %s",
+            "Captured rows are copied, encoded and written by Python code, as the fork "
+            "was built without its native library or that does not fit here: %s",
             error,
         )
         return None
