@@ -57,12 +57,14 @@ def families_at_start(
     """What the graphs launch that are recorded at the start, ascending.
 
     Besides nothing and everything: the capture of what most requests ask for, the
-    stream behind the blocks. A family takes some ten MiB and a second of the start, so
-    that each feature alone is among them only where no graph can be recorded later.
+    stream behind the blocks; and steering alone, as nothing can be added beside the
+    branch where a capture launches in between. A family takes some ten MiB and a second
+    of the start, so that all captures alone are among them only where no graph can be
+    recorded later.
     """
     behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
     captures, steers = frozenset(capture.values()), frozenset(steering.values())
-    alone = () if may_record else (captures, steers)
+    alone = (steers,) if may_record else (captures, steers)
     every = (NOTHING, behind, *alone, captures | steers)
     return sorted(dict.fromkeys(every), key=len)
 
