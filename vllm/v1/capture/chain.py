@@ -5,7 +5,7 @@ A request that keeps its seat has rows at equal distances in it: one piece, howe
 the steps are. It is looked at when it sits down and when it gets up, not in between.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -87,24 +87,30 @@ class Chain:
     def add(self, step: StagedStep) -> list[Found]:
         """The step that follows; the rows of those who have not kept their seats."""
         found: list[Found] = []
-        if step.placed.layout is not self._last.placed.layout:
-            for number, block in enumerate(step.placed.layout.blocks):
-                found.extend(self._change(number, block))
+        layout, before = step.placed.layout, self._last.placed.layout
+        if layout is not before:
+            changed = layout.changed if layout.number == before.number + 1 else None
+            for number, block in enumerate(layout.blocks):
+                found.extend(self._change(number, block, changed))
         self._last = step
         self._length += 1
         return found
 
-    def _change(self, number: int, block: Block) -> Iterator[Found]:
+    def _change(
+        self, number: int, block: Block, changed: Collection[str] | None
+    ) -> Iterator[Found]:
+        """Look at those who may have other seats; at all, if that is not known."""
         sitting, length = self._sitting[number], self._length
-        for req_id, seat in block.seated.items():
-            had = sitting.get(req_id)
-            if had is None or had.seat is not seat:
-                yield from self._take(number, req_id)
-                sitting[req_id] = Sitting(seat, length)
-        if len(sitting) > len(block.seated):
-            for req_id in sitting.keys() - block.seated.keys():
+        if changed is None:
+            changed = sitting.keys() | block.seated.keys()
+        for req_id in changed:
+            had, seat = sitting.get(req_id), block.seated.get(req_id)
+            if had is not None and had.seat is not seat:
                 yield from self._take(number, req_id)
                 del sitting[req_id]
+                had = None
+            if had is None and seat is not None:
+                sitting[req_id] = Sitting(seat, length)
 
     def take(self, req_id: str) -> list[Found]:
         """The rows of a request that were not taken."""

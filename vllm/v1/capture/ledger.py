@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor:  # [taps, num_rows, hidden_size]
         """The rows themselves."""
-        return self.memory[:, self.first : self.first + self.num_rows]
+        return self.memory.narrow(1, self.first, self.num_rows)
 
     def between(self, start: int, stop: int) -> "Rows | None":
         """The part at positions `[start, stop)`, None where there is none."""

@@ -46,6 +46,10 @@ class Layout:
     """Where in the step's tensors the row of each request is that has a seat."""
     num_tokens: int
     """Of the step."""
+    number: int
+    changed: Collection[str]
+    """Who may have another seat than in the layout with the number before, or none;
+    anyone may if the blocks have other sizes."""
 
     def slots(self, columns: range, num_rows: int) -> npt.NDArray[np.int32]:
         """The slots `[len(columns), num_rows]` of some taps, all of these among them.
@@ -80,6 +84,8 @@ class Placement:
         self._seating = Seating(most_rows)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._step = 0
+        self._number = 0
+        """Of the layout."""
         self._layout: Layout | None = None
         self._decoding: Decoding | None = None
         """The last step, if the next may be like it."""
@@ -124,17 +130,20 @@ class Placement:
         )
 
     def _place_anew(self, view: StepView) -> None:
-        row_of, picked = self._seat(view)
+        row_of, picked, changed = self._seat(view)
         blocks = self._seating.blocks(picked)
-        tokens = sum(view.num_scheduled.tolist())
-        self._layout = self._laid_out(blocks, row_of, tokens) if blocks else None
+        self._number += 1
+        self._layout = self._laid_out(view, blocks, row_of, changed) if blocks else None
         decodes = len(row_of) == len(view.req_ids) and view.true_starts is None
         self._decoding = Decoding(view) if decodes else None
 
-    def _seat(self, view: StepView) -> tuple[dict[str, int], dict[Columns, list[Pick]]]:
+    def _seat(
+        self, view: StepView
+    ) -> tuple[dict[str, int], dict[Columns, list[Pick]], set[str]]:
         """Let those sit who have one token, where they did; the others' rows.
 
-        Also gives, for the former, their rows in the step's tensors.
+        Also gives, for the former, their rows in the step's tensors; and whose seats
+        may have changed.
         """
         step, before = self._step, self._origins
         if step >= self._until:
@@ -150,11 +159,12 @@ class Placement:
                 for columns, pick in pick_rows(req_id, groups, start, count, row):
                     picked[columns].append(pick)
         come = [one for one in origins.items() if before.get(one[0]) != one[1]]
-        self._change_seats(before.keys() - origins.keys(), come)
+        gone = before.keys() - origins.keys()
+        self._change_seats(gone, come)
         # Where positions are only assumed, nobody is known to go on.
         known = view.true_starts is None
         self._origins = origins if known else dict.fromkeys(origins)
-        return row_of, picked
+        return row_of, picked, gone.union([req_id for req_id, _ in come])
 
     def _change_seats(
         self, gone: Collection[str], come: Sequence[tuple[str, int]]
@@ -178,7 +188,11 @@ class Placement:
             self._until = min(self._until, changes)
 
     def _laid_out(
-        self, blocks: tuple[Block, ...], row_of: Mapping[str, int], num_tokens: int
+        self,
+        view: StepView,
+        blocks: tuple[Block, ...],
+        row_of: Mapping[str, int],
+        changed: Collection[str],
     ) -> Layout:
         last = self._layout
         if last is not None and [b.columns for b in last.blocks] == [
@@ -189,7 +203,16 @@ class Placement:
             every = {column for block in blocks for column in block.columns}
             columns = range(min(every), max(every) + 1)
             launches = frozenset(self._addresses[column] for column in every)
-        return Layout(blocks, rows_of(blocks), columns, launches, row_of, num_tokens)
+        return Layout(
+            blocks,
+            rows_of(blocks),
+            columns,
+            launches,
+            row_of,
+            sum(view.num_scheduled.tolist()),
+            self._number,
+            changed,
+        )
 
 
 def steps_alike(groups: Sequence[LocalGroup], position: int) -> int:

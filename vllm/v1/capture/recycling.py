@@ -58,8 +58,9 @@ class RowMemory:
             self._least_free = min(self._least_free, self._free_bytes)
         except IndexError:
             slab = np.empty(size, dtype=np.uint8)
-        rows = lent(slab[:num_bytes], self._take_back, slab)
-        return rows.view(dtype).view(*shape)
+        # In its shape before it is torch's, whose calls take longer.
+        memory = slab[:num_bytes].reshape(*shape[:-1], shape[-1] * dtype.itemsize)
+        return lent(memory, self._take_back, slab).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """`torch.cat` of rows; a single part is given back as it is."""

@@ -200,6 +200,10 @@ def assign_slots(
             rows.extend(range(row, row + count))
             places.extend(range(offset, offset + count))
         taps = len(block.columns)
+        if taps == 1:
+            slots[block.columns[0] - first_column, rows] = [base + at for at in places]
+            base += block.num_rows
+            continue
         columns, firsts = _bases(block.columns, block.num_rows, base)
         slots[columns - first_column, rows] = firsts + places
         base += taps * block.num_rows
