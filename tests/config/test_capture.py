@@ -40,6 +40,10 @@ from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
             '{"name": "x", "instance_name": "y", "params": {"a": 1}}',
             ConsumerConfig("x", "y", {"a": 1}),
         ),
+        (
+            str({"name": "x", "params": {"a": [True, None]}}),
+            ConsumerConfig("x", "", {"a": [True, None]}),
+        ),
     ],
 )
 def test_a_consumer_is_read_as_it_is_written(
@@ -126,3 +130,9 @@ def test_the_compile_cache_knows_whether_taps_are_compiled_in() -> None:
     less = CaptureConfig(consumers=["logging"], staging_bytes=1 << 20)
     assert on.compute_hash() != less.compute_hash()
     assert off.compute_hash() == CaptureConfig(staging_bytes=1 << 20).compute_hash()
+
+
+@pytest.mark.parametrize("text", ['{"name": ', "{name}", "{1: 2}", "{[}"])
+def test_what_begins_like_an_object_must_be_one(text: str) -> None:
+    with pytest.raises(ValueError, match="capture consumer|--capture-consumers"):
+        parse_consumer(text)

@@ -2,6 +2,7 @@
 """Configuration of activation capture."""
 
 import json
+from ast import literal_eval
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Literal
@@ -54,7 +55,7 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
         return ConsumerConfig(**text)
     stripped = text.strip()
     if stripped.startswith("{"):
-        return parse_consumer(json.loads(stripped))
+        return parse_consumer(_object(stripped))
     name, _, rest = stripped.partition(":")
     if not name:
         raise ValueError(
@@ -72,6 +73,20 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
         params[key.strip()] = _json_or_text(value.strip())
     instance_name = str(params.pop("instance_name", ""))
     return ConsumerConfig(name, instance_name, params)
+
+
+def _object(text: str) -> Any:
+    """An object as JSON, or as Python shows the one that a YAML file holds."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        try:
+            return literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise ValueError(
+                f"--capture-consumers {text!r} begins like an object and is no JSON: "
+                f"{error}"
+            ) from None
 
 
 def _split_outside_json(text: str) -> list[str]:

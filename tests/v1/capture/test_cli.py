@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.capture.cli import capture_config
+from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.errors import CaptureValidationError
 
 
@@ -116,3 +118,15 @@ def test_the_front_end_that_drops_the_fields_is_refused(
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(CaptureValidationError, match="Rust front end"):
         configured()
+
+
+def test_a_class_in_place_of_its_instance_is_refused_by_name() -> None:
+    arguments: Any = SimpleNamespace(capture_consumers=[LoggingConsumer])
+    with pytest.raises(CaptureValidationError, match="LoggingConsumer' is a class"):
+        capture_config(arguments, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["3", "-1:post_block", "²:post_block", "3:x"])
+def test_a_key_that_is_no_layer_and_hook_is_refused(key: str) -> None:
+    with pytest.raises(CaptureValidationError, match="LAYER:HOOK"):
+        configured(f"--capture-graphsafe-key={key}")

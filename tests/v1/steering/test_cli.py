@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.v1.steering.cli import (
     API_KEY_VARIABLE,
     add_steering_arguments,
@@ -47,9 +48,28 @@ def test_modules_may_be_a_mapping() -> None:
     assert steering_config(arguments).modules == {"a": "1.json"}  # type: ignore[arg-type]
 
 
+def test_modules_may_be_the_object_of_a_configuration_file() -> None:
+    on = config("--enable-steering", "--steering-modules", '{"a": "1.json"}')
+    assert on.modules == {"a": "1.json"}
+
+
+def test_a_key_without_its_list_is_one_key() -> None:
+    arguments = SimpleNamespace(
+        enable_steering=True,
+        max_steering_configs=1,
+        steering_modules=None,
+        steering_api_key="abc",
+    )
+    assert steering_config(arguments).api_keys == ["abc"]  # type: ignore[arg-type]
+    keys = steering_keys(arguments)  # type: ignore[arg-type]
+    assert may_change(keys, "Bearer abc") and not may_change(keys, "Bearer a")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--enable-steering", "--steering-modules", "{a}"], "an object of names"),
+        (["--enable-steering", "--steering-modules", '{"a": 1}'], "NAME=PATH"),
         (["--steering-modules", "a=b"], "--enable-steering"),
         (["--steering-api-key", "a"], "--enable-steering"),
         (["--enable-steering", "--max-steering-configs", "0"], "at least 1"),

@@ -107,7 +107,14 @@ def capture_config(
     entries: list[Any] = []
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
-    for entry in [given] if isinstance(given, (str, dict)) else given:
+    for entry in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(entry, type):
+            raise CaptureValidationError(
+                f"capture consumer {entry.__name__!r} is a class; give an instance, "
+                f"{entry.__name__}(None, {{}}), or the name of its entry point",
+                parameter="capture_consumers",
+                value=entry.__name__,
+            )
         if isinstance(entry, (str, dict)):
             entries.append(entry)
         else:
@@ -208,7 +215,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
 def _check_graphsafe_keys(keys: list[str]) -> None:
     for key in keys:
         layer, _, hook = key.partition(":")
-        if not layer.isdigit() or hook not in HOOK_NAMES:
+        if not (layer.isascii() and layer.isdigit()) or hook not in HOOK_NAMES:
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
                 f"3:post_block; the hook points are {list(HOOK_NAMES)}",

@@ -2,6 +2,7 @@
 """Steering on the command line and among the engine's arguments."""
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,7 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
 
     """
     modules = _modules(args.steering_modules)
-    keys = args.steering_api_key or []
-    keys = list(keys)
+    keys = given_keys(args.steering_api_key)
     if not args.enable_steering:
         for name, value in (("modules", modules), ("api-key", keys)):
             if value:
@@ -104,13 +104,21 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
     )
 
 
+def given_keys(given: Any) -> list[str]:
+    """The keys that an option or argument gives; one may stand without its list."""
+    return [given] if isinstance(given, str) else list(given or [])
+
+
 def _modules(given: Any) -> dict[str, str]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
         return {str(name): os.fspath(path) for name, path in given.items()}
+    texts = [given] if isinstance(given, str) else list(given)
+    if len(texts) == 1 and str(texts[0]).startswith("{"):
+        return _from_object(str(texts[0]))
     modules: dict[str, str] = {}
-    for text in [given] if isinstance(given, str) else given:
+    for text in texts:
         name, equals, path = str(text).partition("=")
         if not name or not equals or not path:
             raise fail(
@@ -127,3 +135,21 @@ def _modules(given: Any) -> dict[str, str]:
             )
         modules[name] = path
     return modules
+
+
+def _from_object(text: str) -> dict[str, str]:
+    """Modules as a configuration file's mapping gives them."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(path, str) and name and path for name, path in found.items()
+    ):
+        raise fail(
+            f"--steering-modules {text!r}: expected NAME=PATH, or an object of names "
+            "and paths",
+            "steering_modules",
+            text,
+        )
+    return found

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list in a configuration file repeats an option that takes one value at a time."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.utils.repeated_options import repeat_options",
+        why="Does so.",
+    ),
+    before(
+        scope="FlexibleArgumentParser.load_config_file",
+        anchor="return processed_args",
+        insert="processed_args = repeat_options(self, processed_args)",
+        why="The second value would be taken for the model.",
+    ),
+]

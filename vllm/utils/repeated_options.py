@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that are repeated on the command line, and lists in configuration files."""
+
+import argparse
+from collections.abc import Sequence
+
+
+def repeat_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> list[str]:
+    """`arguments` with the option before each of several values that it takes singly.
+
+    A configuration file's list comes as `--key a b`. Where `--key` takes one value and
+    may be repeated, that stands for `--key a --key b`.
+    """
+    repeated = {
+        name
+        for name, action in parser._option_string_actions.items()
+        if isinstance(action, argparse._AppendAction) and action.nargs is None
+    }
+    option, values, result = "", 0, []
+    for argument in arguments:
+        if argument.startswith("--"):
+            option, values = argument, 0
+        elif option.replace("_", "-") in repeated:
+            if values:
+                result.append(option)
+            values += 1
+        result.append(argument)
+    return result
