@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
 from vllm.v1.capture.consumers.filesystem import (
+    CaptureStore,
     FilesystemCaptureRequest,
     FilesystemConsumer,
     read_packed,
@@ -261,6 +262,23 @@ def test_a_request_object_is_a_spec(tmp_path: Path) -> None:
     request = FilesystemCaptureRequest(hooks={"post_block": "all"}, tag="t")
     spec = consumer_at(tmp_path).validate_client_spec(request, context())
     assert spec.hooks == {"post_block": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("layouts", [("per_file", "per_file"), ("packed", "per_file")])
+def test_what_an_earlier_request_of_the_name_has_left_does_not_count(
+    tmp_path: Path, layouts: tuple[str, str]
+) -> None:
+    first, second = some_rows(5), {(3, "pre_attn"): some_rows(4)[0, "pre_attn"]}
+    spec = {"request_id": "same"}
+    for name, rows, layout in (("r1", first, layouts[0]), ("r2", second, layouts[1])):
+        consumer = consumer_at(tmp_path, default_layout=layout)
+        deliver(consumer, {name: rows}, client_spec=spec)
+    assert_same(read_request(tmp_path, "default", "same"), second)
+    store = CaptureStore(tmp_path)
+    assert len(store) == 1
+    assert torch.equal(
+        store.one("same", 3, "pre_attn").to_torch(), second[3, "pre_attn"]
+    )
 
 
 def test_an_instance_is_called_by_its_own_name(tmp_path: Path) -> None:

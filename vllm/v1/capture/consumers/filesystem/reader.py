@@ -96,6 +96,8 @@ def read_request(
 ) -> dict[Tap, torch.Tensor]:
     """All rows of one request by `(layer, hook)`, in whatever layout they are.
 
+    Of several requests that were written under this name the latest counts.
+
     Raises:
         FileNotFoundError: nothing was captured under this tag and id.
         ValueError: a file's size is not what its index says.
@@ -103,12 +105,11 @@ def read_request(
     """
     folder = Path(root) / tag / request_id
     rows: dict[Tap, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("packed"):
+    for path, index in own_indices(folder):
+        if "entries" in index:
             rows |= read_packed(path)[0]
         else:
-            tensor, sidecar = read_per_file(path)
-            rows[sidecar["layer"], sidecar["hook"]] = tensor
+            rows[index["layer"], index["hook"]] = read_per_file(path)[0]
     if rows:
         return rows
     try:
@@ -125,6 +126,22 @@ def load_index(path: Path) -> dict[str, Any]:
         path.with_suffix(".json").read_text(encoding="utf-8")
     )
     return index
+
+
+def own_indices(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The files of a folder with their indices: those of the request written last.
+
+    Files that an earlier request of the same name has left may be of other layers.
+    """
+    found = [(path, load_index(path)) for path in sorted(folder.glob("*.json"))]
+    if not found:
+        return []
+
+    def request(index: dict[str, Any]) -> Any:
+        return index.get("vllm_internal_request_id")
+
+    _, latest = max(found, key=lambda one: one[0].stat().st_mtime_ns)
+    return [one for one in found if request(one[1]) == request(latest)]
 
 
 def shard_indices(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

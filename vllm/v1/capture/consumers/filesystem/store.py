@@ -5,7 +5,6 @@ Opening a store reads indices only. Rows are mapped into memory when they are as
 for; encoded rows are decoded as far as they are asked for.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumers.filesystem.reader import shard_indices
+from vllm.v1.capture.consumers.filesystem.reader import own_indices, shard_indices
 from vllm.v1.capture.consumers.storage.codecs import codec_of
 from vllm.v1.capture.consumers.storage.files import ASIDE
 
@@ -264,10 +263,10 @@ def _scan(root: Path) -> Iterator[StoredRows]:
             for entry in index["entries"]:
                 facts = index["requests"][entry["request"]]
                 yield _stored(folder.name, path, facts, entry)
-        for path in sorted(folder.glob("*/*.json")):
-            index = json.loads(path.read_text(encoding="utf-8"))
-            for entry in index.get("entries", [{"offset": 0, **index}]):
-                yield _stored(folder.name, path, index, entry)
+        for own in sorted(path for path in folder.iterdir() if path.is_dir()):
+            for path, index in own_indices(own):
+                for entry in index.get("entries", [{"offset": 0, **index}]):
+                    yield _stored(folder.name, path, index, entry)
 
 
 def _stored(
