@@ -5,15 +5,15 @@
 
 On a GPU a step is limited by what the CPU does for it. This runs what capture does
 there, without a model: requests decode one token a step, rows of a 1B-class model (16
-layers of width 2048, bfloat16) are read behind the block, and the `logging` consumer
-gets them. They begin and end together, after so many steps, or come and go as a
-server's do: one of them ends every few steps, another begins, and the front end says
-two steps later how the first one ended.
+layers of width 2048, bfloat16) are read behind the block, and the consumer
+`host_memory` gets them. They begin and end together, after so many steps, or come and
+go as a server's do: one of them ends every few steps; two steps later the front end
+says how, and another begins.
 
 Figures are microseconds a step, the median over the rounds and their range: the CPU
 time of the engine's thread, which delays the step; of all threads, which run beside it
-but share its interpreter; and of the dispatcher's, which is one of them, with what part
-of it copies and so lets go of the interpreter's lock.
+but share its interpreter; of the dispatcher's, which is one of them, with what part
+of it copies and so lets go of the interpreter's lock; and of the consumer's.
 """
 
 import argparse
@@ -34,7 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
-from benchmarks.worker_alone import WorkerAlone, view_of  # noqa: E402
+from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
+from benchmarks.host_memory import plug_in  # noqa: E402
+from benchmarks.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
 from vllm.v1.capture import copying, strided  # noqa: E402
 from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 
@@ -65,7 +67,7 @@ class Together:
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
         """Requests of so many generated tokens, captured at `layers`."""
-        self.worker = WorkerAlone("logging", LAYERS, WIDTH, torch.device("cpu"))
+        self.worker = worker()
         self._taps = taps_of(layers)
         self._requests, self.steps = requests, steps
         self._begun = 0
@@ -91,36 +93,39 @@ class Together:
 
 
 class ComingAndGoing:
-    """Requests of which one ends, and another begins, every few steps."""
+    """Requests of which one ends, and later another begins, every few steps."""
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
         """Requests of so many generated tokens, captured at `layers`."""
-        self.worker = WorkerAlone("logging", LAYERS, WIDTH, torch.device("cpu"))
+        self.worker = worker()
         self._taps = taps_of(layers)
-        self._every = max(steps // requests, 1)
-        self.steps = self._every * requests
-        self._answers = requests
+        self._tokens = self.steps = steps
         self._running: dict[str, int] = {}
         """How many tokens of each are computed, in the order in which they came."""
         self._gone: list[tuple[int, str]] = []
         """Who has ended, and in which step that is said."""
-        self._step = 0
-        while self._step < self.steps:  # From now on one ends when another begins.
+        self._step = self._said = 0
+        for number in range(requests):
+            self._open()
+            while self._step < number * steps // requests:
+                self._one_step()
+        while not self._said:  # From now on one begins where one has ended.
             self._one_step()
-        self.worker.answers(0)
+        self.worker.answers(1)
 
     def run(self) -> float:
         """Run a round; the seconds that it took on the engine's thread."""
+        self._said = 0
         seconds = sum(self._one_step() for _ in range(self.steps))
-        self.worker.answers(self._answers)
+        self.worker.answers(self._said)
         return seconds
 
     def _one_step(self) -> float:
         begin = time.thread_time()
         if self._gone and self._gone[0][0] == self._step:
-            self.worker.end([self._gone.pop(0)[1]], self.steps)
-        if self._step % self._every == 0:
-            self._change()
+            self.worker.end([self._gone.pop(0)[1]], self._tokens)
+            self._said += 1
+            self._open()
         seconds = time.thread_time() - begin
         counts = [1 if computed else PROMPT for computed in self._running.values()]
         starts = list(self._running.values())
@@ -128,20 +133,26 @@ class ComingAndGoing:
         begin = time.thread_time()
         self.worker.run(view)
         seconds += time.thread_time() - begin
-        for name, count in zip(self._running, counts, strict=True):
+        for name, count in zip(list(self._running), counts, strict=True):
             self._running[name] += count
+            if self._running[name] == PROMPT + self._tokens - 1:
+                del self._running[name]
+                self._gone.append((self._step + ANSWER_STEPS, name))
         self._step += 1
         time.sleep(0.001)
         return seconds
 
-    def _change(self) -> None:
-        oldest = next(iter(self._running), None)
-        if oldest is not None and self._running[oldest] == PROMPT + self.steps - 1:
-            del self._running[oldest]
-            self._gone.append((self._step + ANSWER_STEPS, oldest))
+    def _open(self) -> None:
         name = f"r{self._step}"
         self.worker.open([name], PROMPT, self._taps, (PROMPT, OPEN_END))
         self._running[name] = 0
+
+
+def worker() -> WorkerAlone:
+    """One whose consumer does nothing but hold rows, as in `serving.py`."""
+    *folders, _ = plug_in(WORK / "plugin").split(":")
+    sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
+    return WorkerAlone(HOST_MEMORY, LAYERS, WIDTH, torch.device("cpu"))
 
 
 def taps_of(layers: range) -> list[Tap]:
@@ -165,17 +176,22 @@ class CopyClock:
 
 def measure(traffic: Traffic, copies: CopyClock) -> dict[str, float]:
     """Microseconds a step, over one round."""
-    clocks = time.process_time, traffic.worker.dispatcher_seconds
+    alone = traffic.worker
+    threads = alone.dispatcher_thread, alone.consumer_thread
+    clocks: list[Callable[[], float]] = [time.process_time]
+    clocks += [partial(thread_seconds, one) for one in threads]
     begin = [clock() for clock in clocks]
-    thread = traffic.worker.dispatcher_thread
-    copied = copies.seconds[thread]
+    copied = copies.seconds[threads[0]]
     engine = traffic.run()
-    every, dispatcher = (now() - then for now, then in zip(clocks, begin, strict=True))
+    every, dispatcher, consumer = (
+        now() - then for now, then in zip(clocks, begin, strict=True)
+    )
     found = {
         "engine_thread_us": engine,
         "all_threads_us": every,
         "dispatcher_us": dispatcher,
-        "dispatcher_copies_us": copies.seconds[thread] - copied,
+        "dispatcher_copies_us": copies.seconds[threads[0]] - copied,
+        "consumer_us": consumer,
     }
     return {clock: seconds / traffic.steps * 1e6 for clock, seconds in found.items()}
 
@@ -211,6 +227,7 @@ def main() -> None:
         "machine": reports.machine(load),
         "requests": options.requests,
         "steps": options.steps,
+        "consumer": HOST_MEMORY,
         "rounds": options.rounds,
         "cases": {
             name: {c: reports.summary([each[c] for each in costs]) for c in costs[0]}

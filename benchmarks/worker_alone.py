@@ -94,9 +94,12 @@ class WorkerAlone:
         assert number is not None, "the dispatcher runs from its beginning"
         return number
 
-    def dispatcher_seconds(self) -> float:
-        """CPU time that the dispatcher's thread has taken so far."""
-        return time.clock_gettime(time.pthread_getcpuclockid(self.dispatcher_thread))
+    @property
+    def consumer_thread(self) -> int:
+        """The number of the thread that feeds the consumer."""
+        number = self._worker._lanes[self._instance]._thread.ident
+        assert number is not None, "it runs from the beginning"
+        return number
 
     def end(self, ids: Sequence[str], generated: int) -> None:
         """The requests end, with so many tokens that they generated."""
@@ -126,6 +129,11 @@ class WorkerAlone:
         """Stop."""
         self._worker.close()
         self._inbox.close()
+
+
+def thread_seconds(number: int) -> float:
+    """CPU time that a thread of this process has taken so far."""
+    return time.clock_gettime(time.pthread_getcpuclockid(number))
 
 
 def view_of(
