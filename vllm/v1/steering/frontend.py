@@ -11,7 +11,7 @@ from vllm.v1.steering.admission import (
     SteeringAdmission,
 )
 from vllm.v1.steering.describing import describe, describe_applied
-from vllm.v1.steering.errors import as_refused, fail
+from vllm.v1.steering.errors import SteeringValidationError, as_refused, fail
 from vllm.v1.steering.files import read_module
 from vllm.v1.steering.identity import identity_of
 from vllm.v1.steering.modules import MAX_NAME, Module, SteeringModules
@@ -116,11 +116,20 @@ class SteeringFrontend(NoSteering):
         self.shared = self.admission.shared
         self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
-            module = read_module(path)
-            found, _ = self._checked(
-                name, module.vectors, module.provenance, Source(path)
-            )
-            self.modules.register(name, found.tiers, provenance=found.provenance)
+            try:
+                self._load(name, path)
+            except SteeringValidationError as error:
+                # Of several modules one must know which.
+                raise SteeringValidationError(
+                    f"--steering-modules {name}={path}: {error.args[0]}",
+                    parameter=error.parameter,
+                    value=error.value,
+                ) from error
+
+    def _load(self, name: str, path: str) -> None:
+        module = read_module(path)
+        found, _ = self._checked(name, module.vectors, module.provenance, Source(path))
+        self.modules.register(name, found.tiers, provenance=found.provenance)
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
