@@ -143,7 +143,8 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     taken, capture = claims(elsewhere), {"files": spec(request_id="a")}
     plan, other = plan_of(), plan_of()
     taken.reserve(capture, plan)
-    taken.reserve(capture, other)
+    with pytest.raises(CaptureValidationError):
+        taken.reserve(capture, other)
     del other
     assert elsewhere.here == {A}, "the first still has it"
     taken.take(capture, "first", plan)
@@ -153,3 +154,7 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     assert not elsewhere.here
     taken.reserve(capture, plan_of())
     assert not elsewhere.here, "a request that did not begin gives its name up"
+    refused = plan_of()
+    taken.reserve(capture, refused)
+    taken.drop(refused)
+    assert not elsewhere.here, "and one that is refused, though its plan is there"

@@ -41,7 +41,7 @@ class Claims:
         }
         self._elsewhere = elsewhere or NobodyElse()
         self._taken: dict[Claim, str] = {}
-        self._reserved: dict[Claim, set[int]] = {}
+        self._reserved: dict[Claim, int] = {}
         """For plans of requests that were admitted and are not under way yet."""
         # Plans may be collected, and so give up names, while this thread is here.
         self._lock = threading.RLock()
@@ -59,10 +59,11 @@ class Claims:
             return
         with self._lock:
             for claim in claims:
-                if claim in self._taken or not self._elsewhere.take(claim):
+                other = self._reserved.get(claim, id(plan)) != id(plan)
+                if other or claim in self._taken or not self._elsewhere.take(claim):
                     self._drop(id(plan))
                     raise _refusal(claim)
-                self._reserved.setdefault(claim, set()).add(id(plan))
+                self._reserved[claim] = id(plan)
         dropped = weakref.finalize(plan, self._drop, id(plan))
         dropped.atexit = False
 
@@ -83,16 +84,16 @@ class Claims:
                     del self._taken[claim]
                     self._free(claim)
 
+    def drop(self, plan: CapturePlan) -> None:
+        """The request was refused: its plan reserves nothing."""
+        self._drop(id(plan))
+
     def _drop(self, plan: int) -> None:
         """A plan reserves nothing any more."""
         with self._lock:
-            for claim in list(self._reserved):
-                plans = self._reserved.get(claim, set())
-                if plan in plans:
-                    plans.discard(plan)
-                    if not plans:
-                        del self._reserved[claim]
-                    self._free(claim)
+            for claim in [c for c, holder in self._reserved.items() if holder == plan]:
+                del self._reserved[claim]
+                self._free(claim)
 
     def _free(self, claim: Claim) -> None:
         if claim not in self._taken and claim not in self._reserved:

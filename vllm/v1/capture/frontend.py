@@ -20,6 +20,7 @@ from vllm.v1.capture.disabled import NoCapture
 from vllm.v1.capture.driver import DriverLanes
 from vllm.v1.capture.elsewhere import other_servers
 from vllm.v1.capture.ends import Ends, EndsSender
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.held import Room
 from vllm.v1.capture.live import LiveRows
 from vllm.v1.capture.metrics import CaptureMetrics
@@ -111,8 +112,13 @@ class CaptureFrontend(NoCapture):
             self._live.instances(params),
         )
         if params._capture_plan is not None:
-            self._requests.claims.reserve(params.capture, params._capture_plan)
-            self._room.reserve(params._capture_plan, params.max_tokens)
+            plan = params._capture_plan
+            self._requests.claims.reserve(params.capture, plan)
+            try:
+                self._room.reserve(plan, params.max_tokens)
+            except CaptureValidationError:
+                self._requests.claims.drop(plan)
+                raise
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
         """A sample is about to be sent to the engine."""

@@ -21,9 +21,10 @@ EDITS = [
         scope="InputProcessor.process_inputs",
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="""
-self.capture.admit(request_id, sampling_params, prompt_len, resumable)
 self.steering.admit(sampling_params, prompt_len, resumable)
+self.capture.admit(request_id, sampling_params, prompt_len, resumable)
 """,
-        why="The prompt's length and max_tokens are final, and nothing is sent yet.",
+        why="The prompt's length and max_tokens are final, and nothing is sent yet. "
+        "Capture comes last, as it keeps names for what it admits.",
     ),
 ]
