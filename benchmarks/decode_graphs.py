@@ -159,14 +159,14 @@ class Case:
             return  # Its graphs read nothing of ours.
         capture, steering = runner.residual._capture, runner.residual.steering
         if capture is not None:
-            capture._slots.fill_(-1)
-            capture._base.zero_()
+            capture._slots.of_taps.fill_(-1)
+            capture._slots.base.zero_()
             if self.captured:
                 columns = [capture._columns[tap] for tap in self.captured]
                 rows = torch.arange(batch * len(columns), dtype=torch.int32)
                 rows = rows.remainder(capture._staging.rows.shape[0])
-                rows = rows.view(batch, len(columns)).to(capture._slots.device)
-                capture._slots[columns, :batch] = rows.T
+                rows = rows.view(batch, len(columns)).to(capture._slots.of_taps.device)
+                capture._slots.of_taps[columns, :batch] = rows.T
         if steering is not None:
             steering.row_index.zero_()
             if self.steered:

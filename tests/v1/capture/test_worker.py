@@ -86,7 +86,7 @@ def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
     assert bench.worker.plan_step(view) == frozenset()
     bench.worker.begin_step(3)
     bench.worker.end_step()
-    assert (bench.worker._slots == -1).all()
+    assert (bench.worker._slots.of_taps == -1).all()
 
 
 def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
@@ -97,7 +97,7 @@ def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
     for position in range(steps):
         bench.step([(name, position, (float(position),))])
         bench.worker.clear_slots()
-        assert (bench.worker._slots == -1).all()
+        assert (bench.worker._slots.of_taps == -1).all()
     bench.end(name, Life(1, (), steps, steps))
     rows = bench.collect(1)[name, "a", TAPS[0]]
     assert [value for value, _ in rows] == [0.0, 1.0, 2.0]
@@ -110,7 +110,7 @@ def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
     view = StepView(["r"], np.array([0]), np.array([3]), 3)
     assert bench.worker.plan_step(view)
     bench.worker.begin_step(3)
-    assert (bench.worker._slots == -1).all()
+    assert (bench.worker._slots.of_taps == -1).all()
     bench.worker.end_step()
     bench.close()
 

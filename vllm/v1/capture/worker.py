@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual_ops import ALIGNMENT
-from vllm.utils.math_utils import round_up
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.chain import StagedStep
 from vllm.v1.capture.channel import Outbox, ResultMessage
 from vllm.v1.capture.context import capture_context, remembers_specs
@@ -20,7 +17,7 @@ from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
-from vllm.v1.capture.placement import Layout, Placed, Placement
+from vllm.v1.capture.placement import Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
 from vllm.v1.capture.reporting import Reporter
@@ -31,6 +28,7 @@ from vllm.v1.capture.request import (
 )
 from vllm.v1.capture.rows import StepView, TrueStarts, local_groups
 from vllm.v1.capture.sending import Sending
+from vllm.v1.capture.slots import Slots
 from vllm.v1.capture.spill import SpillStore, prepare_folder
 from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.stopping import flush_seconds
@@ -41,9 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.capture.wire import CaptureEnd
 
 logger = init_logger(__name__)
-
-MOST_PARTS = 64
-"""Views of the slots that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +76,11 @@ class WorkerCapture:
         self._staging = Staging(
             2 * step_rows if self._takes_rows else 1, width, dtype, device
         )
-        # Recorded graphs hold the address; -1 wherever nothing is captured.
-        length = round_up(max_rows, ALIGNMENT // torch.int32.itemsize)
-        self._slots = torch.full(
-            (len(taps), length), -1, dtype=torch.int32, device=device
-        )
-        self._base = torch.zeros(1, dtype=torch.int32, device=device)
-        self._parts: dict[tuple[range, int], torch.Tensor] = {}
-        self._laid: Layout | None = None
-        """The layout that is in the slots."""
-        self._written = 0
-        """The slots below may hold something."""
+        self._slots = Slots(len(taps), max_rows, device)
         self._vllm_config = vllm_config
         self.addresses = {
-            tap: self._slots[column].data_ptr() for tap, column in self._columns.items()
+            tap: self._slots.of_taps[column].data_ptr()
+            for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
         self._placement = Placement(list(self.addresses.values()), step_rows)
@@ -145,7 +131,8 @@ class WorkerCapture:
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slots of the hook point `tap`, where they begin, what it writes."""
-        return self._slots[self._columns[tap]], self._base, self._staging.rows
+        slots = self._slots.of_taps[self._columns[tap]]
+        return slots, self._slots.base, self._staging.rows
 
     def summary(self) -> str:
         """For the log: the budget, and what happens where it does not suffice."""
@@ -337,36 +324,11 @@ class WorkerCapture:
             return
         layout = self._placed.layout
         self._segment = self._sending.reserve(layout.num_rows)
-        if layout is not self._laid:
-            self._lay(layout, num_rows)
-        self._base.fill_(self._segment.start)
+        self._slots.write(layout, self._segment.start, num_rows)
 
     def clear_slots(self) -> None:
         """A graph that always launches its taps must find nothing to do."""
-        if self._written:
-            self._slots[:, : self._written].fill_(-1)
-            self._laid, self._written = None, 0
-
-    def _lay(self, layout: Layout, num_rows: int) -> None:
-        """Write a layout's slots, and that all other rows and taps have none."""
-        before, columns = self._laid, layout.columns
-        if before is not None and before.columns != columns:
-            start = min(columns.start, before.columns.start)
-            columns = range(start, max(columns.stop, before.columns.stop))
-        rows = max(num_rows, layout.num_tokens)
-        slots = layout.slots(columns, max(rows, self._written))
-        async_tensor_h2d(slots, out=self._part(columns, slots.shape[1]))
-        self._laid, self._written = layout, rows
-
-    def _part(self, columns: range, num_rows: int) -> torch.Tensor:
-        """Some of the slots; a view that is asked for again is not made again."""
-        part = self._parts.get((columns, num_rows))
-        if part is None:
-            if len(self._parts) >= MOST_PARTS:
-                self._parts.clear()
-            part = self._slots[columns.start : columns.stop, :num_rows]
-            self._parts[columns, num_rows] = part
-        return part
+        self._slots.clear()
 
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way, or soon."""
