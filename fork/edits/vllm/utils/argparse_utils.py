@@ -6,7 +6,7 @@ from fork.language import add_import, before
 EDITS = [
     add_import(
         "from vllm.utils.repeated_options import repeat_options",
-        why="Does so.",
+        why="Repeats such options, below.",
     ),
     before(
         scope="FlexibleArgumentParser.load_config_file",
