@@ -107,13 +107,22 @@ class CapturedEngine:
             assert sidecar["token_ids"] == [fed[position] for position in wanted]
             assert rows.shape[0] == len(wanted)
             error = relative_error(rows, expected[tap][wanted])
-            assert error <= tolerance, (tap, error)
+            assert error <= tolerance, (tap, error, wrong(rows, expected[tap][wanted]))
 
     def close(self) -> None:
         """Stop the engine."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def wrong(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Which rows are furthest off, for the message of a failing test."""
+    errors = [relative_error(*pair) for pair in zip(found[:, None], expected[:, None])]
+    worst = sorted(range(len(errors)), key=errors.__getitem__)[-5:]
+    return f"of {len(errors)} rows, worst last: " + ", ".join(
+        f"{row}: {errors[row]:.3g}" for row in worst
+    )
 
 
 def asking(
