@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.engines.reference import Reference, Stream, Tap, relative_error
+from tests.engines.reference import Reference, Stream, Tap, relative_error, row_errors
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.selectors import parse_spec
@@ -118,7 +118,7 @@ class CapturedEngine:
 
 def wrong(found: torch.Tensor, expected: torch.Tensor) -> str:
     """Which rows are furthest off, for the message of a failing test."""
-    errors = [relative_error(*pair) for pair in zip(found[:, None], expected[:, None])]
+    errors = row_errors(found, expected).tolist()
     worst = sorted(range(len(errors)), key=errors.__getitem__)[-5:]
     return f"of {len(errors)} rows, worst last: " + ", ".join(
         f"{row}: {errors[row]:.3g}" for row in worst

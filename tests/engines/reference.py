@@ -100,5 +100,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     if not found.numel():
         return 0.0
-    error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(error.max())
+    return float(row_errors(found, expected).max())
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Each row's error, relative to its norm in `expected`."""
+    return (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)

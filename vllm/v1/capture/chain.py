@@ -54,13 +54,16 @@ class Chain:
     def __init__(self, first: StagedStep, memory: torch.Tensor) -> None:
         """Begin with a step that does not stand alone; `memory` is the host ring's."""
         self._first = self._last = first
-        self._length = 1
         self._memory = memory
         self._sitting: list[dict[str, Sitting]] = [
             {req_id: Sitting(seat, 0) for req_id, seat in block.seated.items()}
             for block in first.placed.layout.blocks
         ]
         """By block and request."""
+
+    @property
+    def _length(self) -> int:
+        return self._last.step - self._first.step + 1
 
     def follows(self, step: StagedStep) -> bool:
         """Whether a step is the next one, of the same shape, right behind the last."""
@@ -69,17 +72,15 @@ class Chain:
             step.segment.start == last.segment.start + last.segment.num_rows
             and step.placed.shift == last.placed.shift + 1
             and step.step == last.step + 1
+            and not step.stands_alone
             and (layout is last.placed.layout or self._has_shape(layout.blocks))
-            and not (step.true_starts is not None or step.page is not None)
         )
 
     def _has_shape(self, blocks: Sequence[Block]) -> bool:
         mine = self._first.placed.layout.blocks
         return len(blocks) == len(mine) and all(
             [
-                block.columns == own.columns
-                and block.num_rows == own.num_rows
-                and not block.picks
+                block.columns == own.columns and block.num_rows == own.num_rows
                 for block, own in zip(blocks, mine)
             ]
         )
@@ -93,7 +94,6 @@ class Chain:
             for number, block in enumerate(layout.blocks):
                 found.extend(self._change(number, block, changed))
         self._last = step
-        self._length += 1
         return found
 
     def _change(
@@ -131,8 +131,9 @@ class Chain:
 
     def has_rows_of(self, known: Container[str]) -> bool:
         """Whether there are rows that were not taken, of a request that is known."""
+        length = self._length
         return any(
-            had.since < self._length and req_id in known
+            had.since < length and req_id in known
             for sitting in self._sitting
             for req_id, had in sitting.items()
         )
@@ -140,16 +141,17 @@ class Chain:
     def _take(self, number: int, req_id: str) -> Iterator[Found]:
         """A request's rows in one block, as far as they were not taken."""
         had = self._sitting[number].get(req_id)
-        if had is None or had.since == self._length:
+        length = self._length
+        if had is None or had.since == length:
             return
         first, (seat, since) = self._first, had
         blocks = first.placed.layout.blocks
         block, rows = blocks[number], first.segment.num_rows
         before = sum([len(b.columns) * b.num_rows for b in blocks[:number]])
-        last = first.step + self._length - 1
-        span = Span(self._length - since, last, last - 1, self._memory, rows)
+        last = self._last.step
+        span = Span(length - since, last, last - 1, self._memory, rows)
         start = seat.origin + first.placed.shift + since
         place = first.segment.start + since * rows + before + seat.place
         piece = Piece(span, start, 1, place, block.num_rows, len(block.columns))
-        self._sitting[number][req_id] = Sitting(seat, self._length)
+        self._sitting[number][req_id] = Sitting(seat, length)
         yield req_id, seat.group, piece

@@ -62,7 +62,7 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
 
     """
     modules = _modules(args.steering_modules)
-    keys = given_keys(args.steering_api_key)
+    keys = given_values(args.steering_api_key)
     if not args.enable_steering:
         for name, value in (("modules", modules), ("api-key", keys)):
             if value:
@@ -104,8 +104,8 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
     )
 
 
-def given_keys(given: Any) -> list[str]:
-    """The keys that an option or argument gives; one may stand without its list."""
+def given_values(given: Any) -> list[str]:
+    """What an option or argument gives; one value may stand without its list."""
     return [given] if isinstance(given, str) else list(given or [])
 
 
@@ -114,7 +114,7 @@ def _modules(given: Any) -> dict[str, str]:
         return {}
     if isinstance(given, Mapping):
         return {str(name): os.fspath(path) for name, path in given.items()}
-    texts = [given] if isinstance(given, str) else list(given)
+    texts = given_values(given)
     if len(texts) == 1 and str(texts[0]).startswith("{"):
         return _from_object(str(texts[0]))
     modules: dict[str, str] = {}

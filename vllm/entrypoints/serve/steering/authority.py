@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.cli import API_KEY_VARIABLE, given_keys
+from vllm.v1.steering.cli import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,7 +22,7 @@ MUTATING = frozenset(
 
 def steering_keys(args: Namespace) -> list[bytes]:
     """Digests of the keys that are accepted, so that all comparisons cost the same."""
-    keys = given_keys(getattr(args, "steering_api_key", None))
+    keys = given_values(getattr(args, "steering_api_key", None))
     keys.append(os.environ.get(API_KEY_VARIABLE, ""))
     return [_digest(key) for key in keys if key]
 

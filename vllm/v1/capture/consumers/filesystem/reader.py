@@ -30,9 +30,7 @@ def read_per_file(path: str | Path) -> tuple[torch.Tensor, dict[str, Any]]:
     """
     path = Path(path)
     sidecar = load_index(path)
-    data = bytearray(path.with_suffix(".bin").read_bytes())
-    where = str(path.with_suffix(".bin"))
-    return decode(data, sidecar, sidecar["dtype"], where), sidecar
+    return _file_of_one(path, sidecar), sidecar
 
 
 def read_packed(
@@ -51,12 +49,7 @@ def read_packed(
     """
     path = Path(path)
     index = load_index(path)
-    with open(path.with_suffix(".bin"), "rb") as file:
-        rows = {
-            (entry["layer"], entry["hook"]): _read_entry(file, entry, index["dtype"])
-            for entry in index["entries"]
-        }
-    return rows, index
+    return _file_of_several(path, index), index
 
 
 def read_sharded(
@@ -107,9 +100,9 @@ def read_request(
     rows: dict[Tap, torch.Tensor] = {}
     for path, index in own_indices(folder):
         if "entries" in index:
-            rows |= read_packed(path)[0]
+            rows |= _file_of_several(path, index)
         else:
-            rows[index["layer"], index["hook"]] = read_per_file(path)[0]
+            rows[index["layer"], index["hook"]] = _file_of_one(path, index)
     if rows:
         return rows
     try:
@@ -118,6 +111,22 @@ def read_request(
         raise FileNotFoundError(
             f"no capture of {request_id!r} under {folder.parent}"
         ) from None
+
+
+def _file_of_one(path: Path, sidecar: dict[str, Any]) -> torch.Tensor:
+    """The rows of the `.bin` file beside a sidecar."""
+    path = path.with_suffix(".bin")
+    data = bytearray(path.read_bytes())
+    return decode(data, sidecar, sidecar["dtype"], str(path))
+
+
+def _file_of_several(path: Path, index: dict[str, Any]) -> dict[Tap, torch.Tensor]:
+    """The rows of the `.bin` file beside an index of several entries."""
+    with open(path.with_suffix(".bin"), "rb") as file:
+        return {
+            (entry["layer"], entry["hook"]): _read_entry(file, entry, index["dtype"])
+            for entry in index["entries"]
+        }
 
 
 def load_index(path: Path) -> dict[str, Any]:
