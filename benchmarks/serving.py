@@ -6,10 +6,12 @@
         -- --gpu-memory-utilization 0.42
 
 Two servers share the GPU: upstream's, and the fork's with both features enabled. The
-paths become PYTHONPATH. For each case both serve the same load, one right after the
-other, and each figure is the ratio of the two: a machine that gets slower or faster
-meanwhile disturbs it little, and every other round goes the other way. The client is
-upstream's own `vllm bench serve`. Weights are random. Captured rows go to
+paths become PYTHONPATH. Each case is a turn of the fork's between two of upstream's at
+the same load, and each figure is its ratio to the mean of these two: a machine that
+gets slower or faster meanwhile disturbs it little. Every other round goes the other
+way. `upstream again` is a turn of upstream's own over its neighbours: what the machine
+alone does. The client is upstream's own `vllm bench serve`. Weights are random.
+Requests that are steered take one of 16 configurations in turn. Captured rows go to
 `host_memory`, a consumer that keeps them until their request has ended and does nothing
 else, so that the figures are capture's own. `--quick`: two rounds, about four minutes.
 """
@@ -23,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,10 +50,16 @@ COLUMNS = {
 }
 """Of the table, by what the client calls them."""
 FIGURES = (*COLUMNS, "median_ttft_ms")
+CONFIGS = 16
 NAMED = "steered, one at a time"
 """The case that shows by how much naming a module delays the first token: where others
 run as well, what they compute delays it by far more."""
-Round: TypeAlias = dict[str, dict[str, dict[str, float]]]
+NOISE = "upstream again"
+"""Upstream's ratio to itself, in place of the fork's."""
+MANY_TURNS = 3
+"""Upstream has more turns than these in the load that shows the noise."""
+Figures: TypeAlias = dict[str, float]
+Round: TypeAlias = dict[str, dict[str, Figures]]
 """The client's figures, by case and side."""
 
 
@@ -67,16 +75,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and what each of its requests asks of the fork."""
+    """A load, and what its requests ask of the fork, one after the other."""
 
     load: str
-    body: dict[str, Any] = field(default_factory=dict)
+    bodies: Sequence[dict[str, Any]] = ()
 
 
-def capture(positions: str, layers: Any) -> dict[str, Any]:
+def capture(positions: str, layers: Any) -> list[dict[str, Any]]:
     """Request fields that capture behind each block."""
     spec = {"positions": positions, "hooks": {"post_block": layers}}
-    return {"capture": {HOST_MEMORY: spec}}
+    return [{"capture": {HOST_MEMORY: spec}}]
+
+
+def steer(modules: str) -> list[dict[str, Any]]:
+    """Request fields that name one module after the other."""
+    return [{"steering_name": f"{modules}{number}"} for number in range(CONFIGS)]
 
 
 def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
@@ -90,9 +103,9 @@ def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
     middle = layers // 2
     known = {
         "plain": Case("decode"),
-        "steered, one layer": Case("decode", {"steering_name": "one"}),
-        "steered, all layers and hooks": Case("decode", {"steering_name": "all"}),
-        NAMED: Case("alone", {"steering_name": "one"}),
+        "steered, one layer": Case("decode", steer("one")),
+        "steered, all layers and hooks": Case("decode", steer("all")),
+        NAMED: Case("alone", steer("one")),
         "captured, one layer": Case("decode", capture("all_generated", [middle])),
         "captured, all layers": Case("decode", capture("all_generated", "all")),
         "plain prompts": Case("prefill"),
@@ -126,8 +139,10 @@ class Client:
         """End the process."""
         self._child.close()
 
-    def run(self, url: str, load: Load, body: dict[str, Any]) -> dict[str, float]:
-        """Send one load to a server; the client's figures."""
+    def run(
+        self, url: str, load: Load, bodies: Sequence[dict[str, Any]] = ()
+    ) -> Figures:
+        """Send one load to a server, whose requests take the bodies in turn."""
         result = WORK / "result.json"
         result.unlink(missing_ok=True)
         arguments = ["--base-url", url, "--model", "m", "--tokenizer", str(self._model)]
@@ -137,16 +152,14 @@ class Client:
         arguments += ["--num-prompts", str(load.requests)]
         arguments += ["--max-concurrency", str(load.at_once), "--temperature", "0"]
         arguments += ["--save-result", "--result-filename", str(result)]
-        if body:
-            arguments += ["--extra-body", json.dumps(body)]
-        self._child.ask(arguments)
+        self._child.ask({"arguments": arguments, "bodies": list(bodies)})
         found: dict[str, Any] = json.loads(result.read_text())
         assert found["completed"] == load.requests, found
         return {name: found[name] for name in FIGURES}
 
 
 def write_modules(width: int, layers: int) -> list[str]:
-    """Two named configurations, as arguments of the server."""
+    """Named configurations for one place and for all, as arguments of the server."""
     import torch
     from safetensors.torch import save_file
 
@@ -156,14 +169,16 @@ def write_modules(width: int, layers: int) -> list[str]:
         "all": [(layer, hook) for layer in range(layers) for hook in HOOKS],
     }
     arguments = []
-    for name, taps in places.items():
-        path = WORK / f"{name}.safetensors"
-        tensors = {
-            f"{hook}.{layer}": torch.randn(width, generator=draw) * 0.01
-            for layer, hook in taps
-        }
-        save_file(tensors, path, metadata={"format": MODULE_FORMAT})
-        arguments.append(f"{name}={path}")
+    for places_name, taps in places.items():
+        for number in range(CONFIGS):
+            name = f"{places_name}{number}"
+            path = WORK / f"{name}.safetensors"
+            tensors = {
+                f"{hook}.{layer}": torch.randn(width, generator=draw) * 0.01
+                for layer, hook in taps
+            }
+            save_file(tensors, path, metadata={"format": MODULE_FORMAT})
+            arguments.append(f"{name}={path}")
     return arguments
 
 
@@ -185,7 +200,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     common = ["--load-format", "dummy", "--max-model-len", str(options.model_len)]
     common += ["--max-num-seqs", "256", "--no-enable-prefix-caching", *options.serve]
     features = ["--capture-consumers", HOST_MEMORY, "--enable-steering"]
-    features += ["--max-steering-configs", "16", "--steering-modules"]
+    features += ["--max-steering-configs", str(CONFIGS), "--steering-modules"]
     features += write_modules(width, layers)
     loads = {
         "decode": Load(64, options.output_len, options.requests, options.at_once),
@@ -239,20 +254,50 @@ async def take_turns(
     options: argparse.Namespace,
 ) -> AsyncIterator[Round]:
     """Each round's figures; one that warms up comes before them."""
-    turns = list(cases(layers, options.case).items())
+    known = cases(layers, options.case)
     for number in range(-1, options.rounds):
         forth = number % 2 == 0
         figures: Round = {}
-        for name, case in turns if forth else turns[::-1]:
-            figures[name] = {}
-            for side in ("upstream", "fork") if forth else ("fork", "upstream"):
-                body = case.body if side == "fork" else {}
-                figures[name][side] = await asyncio.to_thread(
-                    client.run, urls[side], loads[case.load], body
+        for load_name, load in loads.items():
+            turns = [n for n, case in known.items() if case.load == load_name]
+            beside = [await asyncio.to_thread(client.run, urls["upstream"], load)]
+            fork = {}
+            for name in turns if forth else turns[::-1]:
+                fork[name] = await asyncio.to_thread(
+                    client.run, urls["fork"], load, known[name].bodies
                 )
+                beside.append(
+                    await asyncio.to_thread(client.run, urls["upstream"], load)
+                )
+            figures |= compare(fork, beside)
         if number >= 0:
             print(f"  round {number + 1} of {options.rounds}", flush=True)
-            yield figures
+            yield {name: figures[name] for name in (NOISE, *known) if name in figures}
+
+
+def compare(fork: Mapping[str, Figures], beside: Sequence[Figures]) -> Round:
+    """The fork's turns, in their order, with the mean of upstream's on both sides.
+
+    Args:
+        fork: by case.
+        beside: upstream's turns, one before each of the fork's and one behind the last.
+
+    """
+    found = {
+        name: {"upstream": _mean(before, behind), "fork": figures}
+        for (name, figures), before, behind in zip(
+            fork.items(), beside[:-1], beside[1:], strict=True
+        )
+    }
+    if len(beside) > MANY_TURNS:
+        middle = len(beside) // 2
+        neighbours = _mean(beside[middle - 1], beside[middle + 1])
+        found[NOISE] = {"upstream": neighbours, "fork": beside[middle]}
+    return found
+
+
+def _mean(one: Figures, other: Figures) -> Figures:
+    return {name: (value + other[name]) / 2 for name, value in one.items()}
 
 
 def start_of(server: Server, begin: float) -> dict[str, float]:
@@ -273,10 +318,12 @@ def print_table(report: dict[str, Any], layers: int) -> None:
     for when, gib in report["gpu_gib"].items():
         print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
     print(f"{'case':<32}" + "".join(f"{column:>24}" for column in COLUMNS.values()))
-    for name, case in cases(layers, list(report["rounds"][0])).items():
+    known = cases(layers)
+    for name in report["rounds"][0]:
         cells = []
         for figure in COLUMNS:
-            if case.load == "prefill" and figure == "mean_tpot_ms":
+            of_prompts = name in known and known[name].load == "prefill"
+            if of_prompts and figure == "mean_tpot_ms":
                 cells.append("-")  # one token has no time between tokens
                 continue
             found = [ratio(r, name, figure) for r in report["rounds"]]
