@@ -98,6 +98,11 @@ class Placement:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._groups
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no request."""
+        return not self._groups
+
     def add(self, req_id: str, groups: tuple[LocalGroup, ...]) -> None:
         """A request is captured from now on."""
         self._groups[req_id] = groups

@@ -300,6 +300,11 @@ class WorkerCapture:
         message = ResultMessage.of(request_id, instance, stage, result)
         self._outbox.send(reply_to, message)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is captured."""
+        return self._placement.is_empty
+
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Find the rows that a step captures; the ops that must launch for them.
 

@@ -106,9 +106,14 @@ class WorkerSteering:
             self.tables.load(slot, tiers)
         self._slots.update({req_id: use.slot for req_id, use in step.uses.items()})
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is set, neither for all nor for a request."""
+        return self.tables.is_empty and not self._slots
+
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Find the row of each token; the ops that must launch to add vectors."""
-        if self.tables.is_empty and not self._slots:
+        if self.is_idle:
             return self._plan_nothing()
         if self._decoding is not None and self._decoding.goes_on(view):
             return self._launches

@@ -7,7 +7,7 @@ order is known, `begin_step` before the forward pass and `end_step` after it. Th
 views at the end are all that knows how each of the two runners keeps its batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,8 @@ class ResidualStream:
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
 
-    def plan_step(self, view: StepView) -> None:
-        """Find out what the step does."""
+    def plan_step(self, view: Callable[[], StepView]) -> None:
+        """Find out what the step does; most need not even be looked at."""
 
     def choose_graph(
         self,
@@ -116,18 +116,21 @@ class OpenResidualStream(ResidualStream):
         self.steering = steering
         self._graphs = graphs
         self._clears_slots = clears_slots
+        self._is_idle = False
+        """The step that was planned neither captures nor steers; ..."""
+        self._rests = False
+        """... nor did the one before, so that nothing is left of another."""
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
-        if self.steering is not None:
-            self.steering.update(
-                scheduler_output.finished_req_ids,
-                [(n.req_id, n.prompt_len) for n in scheduler_output.scheduled_new_reqs],
-                scheduler_output.steering,
-            )
+        begun = scheduler_output.scheduled_new_reqs
+        finished, steps = scheduler_output.finished_req_ids, scheduler_output.steering
+        if self.steering is not None and (begun or finished or steps is not None):
+            lengths = [(new.req_id, new.prompt_len) for new in begun]
+            self.steering.update(finished, lengths, steps)
         if self._capture is None:
             return
-        for new in scheduler_output.scheduled_new_reqs:
+        for new in begun:
             params = new.sampling_params
             if params is not None and params._capture_plan is not None:
                 self._capture.add_request(
@@ -142,14 +145,24 @@ class OpenResidualStream(ResidualStream):
         if scheduler_output.capture_ends:
             self.end_captures(scheduler_output.capture_ends)
 
-    def plan_step(self, view: StepView) -> None:
+    def plan_step(self, view: Callable[[], StepView]) -> None:
         """Find the step's captured rows, and what steers each row."""
+        self._is_idle = self._nothing_to_do()
+        self._rests = self._rests and self._is_idle
+        if self._rests:
+            return
+        step = view()
         steers = captures = NOTHING
         if self.steering is not None:
-            steers = self.steering.plan_step(view)
+            steers = self.steering.plan_step(step)
         if self._capture is not None:
-            captures = self._capture.plan_step(view)
+            captures = self._capture.plan_step(step)
         self._graphs.plan(steers, captures)
+
+    def _nothing_to_do(self) -> bool:
+        return (self.steering is None or self.steering.is_idle) and (
+            self._capture is None or self._capture.is_idle
+        )
 
     def choose_graph(
         self,
@@ -161,6 +174,8 @@ class OpenResidualStream(ResidualStream):
 
     def begin_step(self, num_rows: int) -> None:
         """Write the step's slots and rows of vectors."""
+        if self._rests:
+            return
         if self.steering is not None:
             self.steering.begin_step()
         if self._capture is not None:
@@ -168,6 +183,8 @@ class OpenResidualStream(ResidualStream):
 
     def end_step(self) -> None:
         """Send the step's rows on their way."""
+        if self._rests:
+            return
         self._graphs.end()
         if self.steering is not None:
             self.steering.end_step()
@@ -175,6 +192,7 @@ class OpenResidualStream(ResidualStream):
             self._capture.end_step()
             if self._clears_slots:
                 self._capture.clear_slots()
+        self._rests = self._is_idle
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the capture of requests that have ended."""

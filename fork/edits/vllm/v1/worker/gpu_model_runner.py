@@ -29,7 +29,7 @@ self.residual = residual_stream.open_residual_stream(
         anchor="num_tokens_padded = batch_desc.num_tokens",
         insert="""
 self.residual.plan_step(
-    residual_stream.v1_view(
+    lambda: residual_stream.v1_view(
         self.input_batch,
         num_scheduled_tokens_np,
         num_tokens_padded,

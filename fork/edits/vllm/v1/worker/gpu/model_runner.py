@@ -29,7 +29,7 @@ self.residual = residual_stream.open_residual_stream(
         anchor="num_toks = batch_req_state.num_tokens",
         insert="""
 self.residual.plan_step(
-    residual_stream.v2_view(self.req_states, batch_req_state)
+    lambda: residual_stream.v2_view(self.req_states, batch_req_state)
 )
 """,
         why="The batch's order is known, and its graph is not yet chosen.",
