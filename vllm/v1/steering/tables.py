@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that taps read: one row per configuration and phase, at every tap."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from vllm.model_executor.layers.residual_ops import ALIGNMENT
 from vllm.utils.math_utils import round_up
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.plan import (
     NO_STEERING,
     PackedVectors,
@@ -115,29 +116,37 @@ class SteeringTables:
         self.write(rows)
 
     def write(self, rows: Rows) -> None:
-        """Overwrite rows in full."""
+        """Overwrite rows in full, without waiting for the device."""
+        values: dict[int, torch.Tensor] = {}
         for row, vectors in rows.items():
-            for tap in self._filled.get(row, set()) - vectors.keys():
-                self._table[self._columns[tap], row].fill_(-0.0)
+            of_taps = self._table[:, row]
+            emptied = self._filled.get(row, set()) - vectors.keys()
+            if emptied:
+                of_taps.index_fill_(0, self._where(emptied), -0.0)
             self._filled[row] = set(vectors)
             if not vectors:
                 continue
-            columns = [self._columns[tap] for tap in vectors]
-            stacked = torch.from_numpy(np.stack(list(vectors.values())))
-            stacked = stacked.to(self._table.dtype)
-            stacked[stacked == 0] = -0.0
-            where = torch.tensor(columns, device=self._table.device)
-            self._table[where, row] = stacked.to(self._table.device)
+            if id(vectors) not in values:  # Both phases may have the same.
+                values[id(vectors)] = self._on_device(vectors)
+            of_taps.index_copy_(0, self._where(vectors), values[id(vectors)])
+
+    def _where(self, taps: Iterable[Tap]) -> torch.Tensor:
+        columns = [self._columns[tap] for tap in taps]
+        return async_tensor_h2d(columns, self._table.device, torch.int64)
+
+    def _on_device(self, vectors: Mapping[Tap, Vector]) -> torch.Tensor:
+        """Vectors `[len(vectors), hidden_size]` as they are in the table."""
+        rows = np.stack(list(vectors.values()))
+        found = async_tensor_h2d(rows, self._table.device, self._table.dtype)
+        return found.masked_fill_(found == 0, -0.0)
 
     def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
-        return {
-            prefill_row(slot): self._sum(
-                shared.base, shared.prefill, own.base, own.prefill
-            ),
-            decode_row(slot): self._sum(
-                shared.base, shared.decode, own.base, own.decode
-            ),
-        }
+        """Both rows of a slot: the same vectors where no phase has any of its own."""
+        prefill = self._sum(shared.base, shared.prefill, own.base, own.prefill)
+        decode = prefill
+        if shared.prefill or shared.decode or own.prefill or own.decode:
+            decode = self._sum(shared.base, shared.decode, own.base, own.decode)
+        return {prefill_row(slot): prefill, decode_row(slot): decode}
 
     def _sum(self, *parts: PackedVectors | None) -> dict[Tap, Vector]:
         """The sum of vectors at the taps of this process."""
