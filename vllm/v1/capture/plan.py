@@ -156,6 +156,12 @@ def group_taps(
         lag: by how many tokens the scheduler may be ahead of what is true.
 
     """
+    if len(wanted) == 1:  # As most: one reader, who wants the same at all taps.
+        ((instance, taps),) = wanted.items()
+        if len(alike := set(taps.values())) == 1:
+            who = (Reader(instance, alike.pop()),)
+            ranges = widened(who[0].ranges, num_prompt_tokens, lag)
+            return (TapGroup(tuple(sorted(taps)), ranges, who),)
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():

@@ -14,6 +14,9 @@ from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 
+ATOMS = frozenset({str, int, float, bool, type(None)})
+"""What is plain already, as nearly everything is in a request that came as JSON."""
+
 POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
 
 
@@ -27,6 +30,16 @@ def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
 
 def plain(raw: Any) -> Any:
     """`raw` as JSON-like data: dataclasses become dicts, sequences and arrays lists."""
+    kind = type(raw)
+    if kind in ATOMS:
+        return raw
+    if kind is dict:
+        return {
+            key: value if type(value) in ATOMS else plain(value)
+            for key, value in raw.items()
+        }
+    if kind is list:
+        return [value if type(value) in ATOMS else plain(value) for value in raw]
     if is_dataclass(raw) and not isinstance(raw, type):
         raw = asdict(raw)
     elif isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
@@ -166,8 +179,10 @@ def _parse_layers(
         )
     if not layers:
         raise fail(f"{where} selects no layer; name one or leave it out", where, raw)
-    for layer in layers:
-        if layer not in having:
+    if not set(having).issuperset(layers):
+        for layer in layers:
+            if layer in having:
+                continue
             raise fail(
                 f"{where}: layer {layer} of this model does not have this hook "
                 f"point; these have it: {list(having)}",
@@ -203,13 +218,15 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
     tokens it generates; ranges of generated positions are open at the end.
     """
     prompt = ctx.num_prompt_tokens
-    if isinstance(raw, str) and raw in POSITION_NAMES:
-        return {
-            "last_prompt": ((prompt - 1, prompt),),
-            "all_prompt": ((0, prompt),),
-            "all_generated": ((prompt, OPEN_END),),
-            "all": ((0, OPEN_END),),
-        }[raw]
+    match raw:
+        case "last_prompt":
+            return ((prompt - 1, prompt),)
+        case "all_prompt":
+            return ((0, prompt),)
+        case "all_generated":
+            return ((prompt, OPEN_END),)
+        case "all":
+            return ((0, OPEN_END),)
     if not isinstance(raw, list) or not raw:
         raise fail(
             f"{where} must be one of {list(POSITION_NAMES)} or a list of token "

@@ -50,6 +50,8 @@ class Tracked:
     """A request as the client knows it: one id, one or more samples."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
+    request_ids: list[str] = field(default_factory=list)
+    """What the engine calls the samples."""
     held: dict[str, int] = field(default_factory=dict)
     """Bytes of rows that may come back with the results, per instance."""
     waits: bool = False

@@ -54,6 +54,7 @@ class RequestsUnderWay:
         """A sample is about to be sent to the engine; the lock is held."""
         tracked = self._tracked.setdefault(parent, Tracked())
         tracked.samples[sample] = Sample(instances, self._stages)
+        tracked.request_ids.append(request_id)
         self._owner[request_id] = (parent, sample)
         return tracked
 
@@ -153,17 +154,16 @@ class RequestsUnderWay:
 
     def _drop_oldest(self) -> None:
         """Forget complete results that nobody has fetched, oldest first."""
-        if len(self._tracked) <= KEPT_RESULTS:
-            return
-        for parent, tracked in list(self._tracked.items()):
-            if tracked.complete():
-                self._forget(parent)
-                if len(self._tracked) <= KEPT_RESULTS:
-                    return
+        while len(self._tracked) > KEPT_RESULTS:
+            items = self._tracked.items()
+            oldest = next((parent for parent, one in items if one.complete()), None)
+            if oldest is None:
+                return
+            self._forget(oldest)
 
     def _forget(self, parent: str) -> None:
         self.claims.release(parent)
-        self._tracked.pop(parent, None)
+        tracked = self._tracked.pop(parent, None)
         self._forgotten(parent)
-        for request_id in [r for r, (p, _) in self._owner.items() if p == parent]:
+        for request_id in () if tracked is None else tracked.request_ids:
             del self._owner[request_id]
