@@ -16,7 +16,12 @@ from typing import ClassVar
 
 import torch
 
-from vllm.model_executor.layers.residual_ops import Launch, block_of, reads_at_once
+from vllm.model_executor.layers.residual_ops import (
+    Launch,
+    begins_early,
+    block_of,
+    reads_at_once,
+)
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -53,12 +58,11 @@ class Ahead:
 if HAS_TRITON:
 
     @triton.jit
-    def _added(value, vector_ptr, column, mask):  # type: ignore[no-untyped-def]
-        vector = tl.load(vector_ptr + column, mask=mask)
+    def _added(value, vector):  # type: ignore[no-untyped-def]
         return (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
 
     @triton.jit
-    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
+    def _steer_short_rows_kernel(  # type: ignore[no-untyped-def]
         target_ptr,  # [T, H]
         table_ptr,  # [V, H]
         rows_ptr,  # [T]
@@ -69,31 +73,69 @@ if HAS_TRITON:
         other_table_stride,
         width,
         TWICE: tl.constexpr,
-        AT_ONCE: tl.constexpr,
         BLOCK: tl.constexpr,
+        launch_pdl: tl.constexpr,
     ):
         token = tl.program_id(0)
         column = tl.arange(0, BLOCK)
-        place = target_ptr + token * target_stride
-        if AT_ONCE:  # What the addition needs besides the vector.
-            value = tl.load(place + column, mask=column < width)
+        mask = column < width
+        place = target_ptr + token * target_stride + column
+        if not launch_pdl:  # All that the addition needs besides the vectors, ...
+            value = tl.load(place, mask=mask)
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
+        other_row = row
+        if TWICE:
+            other_row = tl.load(other_rows_ptr + token).to(tl.int64)
+            other_ptr = other_table_ptr + other_row * other_table_stride
+            other = tl.load(other_ptr + column, mask=mask)
+        if launch_pdl:  # ... or all besides the stream.
+            # In every block: one that ended before the kernel in front would let the
+            # one behind begin too early.
+            tl.extra.cuda.gdc_wait()
+        if (row == 0) & (other_row == 0):
+            return
+        if launch_pdl:
+            value = tl.load(place, mask=mask)
+        value = _added(value, vector)
+        if TWICE:  # Rounded in between, as two ops would.
+            value = _added(value, other)
+        tl.store(place, value, mask=mask)
+
+    @triton.jit
+    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
+        target_ptr,
+        table_ptr,
+        rows_ptr,
+        other_table_ptr,
+        other_rows_ptr,
+        target_stride,
+        table_stride,
+        other_table_stride,
+        width,
+        TWICE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        launch_pdl: tl.constexpr,
+    ):
+        token = tl.program_id(0)
         row = tl.load(rows_ptr + token).to(tl.int64)
         other_row = row
         if TWICE:
             other_row = tl.load(other_rows_ptr + token).to(tl.int64)
+        if launch_pdl:
+            tl.extra.cuda.gdc_wait()
         if (row == 0) & (other_row == 0):
             return
-        vector_ptr = table_ptr + row * table_stride
-        other_ptr = other_table_ptr + other_row * other_table_stride
         for start in range(0, width, BLOCK):
-            columns = start + column
-            mask = columns < width
-            if not AT_ONCE:
-                value = tl.load(place + columns, mask=mask)
-            total = _added(value, vector_ptr, columns, mask)
-            if TWICE:  # Rounded in between, as two ops would.
-                total = _added(total, other_ptr, columns, mask)
-            tl.store(place + columns, total, mask=mask)
+            column = start + tl.arange(0, BLOCK)
+            mask = column < width
+            place = target_ptr + token * target_stride + column
+            vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
+            value = _added(tl.load(place, mask=mask), vector)
+            if TWICE:
+                other_ptr = other_table_ptr + other_row * other_table_stride
+                value = _added(value, tl.load(other_ptr + column, mask=mask))
+            tl.store(place, value, mask=mask)
 
 
 def _add(target: torch.Tensor, additions: Sequence[Addition]) -> None:
@@ -111,7 +153,9 @@ def _launch(target: torch.Tensor, additions: Sequence[Addition]) -> None:
     num_tokens, width = target.shape
     (table, rows), (other_table, other_rows) = additions[0], additions[-1]
     assert target.stride(-1) == table.stride(-1) == other_table.stride(-1) == 1
-    _steer_rows_kernel[(num_tokens,)](
+    short = reads_at_once(num_tokens, width)
+    kernel = _steer_short_rows_kernel if short else _steer_rows_kernel
+    kernel[(num_tokens,)](
         target,
         table,
         rows,
@@ -122,9 +166,9 @@ def _launch(target: torch.Tensor, additions: Sequence[Addition]) -> None:
         other_table.stride(0),
         width,
         TWICE=len(additions) == 2,
-        AT_ONCE=reads_at_once(num_tokens, width),
         BLOCK=block_of(width),
         num_warps=8,
+        launch_pdl=begins_early(),
     )
 
 

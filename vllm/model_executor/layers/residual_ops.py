@@ -11,6 +11,7 @@ S rows of staging memory.
 import torch
 
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -100,10 +101,11 @@ if HAS_TRITON:
         HAS_RESIDUAL: tl.constexpr,
         AT_ONCE: tl.constexpr,
         BLOCK: tl.constexpr,
+        launch_pdl: tl.constexpr,
     ):
         token = tl.program_id(0)
         column = tl.arange(0, BLOCK)
-        if AT_ONCE:  # Nothing waits for anything, if the row is wanted.
+        if AT_ONCE and not launch_pdl:  # Nothing waits, if the row is wanted.
             row = _stream_row(
                 hidden_ptr + token * hidden_stride,
                 residual_ptr + token * residual_stride,
@@ -113,10 +115,14 @@ if HAS_TRITON:
             )
         base = tl.load(base_ptr)
         slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
+        if launch_pdl:
+            # By all: who ends before the kernel in front of this one lets the one
+            # behind begin too early.
+            tl.extra.cuda.gdc_wait()
         if slot < 0:
             return
         place = staging_ptr + (base + slot) * staging_stride
-        if AT_ONCE:
+        if AT_ONCE and not launch_pdl:
             tl.store(place + column, row, mask=column < width)
         else:
             for start in range(0, width, BLOCK):
@@ -146,6 +152,20 @@ def reads_at_once(num_tokens: int, width: int) -> bool:
 
 
 FEW_TOKENS = 512
+
+
+def begins_early() -> bool:
+    """Whether a kernel may begin while the one in front of it ends, and waits inside.
+
+    CUDA's programmatic dependent launch: slots, rows and vectors are read meanwhile.
+    They must have been written by then, which is sure where they were before the whole
+    graph began.
+    """
+    return (
+        Launch.whole
+        and current_platform.is_cuda()
+        and current_platform.has_device_capability(90)
+    )
 
 
 def capture_rows(
@@ -195,6 +215,7 @@ def capture_rows(
             AT_ONCE=reads_at_once(num_tokens, width),
             BLOCK=block_of(width),
             num_warps=8,
+            launch_pdl=begins_early(),
         )
         return
     slots = slots[: hidden.shape[0]]
