@@ -100,6 +100,51 @@ def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
         assert torch.equal(total, expected())
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (8, 4096), (256, 4096)])
+def test_a_kernel_that_begins_early_waits_for_the_stream(
+    tokens: int, width: int
+) -> None:
+    """Behind a copy, a product and one another, each finds what came before."""
+    stream = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
+    source = torch.zeros_like(stream)
+    weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16) * 0.02
+    additions = [addition(tokens, width, stream.dtype) for _ in range(2)]
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda").flip(0)
+    base = torch.zeros(1, dtype=torch.int32, device="cuda")
+    rounds = 6
+    staging = [torch.zeros_like(stream) for _ in range(2 * rounds)]
+    Launch.taps = frozenset(
+        [slots.data_ptr(), *(table.data_ptr() for table, _ in additions)]
+    )
+
+    def run() -> None:
+        stream.copy_(source)
+        for number in range(rounds):
+            for place, (table, row) in enumerate(additions):
+                torch.ops.vllm.steer_rows(stream, table, row, None)
+                torch.ops.vllm.capture_rows(
+                    stream, None, slots, base, staging[2 * number + place], False
+                )
+            torch.mm(staging[2 * number + 1].flip(0), weight, out=stream)
+
+    run()  # Compiles what there is to compile.
+    graph = torch.cuda.CUDAGraph()
+    Launch.whole = True
+    with torch.cuda.graph(graph):
+        run()
+    Launch.whole = False
+    for _ in range(20):
+        source.normal_()
+        graph.replay()
+        expected = source
+        for number in range(rounds):
+            for place, one in enumerate(additions):
+                expected = added(expected, one)
+                assert torch.equal(staging[2 * number + place].flip(0), expected)
+            expected = expected @ weight
+        assert torch.equal(stream, expected)
+
+
 def test_a_pass_that_is_no_recording_begins_nothing() -> None:
     target = torch.zeros(4, 64, device="cuda")
     one = addition(4, 64, target.dtype)
