@@ -22,11 +22,9 @@ from benchmarks.llamas import model_folder
 
 PLAIN = "plain"
 """The case in which nothing is captured or steered, which upstream has as well."""
-PLAIN_BEFORE = "plain, recorded before"
-"""The same in the graphs before the last time that all were recorded anew."""
 CONFIGS = 64
 ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
-WARM_UP, REPLAYS = 10, 50
+WARM_UP, REPLAYS = 5, 20
 
 
 class Graphs:
@@ -81,10 +79,13 @@ class Graphs:
         """Record all graphs anew, in other memory; greedy tokens with them.
 
         Two recordings of the same work differ by up to 1.4 %, as the time of a matrix
-        product depends on where its operands lie and how its blocks are placed.
+        product depends on where its operands lie and how its blocks are placed. Those
+        before are not to be replayed, of prompts neither: what they read may be gone.
         """
-        self._cases[PLAIN_BEFORE] = replace(self._cases[PLAIN], name=PLAIN_BEFORE)
-        self._runner.cudagraph_manager.graphs.clear()
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        self._runner.cudagraph_manager.release_graphs()
+        CUDAGraphWrapper.clear_all_graphs()
         self._runner.capture_model()
         return self._find_cases()
 
@@ -169,7 +170,7 @@ class Case:
         """Put into the memory that graphs read what a step would put there."""
         import torch
 
-        if self.name in (PLAIN, PLAIN_BEFORE):
+        if self.name == PLAIN:
             return  # Its graphs read nothing of ours.
         capture, steering = runner.residual._capture, runner.residual.steering
         if capture is not None:

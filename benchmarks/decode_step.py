@@ -9,8 +9,8 @@ engines share the GPU, upstream's and one of the fork, each in a process of its 
 with PYTHONPATH set to the folder (or folders, separated by colons) that holds its
 `vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
 before or behind it, for the GPU's clock drifts by more than what is looked for. Before
-each round both record their graphs anew, as recordings of the same work differ too; by
-how much is measured with upstream's alone. Weights are random; the 1B-class model has
+each round both record their graphs anew, as recordings of the same work differ too: the
+table says by how much upstream's do. Weights are random; the 1B-class model has
 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of
 all engines. `--quick`: both features on, three batch sizes, three rounds; about three
 minutes.
@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks import reports  # noqa: E402
 from benchmarks.child import ENVIRONMENT, Child  # noqa: E402
-from benchmarks.decode_graphs import PLAIN, PLAIN_BEFORE  # noqa: E402
+from benchmarks.decode_graphs import PLAIN  # noqa: E402
 from benchmarks.llamas import MODELS, describe  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "decode_step"
@@ -60,7 +61,7 @@ class Engine(Child):
     def __init__(
         self, name: str, path: str, model: str, features: str, batches: Sequence[int]
     ) -> None:
-        """Start it and wait until it is ready."""
+        """Start it."""
         super().__init__(
             [
                 sys.executable,
@@ -72,7 +73,14 @@ class Engine(Child):
             WORK / f"{name}.log",
             {**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
         )
-        self.about: dict[str, Any] = self.answer()
+        self._about: dict[str, Any] = {}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What it says of itself, once it is ready."""
+        if not self._about:
+            self._about = self.answer()
+        return self._about
 
     def milliseconds(self, case: str, batch: int) -> float:
         """Of one replay."""
@@ -107,7 +115,8 @@ def compare(
 
     The two take turns, and every other round goes the other way. Both begin a round by
     recording their graphs anew. Medians over the rounds; `range` holds the smallest and
-    the largest ratio.
+    the largest ratio. `recordings`: upstream's time in its fastest and in its slowest
+    round, over the median.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -129,7 +138,17 @@ def compare(
         found["milliseconds"][batch] = statistics.median(ours for ours, _ in taken)
         found["ratio"][batch] = statistics.median(ratios)
         found["range"][batch] = [min(ratios), max(ratios)]
+    report["recordings"] = {
+        batch: _extremes([theirs for _, theirs in pairs[cases[0], batch]])
+        for batch in batches
+    }
     return report
+
+
+def _extremes(values: Sequence[float]) -> list[float]:
+    """The smallest and the largest, over the median."""
+    median = statistics.median(values)
+    return [min(values) / median, max(values) / median]
 
 
 def main() -> None:
@@ -141,21 +160,34 @@ def main() -> None:
     parser.add_argument("--variants", help="default all; both with --quick")
     parser.add_argument("--rounds", type=int, help="default 5; 3 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 3 minutes")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start both engines at once, which says nothing of how long a start takes",
+    )
     parser.add_argument("--out", type=Path, default=WORK / "decode_step.json")
     args = parser.parse_args()
     names = (args.variants or ("both" if args.quick else ",".join(VARIANTS))).split(",")
     batches = QUICK_BATCHES if args.quick else BATCHES
     rounds = args.rounds or (3 if args.quick else 5)
     report: dict[str, Any] = {**reports.begun(), "model": describe(args.model)}
-    with Engine("upstream", args.upstream, args.model, "", batches) as upstream:
+
+    def start(name: str) -> Engine:
+        return Engine(name, args.fork, args.model, VARIANTS[name], batches)
+
+    with ExitStack() as running:
+        upstream = Engine("upstream", args.upstream, args.model, "", batches)
+        running.enter_context(upstream)
+        early = [running.enter_context(start(n)) for n in names[:1] if args.together]
         report |= {name: upstream.about[name] for name in ("device", "torch")}
-        noise = compare(upstream, upstream, [PLAIN_BEFORE], batches, rounds)
+        for fork in early:
+            assert fork.about, "whoever still starts would disturb what is measured"
+        noise = compare(upstream, upstream, [PLAIN], batches, rounds)
         report["variants"] = {"upstream": {**upstream.report(), **noise}}
         print_variant("upstream, by itself", report["variants"]["upstream"])
         for name in names:
-            with Engine(name, args.fork, args.model, VARIANTS[name], batches) as fork:
-                cases = fork.about["cases"]
-                found = compare(upstream, fork, cases, batches, rounds)
+            with early.pop() if early else start(name) as fork:
+                found = compare(upstream, fork, fork.about["cases"], batches, rounds)
                 same = fork.about["tokens"] == upstream.about["tokens"]
                 report["variants"][name] = {
                     **fork.report(),
@@ -180,6 +212,9 @@ def print_variant(name: str, variant: dict[str, Any]) -> None:
         ratios = variant["ratio"][case]
         cells = [f"{b}: {ms:.4f} ({ratios[b]:.4f})" for b, ms in by_batch.items()]
         print(f"  {case:46s} " + "  ".join(cells), flush=True)
+    ranges = variant["recordings"].items()
+    cells = [f"{b}: {low:.4f} to {high:.4f}" for b, (low, high) in ranges]
+    print(f"  {'upstream, over its median':46s} " + "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":
