@@ -34,17 +34,29 @@ STEERING = {tap: 2000 + number for number, tap in enumerate(TAPS)}
 STEERS = frozenset(STEERING.values())
 EVERYTHING = frozenset(CAPTURE.values()) | frozenset(STEERING.values())
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
+SIZES = (512, 400, 384, 256, 200, 184, 24, 16, 8, 4, 2, 1)
+PIECES = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, n, None) for n in SIZES]
 pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+def config(ranks: int = 1, engines: int = 1) -> Any:
+    """An engine's configuration, as far as it says what may be recorded later."""
+    parallel = SimpleNamespace(world_size=ranks, data_parallel_size=engines)
+    return SimpleNamespace(parallel_config=parallel, lora_config=None)
 
 
 class Manager:
     """Keeps graphs by descriptor, as upstream's; records what is asked for."""
 
     def __init__(self, fails: bool = False) -> None:
-        plain = {CUDAGraphMode.FULL: [FULL, replace(FULL, num_tokens=16)]}
+        plain = {
+            CUDAGraphMode.FULL: [FULL, replace(FULL, num_tokens=16)],
+            CUDAGraphMode.PIECEWISE: PIECES,
+        }
+        self._capture_descs = with_families(plain, config())
         self.graphs: dict[BatchExecutionDescriptor, Any] = {
             one: Launch.families[one.tapped]
-            for one in with_families(plain)[CUDAGraphMode.FULL]
+            for one in self._capture_descs[CUDAGraphMode.FULL]
         }
         self.fails = fails
 
@@ -109,11 +121,73 @@ def test_where_nothing_is_recorded_later_the_start_has_each_feature_alone() -> N
     ]
 
 
-def test_piecewise_graphs_come_plain_and_with_everything() -> None:
+def test_piecewise_graphs_come_plain_and_some_with_everything() -> None:
     families()
-    piecewise = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
-    made = with_families({CUDAGraphMode.PIECEWISE: [piecewise]})
-    assert [one.tapped for one in made[CUDAGraphMode.PIECEWISE]] == [0, 3]
+    made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config())
+    by_family: dict[int, list[int]] = {}
+    for one in made[CUDAGraphMode.PIECEWISE]:
+        by_family.setdefault(one.tapped, []).append(one.num_tokens)
+    assert by_family == {
+        0: list(SIZES),
+        3: [512, 384, 256, 184, 24, 16, 8, 4, 2, 1],
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_prompts_step_is_padded_to_the_next_graph_that_launches(size: int) -> None:
+    graphs, manager = families(), Manager()
+    plain = next(one for one in PIECES if one.num_tokens == size)
+    typed: Any = manager
+    assert graphs.choose(plain, typed) == plain
+    graphs.plan(STEERS, NOTHING)
+    chosen = graphs.choose(plain, typed)
+    assert chosen in manager._capture_descs[CUDAGraphMode.PIECEWISE]
+    assert chosen.tapped == 3
+    assert size <= chosen.num_tokens <= size / residual_graphs.COARSENESS
+    # With adapters there are graphs of the same sizes for them.
+    other = replace(plain, num_active_loras=1)
+    manager._capture_descs = with_families(
+        {CUDAGraphMode.PIECEWISE: [other, *PIECES]}, config()
+    )
+    assert graphs.choose(other, typed) == replace(other, tapped=3)
+
+
+def test_steps_of_engines_that_pad_alike_are_padded_no_further() -> None:
+    families()
+    made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config(engines=2))
+    launching = [one for one in made[CUDAGraphMode.PIECEWISE] if one.tapped]
+    assert [one.num_tokens for one in launching] == list(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("requests", "ranks", "expected"),
+    [(32, 1, [0, 1, 2, 3]), (24, 1, [0, 3]), (24, 2, [0, 1, 2, 3])],
+)
+def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
+    requests: int, ranks: int, expected: list[int]
+) -> None:
+    families()
+    # Three tokens a request, as with two drafts.
+    step = BatchExecutionDescriptor(CUDAGraphMode.FULL, 3 * requests, requests, 3)
+    made = with_families({CUDAGraphMode.FULL: [step]}, config(ranks))
+    assert [one.tapped for one in made[CUDAGraphMode.FULL]] == expected
+
+
+def test_a_step_of_an_unusual_size_runs_everything_until_more_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 2)
+    graphs, manager = families(), Manager()
+    typed: Any = manager
+    step = replace(FULL, num_tokens=7, num_reqs=7)
+    for one in with_families({CUDAGraphMode.FULL: [step]}, config())[step.cg_mode]:
+        manager.graphs[one] = Launch.families[one.tapped]
+    found = []
+    for _ in range(3):
+        graphs.plan(STEERS, NOTHING)
+        found.append(manager.graphs[graphs.choose(step, typed)])
+        graphs.end()
+    assert found == [EVERYTHING, STEERS, STEERS]
 
 
 @given(
@@ -231,12 +305,12 @@ def test_a_runner_with_one_set_of_graphs_launches_everything() -> None:
 
 def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -> None:
     families()
-    config: Any = SimpleNamespace(
+    no_features: Any = SimpleNamespace(
         capture_config=CaptureConfig(),
         steering_config=SteeringConfig(),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 1),
     )
-    open_residual_stream(config, torch.nn.Module(), torch.device("cpu"))
+    open_residual_stream(no_features, torch.nn.Module(), torch.device("cpu"))
     plain = {CUDAGraphMode.FULL: [FULL], CUDAGraphMode.PIECEWISE: [FULL]}
-    assert with_families(plain) == plain
+    assert with_families(plain, config()) == plain
     assert Launch.taps == NOTHING

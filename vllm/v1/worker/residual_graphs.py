@@ -8,6 +8,7 @@ need. A few families are recorded when the engine starts; one that fits better i
 recorded while it serves, once enough steps would have run it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -47,6 +48,9 @@ MOST_REMEMBERED = 4096
 """Wishes for graphs that are counted at a time."""
 
 
+COARSENESS = 0.75
+"""Piecewise graphs that launch have sizes that differ by this factor, at least."""
+
 Addresses = Mapping[tuple[int, str], int]
 """What the op of a feature is known by, by layer and hook."""
 
@@ -69,23 +73,60 @@ def families_at_start(
     return sorted(dict.fromkeys(every), key=len)
 
 
-def with_families(descriptors: Descriptors) -> Descriptors:
-    """The graphs to record at the start: each one once per family.
+def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descriptors:
+    """The graphs to record at the start: each one plain, and in other families.
 
-    Piecewise graphs serve steps with prompts, whose kernels are long beside a tap's:
-    they come plain and with everything only, which keeps the start short.
+    Not all of them: a graph takes a MiB or two of the device's memory.
+
+    Args:
+        descriptors: of the plain graphs, by mode.
+        vllm_config: the engine's configuration.
+
     """
     last = len(Launch.families) - 1
-    return {
-        mode: [
-            replace(descriptor, tapped=family)
-            for descriptor in of_mode
-            for family in (
-                range(last + 1) if mode == CUDAGraphMode.FULL else sorted({0, last})
-            )
-        ]
-        for mode, of_mode in descriptors.items()
-    }
+    may_record = can_record(vllm_config)
+    # Ranks with requests of their own must agree on how far steps are padded.
+    pads = vllm_config.parallel_config.data_parallel_size == 1
+    made: Descriptors = {}
+    for mode, of_mode in descriptors.items():
+        some = _coarse(of_mode) if pads else set(of_mode)
+        made[mode] = []
+        for one in of_mode:
+            families = {0}
+            if mode != CUDAGraphMode.FULL:
+                families |= {last} if one in some else set()
+            elif may_record and not _is_usual(one):
+                families.add(last)
+            else:
+                families.update(range(last + 1))
+            made[mode] += [replace(one, tapped=family) for family in sorted(families)]
+    return made
+
+
+def _is_usual(descriptor: "BatchExecutionDescriptor") -> bool:
+    """Whether all families have the graph from the start: others are recorded later.
+
+    Until then steps run the one that launches everything.
+    """
+    size = descriptor.num_reqs or descriptor.num_tokens
+    return size.bit_count() == 1
+
+
+def _coarse(
+    descriptors: Sequence["BatchExecutionDescriptor"],
+) -> set["BatchExecutionDescriptor"]:
+    """Those to which other steps with prompts are padded, by a third at most.
+
+    Their graphs are many small ones, and take more memory than those of whole steps.
+    """
+    kept: set[BatchExecutionDescriptor] = set()
+    smallest: dict[BatchExecutionDescriptor, int] = {}
+    for one in sorted(descriptors, key=lambda d: d.num_tokens, reverse=True):
+        kind = replace(one, num_tokens=0)
+        if one.num_tokens <= COARSENESS * smallest.get(kind, math.inf):
+            smallest[kind] = one.num_tokens
+            kept.add(one)
+    return kept
 
 
 def record_family(descriptor: "BatchExecutionDescriptor") -> None:
@@ -201,6 +242,7 @@ class GraphFamilies:
         self._both: Ops = NOTHING
         """Their union: most steps need what the step before needed."""
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
+        self._padded: dict[BatchExecutionDescriptor, BatchExecutionDescriptor] = {}
         Launch.begin(self._idle, tuple(families))
 
     def plan(self, steers: Ops, captures: Ops) -> None:
@@ -227,7 +269,7 @@ class GraphFamilies:
         if not self._needed or descriptor.cg_mode == CUDAGraphMode.NONE:
             return descriptor
         if descriptor.cg_mode != CUDAGraphMode.FULL:
-            return replace(descriptor, tapped=self._started - 1)
+            return self._padded_to(descriptor, manager)
         known = self._chosen.get((self._needed, descriptor))
         if known is None:
             if len(self._chosen) > MOST_REMEMBERED:
@@ -243,6 +285,27 @@ class GraphFamilies:
             return self._record(descriptor, manager) or known.descriptor
         return known.descriptor
 
+    def _padded_to(
+        self,
+        descriptor: "BatchExecutionDescriptor",
+        manager: "ModelCudaGraphManager | None",
+    ) -> "BatchExecutionDescriptor":
+        """The piecewise graphs that launch everything and are next in size."""
+        padded = self._padded.get(descriptor)
+        if padded is None:
+            assert manager is not None, "a graph is chosen where there is none"
+            known = manager._capture_descs[descriptor.cg_mode]
+            wanted = replace(descriptor, tapped=self._started - 1)
+            larger = [
+                one
+                for one in known
+                if one.num_tokens >= wanted.num_tokens
+                and replace(one, num_tokens=wanted.num_tokens) == wanted
+            ]
+            padded = min(larger, key=lambda one: one.num_tokens, default=wanted)
+            self._padded[descriptor] = padded
+        return padded
+
     def _smallest(
         self,
         descriptor: "BatchExecutionDescriptor",
@@ -255,9 +318,7 @@ class GraphFamilies:
             for family, ops in enumerate(Launch.families)
             if self._needed <= ops
         )
-        size, _, chosen = min(
-            one for one in fitting if one[1] < self._started or one[2] in graphs
-        )
+        size, _, chosen = min(one for one in fitting if one[2] in graphs)
         return chosen, size
 
     def _record(

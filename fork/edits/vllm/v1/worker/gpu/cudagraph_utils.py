@@ -20,7 +20,8 @@ tapped: int = 0
     last(
         scope="ModelCudaGraphManager.__init__",
         insert=(
-            "self._capture_descs = residual_graphs.with_families(self._capture_descs)"
+            "self._capture_descs = residual_graphs.with_families("
+            "self._capture_descs, self.vllm_config)"
         ),
         why="Each graph of the target model is recorded once per family.",
     ),
