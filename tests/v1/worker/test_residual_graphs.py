@@ -39,9 +39,13 @@ PIECES = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, n, None) for n in SI
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
-def config(ranks: int = 1, engines: int = 1) -> Any:
+def config(ranks: int = 1, engines: int = 1, stages: int = 1) -> Any:
     """An engine's configuration, as far as it says what may be recorded later."""
-    parallel = SimpleNamespace(world_size=ranks, data_parallel_size=engines)
+    parallel = SimpleNamespace(
+        world_size=ranks * stages,
+        data_parallel_size=engines,
+        pipeline_parallel_size=stages,
+    )
     return SimpleNamespace(parallel_config=parallel, lora_config=None)
 
 
@@ -152,9 +156,13 @@ def test_a_prompts_step_is_padded_to_the_next_graph_that_launches(size: int) -> 
     assert graphs.choose(other, typed) == replace(other, tapped=3)
 
 
-def test_steps_of_engines_that_pad_alike_are_padded_no_further() -> None:
+@pytest.mark.parametrize("parallel", [{"engines": 2}, {"stages": 2}])
+def test_steps_that_ranks_must_pad_alike_are_padded_no_further(
+    parallel: dict[str, int],
+) -> None:
+    """What one of them launches the other need not."""
     families()
-    made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config(engines=2))
+    made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config(**parallel))
     launching = [one for one in made[CUDAGraphMode.PIECEWISE] if one.tapped]
     assert [one.num_tokens for one in launching] == list(SIZES)
 

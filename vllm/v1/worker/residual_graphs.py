@@ -85,8 +85,10 @@ def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descri
     """
     last = len(Launch.families) - 1
     may_record = can_record(vllm_config)
-    # Ranks with requests of their own must agree on how far steps are padded.
-    pads = vllm_config.parallel_config.data_parallel_size == 1
+    # Ranks with requests or layers of their own, of which others may launch nothing,
+    # must agree on how far a step is padded.
+    parallel = vllm_config.parallel_config
+    pads = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
     made: Descriptors = {}
     for mode, of_mode in descriptors.items():
         some = _coarse(of_mode) if pads else set(of_mode)
