@@ -73,14 +73,12 @@ class Engine(Child):
             WORK / f"{name}.log",
             {**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
         )
-        self._about: dict[str, Any] = {}
-
-    @property
-    def about(self) -> dict[str, Any]:
+        self.about: dict[str, Any] = {}
         """What it says of itself, once it is ready."""
-        if not self._about:
-            self._about = self.answer()
-        return self._about
+
+    def ready(self) -> None:
+        """Wait until it can be asked."""
+        self.about = self.about or self.answer()
 
     def milliseconds(self, case: str, batch: int) -> float:
         """Of one replay."""
@@ -179,14 +177,15 @@ def main() -> None:
         upstream = Engine("upstream", args.upstream, args.model, "", batches)
         running.enter_context(upstream)
         early = [running.enter_context(start(n)) for n in names[:1] if args.together]
+        for engine in (upstream, *early):
+            engine.ready()  # Whoever still starts would disturb what is measured.
         report |= {name: upstream.about[name] for name in ("device", "torch")}
-        for fork in early:
-            assert fork.about, "whoever still starts would disturb what is measured"
         noise = compare(upstream, upstream, [PLAIN], batches, rounds)
         report["variants"] = {"upstream": {**upstream.report(), **noise}}
         print_variant("upstream, by itself", report["variants"]["upstream"])
         for name in names:
             with early.pop() if early else start(name) as fork:
+                fork.ready()
                 found = compare(upstream, fork, fork.about["cases"], batches, rounds)
                 same = fork.about["tokens"] == upstream.about["tokens"]
                 report["variants"][name] = {

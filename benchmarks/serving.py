@@ -89,7 +89,12 @@ def capture(positions: str, layers: Any) -> list[dict[str, Any]]:
 
 def steer(modules: str) -> list[dict[str, Any]]:
     """Request fields that name one module after the other."""
-    return [{"steering_name": f"{modules}{number}"} for number in range(CONFIGS)]
+    return [{"steering_name": name} for name in names_of(modules)]
+
+
+def names_of(modules: str) -> list[str]:
+    """Of the configurations for the same places."""
+    return [f"{modules}{number}" for number in range(CONFIGS)]
 
 
 def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
@@ -170,8 +175,7 @@ def write_modules(width: int, layers: int) -> list[str]:
     }
     arguments = []
     for places_name, taps in places.items():
-        for number in range(CONFIGS):
-            name = f"{places_name}{number}"
+        for name in names_of(places_name):
             path = WORK / f"{name}.safetensors"
             tensors = {
                 f"{hook}.{layer}": torch.randn(width, generator=draw) * 0.01
@@ -260,6 +264,8 @@ async def take_turns(
         figures: Round = {}
         for load_name, load in loads.items():
             turns = [n for n, case in known.items() if case.load == load_name]
+            if not turns:
+                continue
             beside = [await asyncio.to_thread(client.run, urls["upstream"], load)]
             fork = {}
             for name in turns if forth else turns[::-1]:

@@ -105,7 +105,7 @@ if HAS_TRITON:
     ):
         token = tl.program_id(0)
         column = tl.arange(0, BLOCK)
-        if AT_ONCE and not launch_pdl:  # Nothing waits, if the row is wanted.
+        if AT_ONCE:  # Nothing waits for anything, if the row is wanted.
             row = _stream_row(
                 hidden_ptr + token * hidden_stride,
                 residual_ptr + token * residual_stride,
@@ -122,7 +122,7 @@ if HAS_TRITON:
         if slot < 0:
             return
         place = staging_ptr + (base + slot) * staging_stride
-        if AT_ONCE and not launch_pdl:
+        if AT_ONCE:
             tl.store(place + column, row, mask=column < width)
         else:
             for start in range(0, width, BLOCK):
@@ -200,6 +200,7 @@ def capture_rows(
     if hidden.is_cuda:
         assert hidden.stride(-1) == 1 and staging.stride(-1) == 1
         num_tokens, width = hidden.shape
+        early = begins_early()
         _capture_rows_kernel[(num_tokens,)](
             hidden,
             hidden if residual is None else residual,
@@ -212,10 +213,10 @@ def capture_rows(
             staging.stride(0),
             width,
             HAS_RESIDUAL=residual is not None,
-            AT_ONCE=reads_at_once(num_tokens, width),
+            AT_ONCE=not early and reads_at_once(num_tokens, width),
             BLOCK=block_of(width),
             num_warps=8,
-            launch_pdl=begins_early(),
+            launch_pdl=early,
         )
         return
     slots = slots[: hidden.shape[0]]

@@ -30,24 +30,23 @@ def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
 
 def plain(raw: Any) -> Any:
     """`raw` as JSON-like data: dataclasses become dicts, sequences and arrays lists."""
-    kind = type(raw)
-    if kind in ATOMS:
+    if type(raw) in ATOMS:
         return raw
-    if kind is dict:
-        return {
-            key: value if type(value) in ATOMS else plain(value)
-            for key, value in raw.items()
-        }
-    if kind is list:
-        return [value if type(value) in ATOMS else plain(value) for value in raw]
-    if is_dataclass(raw) and not isinstance(raw, type):
-        raw = asdict(raw)
-    elif isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
-        raw = raw.tolist()
+    if type(raw) not in (dict, list):
+        raw = _converted(raw)
     if isinstance(raw, Mapping):
         return {key: plain(value) for key, value in raw.items()}
     if isinstance(raw, (list, tuple, range)):
         return [plain(value) for value in raw]
+    return raw
+
+
+def _converted(raw: Any) -> Any:
+    """Dataclasses and arrays in the form that Python has for them."""
+    if is_dataclass(raw) and not isinstance(raw, type):
+        return asdict(raw)
+    if isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
+        return raw.tolist()
     return raw
 
 
@@ -179,10 +178,9 @@ def _parse_layers(
         )
     if not layers:
         raise fail(f"{where} selects no layer; name one or leave it out", where, raw)
-    if not set(having).issuperset(layers):
-        for layer in layers:
-            if layer in having:
-                continue
+    known = set(having)
+    for layer in layers:
+        if layer not in known:
             raise fail(
                 f"{where}: layer {layer} of this model does not have this hook "
                 f"point; these have it: {list(having)}",

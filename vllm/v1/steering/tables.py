@@ -117,7 +117,7 @@ class SteeringTables:
 
     def write(self, rows: Rows) -> None:
         """Overwrite rows in full, without waiting for the device."""
-        values: dict[int, torch.Tensor] = {}
+        sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for row, vectors in rows.items():
             of_taps = self._table[:, row]
             emptied = self._filled.get(row, set()) - vectors.keys()
@@ -126,9 +126,9 @@ class SteeringTables:
             self._filled[row] = set(vectors)
             if not vectors:
                 continue
-            if id(vectors) not in values:  # Both phases may have the same.
-                values[id(vectors)] = self._on_device(vectors)
-            of_taps.index_copy_(0, self._where(vectors), values[id(vectors)])
+            if id(vectors) not in sent:  # Both phases may have the same.
+                sent[id(vectors)] = self._where(vectors), self._on_device(vectors)
+            of_taps.index_copy_(0, *sent[id(vectors)])
 
     def _where(self, taps: Iterable[Tap]) -> torch.Tensor:
         columns = [self._columns[tap] for tap in taps]
