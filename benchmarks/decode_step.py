@@ -10,10 +10,12 @@ with PYTHONPATH set to the folder (or folders, separated by colons) that holds i
 `vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
 before or behind it, for the GPU's clock drifts by more than what is looked for. Before
 each round both record their graphs anew, as recordings of the same work differ too: the
-table says by how much upstream's do. Weights are random; the 1B-class model has
-16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of
-all engines. `--quick`: both features on, three batch sizes, three rounds; about three
-minutes.
+table says by how much upstream's do. Then upstream's engine ends, and the last variant
+takes turns with itself: what a case costs over plain steps of the same recording, on a
+GPU that serves one process, as a server's does. Weights are random; the 1B-class model
+has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy
+tokens of all engines. `--quick`: both features on, three batch sizes, three rounds;
+about four minutes.
 """
 
 import argparse
@@ -112,9 +114,9 @@ def compare(
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
     The two take turns, and every other round goes the other way. Both begin a round by
-    recording their graphs anew. Medians over the rounds; `range` holds the smallest and
-    the largest ratio. `recordings`: upstream's time in its fastest and in its slowest
-    round, over the median.
+    recording their graphs anew. Medians over the rounds, whose ratios are in `rounds`.
+    `recordings`: upstream's time in its fastest and in its slowest round, over the
+    median. `upstream` and `fork` may be the same engine: of its own plain steps then.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -129,13 +131,19 @@ def compare(
                 theirs = upstream.milliseconds(PLAIN, batch)
                 ours = fork.milliseconds(case, batch)
             pairs.setdefault((case, batch), []).append((ours, theirs))
-    report: dict[str, Any] = {"milliseconds": {}, "ratio": {}, "range": {}}
+    report: dict[str, Any] = {
+        "milliseconds": {},
+        "ratio": {},
+        "range": {},
+        "rounds": {},
+    }
     for (case, batch), taken in pairs.items():
         ratios = [ours / theirs for ours, theirs in taken]
         found = {name: by_case.setdefault(case, {}) for name, by_case in report.items()}
         found["milliseconds"][batch] = statistics.median(ours for ours, _ in taken)
         found["ratio"][batch] = statistics.median(ratios)
         found["range"][batch] = [min(ratios), max(ratios)]
+        found["rounds"][batch] = ratios
     report["recordings"] = {
         batch: _extremes([theirs for _, theirs in pairs[cases[0], batch]])
         for batch in batches
@@ -186,8 +194,13 @@ def main() -> None:
         for name in names:
             with early.pop() if early else start(name) as fork:
                 fork.ready()
-                found = compare(upstream, fork, fork.about["cases"], batches, rounds)
+                cases = fork.about["cases"]
+                found = compare(upstream, fork, cases, batches, rounds)
                 same = fork.about["tokens"] == upstream.about["tokens"]
+                if name == names[-1]:
+                    upstream.close()
+                    alone = compare(fork, fork, cases, batches, rounds)
+                    found["over_own_plain"] = alone
                 report["variants"][name] = {
                     **fork.report(),
                     "same_tokens_as_upstream": same,
@@ -207,13 +220,21 @@ def print_variant(name: str, variant: dict[str, Any]) -> None:
         + f"peak memory {variant['peak_memory_bytes'] / 2**20:.0f} MiB, same tokens as "
         f"upstream: {variant.get('same_tokens_as_upstream', True)}"
     )
-    for case, by_batch in variant["milliseconds"].items():
-        ratios = variant["ratio"][case]
+    print_ratios(variant, "upstream, over its median")
+    if "over_own_plain" in variant:
+        print(f"{name}, alone, over its own plain steps:")
+        print_ratios(variant["over_own_plain"], "plain, over its median")
+
+
+def print_ratios(report: dict[str, Any], of_recordings: str) -> None:
+    """What `compare` found, a line for each case."""
+    for case, by_batch in report["milliseconds"].items():
+        ratios = report["ratio"][case]
         cells = [f"{b}: {ms:.4f} ({ratios[b]:.4f})" for b, ms in by_batch.items()]
         print(f"  {case:46s} " + "  ".join(cells), flush=True)
-    ranges = variant["recordings"].items()
+    ranges = report["recordings"].items()
     cells = [f"{b}: {low:.4f} to {high:.4f}" for b, (low, high) in ranges]
-    print(f"  {'upstream, over its median':46s} " + "  ".join(cells), flush=True)
+    print(f"  {of_recordings:46s} " + "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

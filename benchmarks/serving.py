@@ -10,7 +10,11 @@ paths become PYTHONPATH. Each case is a turn of the fork's between two of upstre
 the same load, and each figure is its ratio to the mean of these two: a machine that
 gets slower or faster meanwhile disturbs it little. Every other round goes the other
 way. `upstream again` is a turn of upstream's own over its neighbours: what the machine
-alone does. The client is upstream's own `vllm bench serve`. Weights are random.
+alone does. Where the processor sets the pace, two processes that do the same may differ
+by a fifth for as long as they live; so there are turns of plain requests to the fork
+beside those of upstream's, and each figure is compared with these as well: what the
+case costs this server. The client is upstream's own `vllm bench serve`. Weights are
+random.
 Requests that are steered take one of 16 configurations in turn. Captured rows go to
 `host_memory`, a consumer that keeps them until their request has ended and does nothing
 else, so that the figures are capture's own. `--quick`: two rounds, about four minutes.
@@ -24,10 +28,10 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
@@ -58,9 +62,18 @@ NOISE = "upstream again"
 """Upstream's ratio to itself, in place of the fork's."""
 MANY_TURNS = 3
 """Upstream has more turns than these in the load that shows the noise."""
+OWN = "plain"
+"""The fork's turns of plain requests, beside the sides `upstream` and `fork`."""
 Figures: TypeAlias = dict[str, float]
 Round: TypeAlias = dict[str, dict[str, Figures]]
 """The client's figures, by case and side."""
+
+
+class Beside(NamedTuple):
+    """Plain requests, one turn right behind the other."""
+
+    upstream: Figures
+    fork: Figures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,47 +276,77 @@ async def take_turns(
         forth = number % 2 == 0
         figures: Round = {}
         for load_name, load in loads.items():
-            turns = [n for n, case in known.items() if case.load == load_name]
-            if not turns:
-                continue
-            beside = [await asyncio.to_thread(client.run, urls["upstream"], load)]
-            fork = {}
-            for name in turns if forth else turns[::-1]:
-                fork[name] = await asyncio.to_thread(
-                    client.run, urls["fork"], load, known[name].bodies
-                )
-                beside.append(
-                    await asyncio.to_thread(client.run, urls["upstream"], load)
-                )
-            figures |= compare(fork, beside)
+            of_load = {n: case for n, case in known.items() if case.load == load_name}
+
+            def turn(
+                side: str, bodies: Sequence[dict[str, Any]] = (), load: Load = load
+            ) -> Figures:
+                return client.run(urls[side], load, bodies)
+
+            if of_load:
+                figures |= await asyncio.to_thread(one_load, of_load, turn, forth)
         if number >= 0:
             print(f"  round {number + 1} of {options.rounds}", flush=True)
             yield {name: figures[name] for name in (NOISE, *known) if name in figures}
 
 
-def compare(fork: Mapping[str, Figures], beside: Sequence[Figures]) -> Round:
-    """The fork's turns, in their order, with the mean of upstream's on both sides.
+def one_load(
+    known: Mapping[str, Case], turn: Callable[..., Figures], forth: bool
+) -> Round:
+    """A round of the cases that have the same load, one way or the other."""
+    asked = [name for name, case in known.items() if case.bodies]
+    plain = next((name for name in known if name not in asked), None)
+
+    def beside() -> Beside:
+        if plain is None:
+            return Beside(turn("upstream"))
+        sides = ("upstream", "fork") if forth else ("fork", "upstream")
+        return Beside(**{side: turn(side) for side in sides})
+
+    between = [beside()]
+    fork = {}
+    for name in asked if forth else asked[::-1]:
+        fork[name] = turn("fork", known[name].bodies)
+        between.append(beside())
+    return compare(fork, between, plain)
+
+
+def compare(
+    fork: Mapping[str, Figures], beside: Sequence[Beside], plain: str | None = None
+) -> Round:
+    """The fork's turns, in their order, with the means of the turns on both sides.
 
     Args:
         fork: by case.
-        beside: upstream's turns, one before each of the fork's and one behind the last.
+        beside: turns of plain requests, before each of the fork's and behind the last.
+        plain: the case that these are, where the fork has them too.
 
     """
-    found = {
-        name: {"upstream": _mean(before, behind), "fork": figures}
-        for (name, figures), before, behind in zip(
-            fork.items(), beside[:-1], beside[1:], strict=True
-        )
-    }
+    found: Round = {}
+    for (name, figures), before, behind in zip(
+        fork.items(), beside[:-1], beside[1:], strict=True
+    ):
+        found[name] = {
+            "upstream": _mean(before.upstream, behind.upstream),
+            "fork": figures,
+        }
+        if before.fork is not None and behind.fork is not None:
+            found[name][OWN] = _mean(before.fork, behind.fork)
+    own = [one.fork for one in beside if one.fork is not None]
+    if plain is not None:
+        found[plain] = {
+            "upstream": _mean(*(one.upstream for one in beside)),
+            "fork": _mean(*own),
+        }
     if len(beside) > MANY_TURNS:
         middle = len(beside) // 2
-        neighbours = _mean(beside[middle - 1], beside[middle + 1])
-        found[NOISE] = {"upstream": neighbours, "fork": beside[middle]}
+        around = beside[middle - 1].upstream, beside[middle + 1].upstream
+        found[NOISE] = {"upstream": _mean(*around), "fork": beside[middle].upstream}
     return found
 
 
-def _mean(one: Figures, other: Figures) -> Figures:
-    return {name: (value + other[name]) / 2 for name, value in one.items()}
+def _mean(*turns: Figures) -> Figures:
+    return {name: statistics.fmean(one[name] for one in turns) for name in turns[0]}
 
 
 def start_of(server: Server, begin: float) -> dict[str, float]:
@@ -313,9 +356,9 @@ def start_of(server: Server, begin: float) -> dict[str, float]:
     return {"seconds": seconds, **reports.engine_facts(log)}
 
 
-def ratio(figures: Round, name: str, figure: str) -> float:
-    """The fork's over upstream's."""
-    return figures[name]["fork"][figure] / figures[name]["upstream"][figure]
+def ratio(figures: Round, name: str, figure: str, side: str = "upstream") -> float:
+    """The fork's over another side's."""
+    return figures[name]["fork"][figure] / figures[name][side][figure]
 
 
 def print_table(report: dict[str, Any], layers: int) -> None:
@@ -323,19 +366,10 @@ def print_table(report: dict[str, Any], layers: int) -> None:
     reports.print_starts(report["start"])
     for when, gib in report["gpu_gib"].items():
         print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
-    print(f"{'case':<32}" + "".join(f"{column:>24}" for column in COLUMNS.values()))
-    known = cases(layers)
-    for name in report["rounds"][0]:
-        cells = []
-        for figure in COLUMNS:
-            of_prompts = name in known and known[name].load == "prefill"
-            if of_prompts and figure == "mean_tpot_ms":
-                cells.append("-")  # one token has no time between tokens
-                continue
-            found = [ratio(r, name, figure) for r in report["rounds"]]
-            median = statistics.median(found)
-            cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
-        print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
+    for side, over in {"upstream": "upstream", OWN: "its own plain requests"}.items():
+        columns = "".join(f"{column:>24}" for column in COLUMNS.values())
+        print(f"{f'over {over}':<32}{columns}")
+        print_ratios(report["rounds"], side, cases(layers))
     later = [first_token_later(r[NAMED]) for r in report["rounds"] if NAMED in r]
     if later:
         print(
@@ -343,6 +377,21 @@ def print_table(report: dict[str, Any], layers: int) -> None:
             f"upstream's: {statistics.median(later):.2f} ({min(later):.2f} to "
             f"{max(later):.2f})"
         )
+
+
+def print_ratios(rounds: Sequence[Round], side: str, known: Mapping[str, Case]) -> None:
+    """Of the cases that were compared with this side."""
+    for name in (name for name, sides in rounds[0].items() if side in sides):
+        cells = []
+        for figure in COLUMNS:
+            of_prompts = name in known and known[name].load == "prefill"
+            if of_prompts and figure == "mean_tpot_ms":
+                cells.append("-")  # one token has no time between tokens
+                continue
+            found = [ratio(one, name, figure, side) for one in rounds]
+            median = statistics.median(found)
+            cells.append(f"{median:.3f} ({min(found):.3f} to {max(found):.3f})")
+        print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def first_token_later(figures: Mapping[str, dict[str, float]]) -> float:

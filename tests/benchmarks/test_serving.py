@@ -3,7 +3,9 @@
 
 from collections.abc import Sequence
 
-from benchmarks.serving import NOISE, Figures, cases, compare
+import pytest
+
+from benchmarks.serving import NOISE, OWN, Beside, Figures, cases, compare, one_load
 
 
 def turns(values: Sequence[float]) -> list[Figures]:
@@ -13,18 +15,63 @@ def turns(values: Sequence[float]) -> list[Figures]:
 def test_a_machine_that_gets_slower_is_in_both_sides() -> None:
     names = list("abcd")
     fork = dict(zip(names, turns([11, 13, 15, 17])))
-    found = compare(fork, turns([10, 12, 14, 16, 18]))
+    found = compare(fork, [Beside(one) for one in turns([10, 12, 14, 16, 18])])
     for name in names:
         assert found[name]["fork"] == found[name]["upstream"] == fork[name]
     assert found[NOISE] == dict(zip(("upstream", "fork"), turns([14, 14])))
 
 
 def test_two_of_upstreams_turns_say_nothing_of_the_noise() -> None:
-    assert compare({"a": {"x": 3.0}}, [{"x": 1.0}, {"x": 3.0}]) == {
+    beside = [Beside({"x": 1.0}), Beside({"x": 3.0})]
+    assert compare({"a": {"x": 3.0}}, beside) == {
         "a": {"upstream": {"x": 2.0}, "fork": {"x": 3.0}}
     }
+
+
+def test_a_case_is_compared_with_plain_requests_of_both_servers() -> None:
+    upstream, own = turns([10, 12]), turns([20, 24])
+    found = compare(
+        {"a": {"mean_tpot_ms": 33.0}}, list(map(Beside, upstream, own)), "plain"
+    )
+    means = dict(zip(("upstream", "own"), turns([11, 22])))
+    assert found["a"] == {
+        "upstream": means["upstream"],
+        "fork": {"mean_tpot_ms": 33.0},
+        OWN: means["own"],
+    }
+    assert found["plain"] == {"upstream": means["upstream"], "fork": means["own"]}
 
 
 def test_steered_requests_have_sixteen_configurations() -> None:
     steered = [case for name, case in cases(4).items() if name.startswith("steered")]
     assert [len({str(body) for body in one.bodies}) for one in steered] == [16] * 3
+
+
+@pytest.mark.parametrize("forth", [True, False])
+def test_every_turn_lies_between_plain_requests_to_both_servers(forth: bool) -> None:
+    of_load = {n: c for n, c in cases(4).items() if c.load == "decode"}
+    taken: list[tuple[str, int]] = []
+
+    def turn(side: str, bodies: Sequence[object] = ()) -> Figures:
+        taken.append((side, len(bodies)))
+        return {"mean_tpot_ms": float(len(taken))}
+
+    assert one_load(of_load, turn, forth).keys() == {NOISE, *of_load}
+    pair = [("upstream", 0), ("fork", 0)][:: 1 if forth else -1]
+    asked = [("fork", 16), ("fork", 16), ("fork", 1), ("fork", 1)]
+    expected = list(pair)
+    for one in asked[:: 1 if forth else -1]:
+        expected += [one, *pair]
+    assert taken == expected
+
+
+def test_where_no_plain_turn_is_wanted_the_fork_has_none() -> None:
+    alone = {n: c for n, c in cases(4).items() if c.load == "alone"}
+    sides: list[str] = []
+
+    def turn(side: str, bodies: Sequence[object] = ()) -> Figures:
+        sides.append(side)
+        return {"mean_tpot_ms": 1.0}
+
+    assert OWN not in next(iter(one_load(alone, turn, True).values()))
+    assert sides == ["upstream", "fork", "upstream"]
