@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm.model_executor.layers import residual_additions
 from vllm.model_executor.layers.residual_additions import Ahead
 from vllm.model_executor.layers.residual_ops import Launch
 
@@ -153,3 +154,11 @@ def test_a_pass_that_is_no_recording_begins_nothing() -> None:
     torch.ops.vllm.steer_rows_ahead(target, [one[0]], [one[1]], [], None)
     assert not Ahead.begun
     assert (target == 0).all()
+
+
+def test_what_is_begun_is_never_on_the_stream_that_records() -> None:
+    """PyTorch lends 32 streams in turn."""
+    target = torch.zeros(4, 64, device="cuda")
+    beside = residual_additions._stream_beside(target.device)
+    for _ in range(40):
+        assert torch.cuda.Stream() != beside

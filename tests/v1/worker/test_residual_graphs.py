@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which graphs a step runs: decided without a GPU, over a manager that only counts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +13,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.compilation import cudagraph_pool
 from vllm.config.capture import CaptureConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.steering import SteeringConfig
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.v1.worker import residual_graphs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.residual_graphs import (
     NOTHING,
     GraphFamilies,
+    GraphRecorder,
+    Ops,
     end_recording,
     families_at_start,
     record_family,
@@ -100,6 +108,81 @@ def test_only_graphs_of_whole_passes_are_recorded_as_such(mode: CUDAGraphMode) -
     end_recording()
     assert Launch.taps == NOTHING
     assert not Launch.whole
+
+
+class FakeStream:
+    def wait_stream(self, other: object) -> None:
+        """Nothing runs."""
+
+
+class Recordings:
+    """CUDA's part of recording: which stream each recording was on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams: list[object] = []
+        self._current: list[object] = [FakeStream()]
+        for name, fake in {
+            "Stream": lambda device: FakeStream(),
+            "current_stream": lambda: self._current[-1],
+            "stream": self._on,
+            "CUDAGraph": object,
+            "graph": self._graph,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        group: Any = SimpleNamespace(device_communicator=None)
+        group.graph_capture = partial(GroupCoordinator.graph_capture, group)
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+        monkeypatch.setattr(cudagraph_pool, "capture_pool", lambda *_: nullcontext(7))
+
+    @contextmanager
+    def _on(self, stream: object) -> Iterator[None]:
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    @contextmanager
+    def _graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+        assert (pool, stream) == (7, self._current[-1])
+        self.streams.append(stream)
+        yield
+
+
+def test_graphs_are_recorded_on_one_stream_as_what_they_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recordings = Recordings(monkeypatch)
+    graphs = families()
+    manager: Any = SimpleNamespace(
+        device="cuda", pool=None, vllm_config=None, graphs={}
+    )
+    manager._capture_stream = lambda _: torch.cuda.current_stream()
+    passes: list[tuple[bool, Ops, object]] = []
+
+    def create_forward(descriptor: BatchExecutionDescriptor, warmup: bool) -> Any:
+        def forward(mode: CUDAGraphMode) -> None:
+            assert mode == CUDAGraphMode.NONE
+            record_family(descriptor)
+            passes.append((warmup, Launch.taps, torch.cuda.current_stream()))
+            if descriptor.num_tokens == 2:
+                raise RuntimeError("out of memory")
+
+        return forward
+
+    record = GraphRecorder(manager, create_forward)
+    graphs.plan(STEERS, NOTHING)
+    wanted = [replace(FULL, num_tokens=n, tapped=n) for n in (1, 3)]
+    for one in wanted:
+        record(one)
+        assert Launch.taps == STEERS, "the step under way does something else now"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        record(replace(FULL, num_tokens=2, tapped=1))
+    assert Launch.taps == STEERS
+    assert not Launch.whole
+    assert list(manager.graphs) == wanted
+    assert len(set(recordings.streams)) == 1
+    first = recordings.streams[0]
+    expected = [Launch.families[n] for n in (1, 3, 1)]
+    assert passes == [(False, launched, first) for launched in expected]
 
 
 def test_the_start_records_the_usual_capture_steering_and_everything() -> None:

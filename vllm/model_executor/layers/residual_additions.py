@@ -287,7 +287,12 @@ def _recording() -> bool:
 
 @cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """One that nothing else runs on.
+
+    PyTorch lends the same 32 streams of a priority in turn: one of the usual priority
+    would now and then be the one that records, on which nothing is beside anything.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _steer_rows_ahead_fake(

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.residual_ops import Launch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GraphCaptureContext
     from vllm.v1.worker.gpu.cudagraph_utils import (
         BatchExecutionDescriptor,
         CreateForwardFn,
@@ -152,6 +153,9 @@ class GraphRecorder:
     ) -> None:
         self._manager = manager
         self._create_forward = create_forward
+        self._context: GraphCaptureContext | None = None
+        """Of all recordings: PyTorch lends cuBLAS working memory for each stream that
+        products are recorded on, 32 MiB of an H200's, and recordings keep it."""
 
     def __call__(self, descriptor: "BatchExecutionDescriptor") -> None:
         """Record a full graph, between two steps.
@@ -160,13 +164,18 @@ class GraphRecorder:
         the step that follows writes its own inputs over them.
         """
         from vllm.compilation.cudagraph_pool import capture_pool
-        from vllm.distributed.parallel_state import graph_capture
+        from vllm.distributed.parallel_state import GraphCaptureContext, get_tp_group
         from vllm.model_executor.offloader.base import get_offloader
 
         manager, graph = self._manager, torch.cuda.CUDAGraph()
+        if self._context is None:
+            self._context = GraphCaptureContext(torch.cuda.Stream(manager.device))
         before = Launch.taps
+        # Upstream's `graph_capture` is this for all groups of ranks, on a stream of its
+        # own each time; this process is the only one.
+        recording = get_tp_group().graph_capture(self._context)
         try:
-            with torch.inference_mode(), graph_capture(device=manager.device):
+            with torch.inference_mode(), recording:
                 forward = self._create_forward(descriptor, warmup=False)
                 get_offloader().sync_prev_onload()
                 with (
