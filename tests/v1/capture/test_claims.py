@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.capture.claims import Claims
 from vllm.v1.capture.elsewhere import NobodyElse
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
 
 
 class Files:
@@ -158,3 +158,48 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     taken.reserve(capture, refused)
     taken.drop(refused)
     assert not elsewhere.here, "and one that is refused, though its plan is there"
+
+
+def captured(number: int, instance: str = "files", num_samples: int = 1) -> CapturePlan:
+    """A plan for a request that did not ask for it."""
+    reader = Reader(instance, ((3, 4),))
+    group = TapGroup(((0, "post_block"),), ((3, 4),), (reader,))
+    return CapturePlan("cmpl-1", 4, (group,), str(number), num_samples)
+
+
+def test_who_asked_for_nothing_gets_another_name() -> None:
+    elsewhere = Elsewhere()
+    elsewhere.there.add(("files", "default/cmpl-1-3"))
+    taken = claims(elsewhere)
+    plans = [taken.reserve(None, captured(number)) for number in range(3)]
+    names = [plan.client_request_id for plan in plans]
+    assert names == ["cmpl-1", "cmpl-1-2", "cmpl-1-4"]
+    assert [plan.reply_to for plan in plans] == ["0", "1", "2"], "nothing else differs"
+    assert elsewhere.here == {("files", f"default/{name}") for name in names}
+    taken.take(None, "second", plans[1])
+    taken.release("second")
+    again = taken.reserve({}, captured(4))
+    assert again.client_request_id == "cmpl-1-2"
+
+
+def test_who_asked_for_something_is_refused_for_what_is_captured_of_all() -> None:
+    taken, asked = claims(), {"other": spec()}
+    first = taken.reserve(asked, captured(0))
+    with pytest.raises(CaptureValidationError, match="capture.files.request_id"):
+        taken.reserve(asked, captured(1))
+    assert first.client_request_id == "cmpl-1"
+
+
+def test_samples_have_their_names_together() -> None:
+    taken = claims()
+    kept = taken.reserve({"files": spec(request_id="cmpl-1-2-5")}, plan_of())
+    first = taken.reserve(None, captured(0, num_samples=2))
+    second = taken.reserve(None, captured(1, num_samples=2))
+    names = [plan.client_request_id for plan in (kept, first, second)]
+    assert names == ["cmpl-1", "cmpl-1", "cmpl-1-3"]
+
+
+def test_of_what_keeps_no_files_names_may_be_the_same() -> None:
+    taken = claims()
+    plans = [taken.reserve(None, captured(n, "other")) for n in range(2)]
+    assert [plan.client_request_id for plan in plans] == ["cmpl-1"] * 2

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.capture.registry import (
     as_sink,
     build_consumer,
     check_consumer,
+    check_folders,
     consumer_class,
     consumer_names,
 )
@@ -106,6 +108,30 @@ def test_wrong_parameters_are_refused_by_instance(plugin: None) -> None:
     entry = ConsumerConfig("good", "mine", {"wrong": 1})
     with pytest.raises(CaptureValidationError, match="'mine' rejects its parameters"):
         build_consumer(entry, None)  # type: ignore[arg-type]
+
+
+def test_instances_that_would_write_each_others_files_are_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "same").symlink_to(tmp_path)
+    made = {
+        name: SimpleNamespace(folder=tmp_path / folder)
+        for name, folder in {"a": "", "b": "below", "c": "same"}.items()
+    }
+    made["d"] = SimpleNamespace()
+    with pytest.raises(
+        CaptureValidationError, match="'a' and 'c' both write to .*same"
+    ):
+        check_folders(made)
+    del made["a"]
+    check_folders(made)
+
+
+@pytest.mark.parametrize("name", ["filesystem", "arrow"])
+def test_what_stores_rows_says_where(name: str, tmp_path: Path) -> None:
+    entry = ConsumerConfig(name, "mine", {"root": str(tmp_path)})
+    made = build_consumer(entry, None)  # type: ignore[arg-type]
+    assert made.folder == tmp_path
 
 
 class Unfinished(CaptureConsumer):

@@ -14,7 +14,7 @@ from vllm.v1.capture.ends import EndsSender
 from vllm.v1.capture.engine import end_captures_now
 from vllm.v1.capture.frontend import CaptureFrontend
 from vllm.v1.capture.live import LiveRows
-from vllm.v1.capture.registry import build_consumer
+from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.capture.wire import CaptureEnd
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def _open(engine: "LLMEngine | AsyncLLM", send: EndsSender, streams: bool) -> No
         for entry in config.consumers
     }
     consumers.update(ready_instances(config))
+    check_folders(consumers)
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }

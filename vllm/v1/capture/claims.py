@@ -3,8 +3,11 @@
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from vllm.v1.capture.elsewhere import NobodyElse
 from vllm.v1.capture.plan import CapturePlan
@@ -30,6 +33,8 @@ class Claims:
             consumers: by instance name; one with places of its requests' own has
                 `claimed_places(raw, request_id, num_samples)`, or sets
                 `claims_request_id` where the names in the spec are all there is.
+                `raw` is empty where it captures every request and this one does not
+                name it.
             elsewhere: what other API server processes have taken.
 
         """
@@ -46,26 +51,44 @@ class Claims:
         # Plans may be collected, and so give up names, while this thread is here.
         self._lock = threading.RLock()
 
-    def reserve(self, capture: Mapping[str, Any] | None, plan: CapturePlan) -> None:
+    def reserve(
+        self, capture: Mapping[str, Any] | None, plan: CapturePlan
+    ) -> CapturePlan:
         """Keep a request's places until `take`, or until its plan is dropped with it.
+
+        Who asked for nothing knows of no capture: if another request under way has the
+        same id, a plan is returned that names this one `ID-2`, or `ID-3`.
 
         Raises:
             CaptureValidationError: a place is taken; the last of the two requests
                 would overwrite the first.
 
         """
-        claims = self._claims_of(capture, plan)
-        if not claims:
-            return
-        with self._lock:
-            for claim in claims:
-                other = self._reserved.get(claim, id(plan)) != id(plan)
-                if other or claim in self._taken or not self._elsewhere.take(claim):
-                    self._drop(id(plan))
-                    raise _refusal(claim)
-                self._reserved[claim] = id(plan)
+        given = plan.client_request_id
+        for number in count(2):
+            claims = self._claims_of(capture, plan)
+            if not claims:
+                return plan
+            with self._lock:
+                taken = self._reserve(claims, id(plan))
+            if taken is None:
+                break
+            if capture:
+                raise _refusal(taken)
+            plan = replace(plan, client_request_id=f"{given}-{number}")
         dropped = weakref.finalize(plan, self._drop, id(plan))
         dropped.atexit = False
+        return plan
+
+    def _reserve(self, claims: Sequence[Claim], plan: int) -> Claim | None:
+        """Reserve all for a plan; if one is taken, none, and that one is returned."""
+        for claim in claims:
+            other = self._reserved.get(claim, plan) != plan
+            if other or claim in self._taken or not self._elsewhere.take(claim):
+                self._drop(plan)
+                return claim
+            self._reserved[claim] = plan
+        return None
 
     def take(
         self, capture: Mapping[str, Any] | None, owner: str, plan: CapturePlan
@@ -102,12 +125,16 @@ class Claims:
     def _claims_of(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan
     ) -> list[Claim]:
+        """Of what the request asks for, and of what is captured of every request."""
+        if not self._claiming:
+            return []
+        asked = capture or {}
         return [
             (name, place)
-            for name, raw in (capture or {}).items()
+            for name in dict.fromkeys((*asked, *plan.instances))
             if name in self._claiming
             for place in self._claiming[name](
-                raw, plan.client_request_id, plan.num_samples
+                asked.get(name, {}), plan.client_request_id, plan.num_samples
             )
         ]
 

@@ -104,21 +104,21 @@ class CaptureFrontend(NoCapture):
         """
         if resumable:
             streaming_input.refuse(params.capture, self._admission.captures_everything)
-        params._capture_plan = self._admission.plan(
+        plan = self._admission.plan(
             request_id,
             params,
             num_prompt_tokens,
             self._inbox.address,
             self._live.instances(params),
         )
-        if params._capture_plan is not None:
-            plan = params._capture_plan
-            self._requests.claims.reserve(params.capture, plan)
+        if plan is not None:
+            plan = self._requests.claims.reserve(params.capture, plan)
             try:
                 self._room.reserve(plan, params.max_tokens)
             except CaptureValidationError:
                 self._requests.claims.drop(plan)
                 raise
+        params._capture_plan = plan
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
         """A sample is about to be sent to the engine."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding consumers: names in the configuration, classes behind entry points."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from inspect import isabstract
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
@@ -163,6 +165,28 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
     with suppress(AttributeError):  # a class may have no room for it
         consumer.instance_name = entry.instance_name
     return consumer
+
+
+def check_folders(consumers: Mapping[str, Any]) -> None:
+    """Refuse two instances, by name, that would write each other's files.
+
+    Raises:
+        CaptureValidationError: they have the same `folder`.
+
+    """
+    owners: dict[Path, str] = {}
+    for name, consumer in consumers.items():
+        folder = getattr(consumer, "folder", None)
+        if folder is None:
+            continue
+        other = owners.setdefault(Path(folder).resolve(), name)
+        if other != name:
+            raise CaptureValidationError(
+                f"the capture consumers {other!r} and {name!r} both write to "
+                f"{str(folder)!r}; give one of them another root",
+                parameter="capture_consumers",
+                value=name,
+            )
 
 
 def as_sink(consumer: Any) -> CaptureSink:

@@ -19,7 +19,12 @@ from vllm.v1.capture.lane import SinkLane
 from vllm.v1.capture.packets import Opening
 from vllm.v1.capture.placement import Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
-from vllm.v1.capture.registry import as_sink, build_consumer, consumer_class
+from vllm.v1.capture.registry import (
+    as_sink,
+    build_consumer,
+    check_folders,
+    consumer_class,
+)
 from vllm.v1.capture.reporting import Reporter
 from vllm.v1.capture.request import (
     LAYER_CONVENTION,
@@ -153,6 +158,7 @@ class WorkerCapture:
             ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
         )
         sinks: dict[str, Any] = {}
+        built: dict[str, Any] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
@@ -160,10 +166,11 @@ class WorkerCapture:
                 truncates = getattr(kind, "truncates", False)
                 sinks[name] = forward(name, truncates=truncates)
                 continue
-            consumer = build_consumer(entry, vllm_config)
+            consumer = built[name] = build_consumer(entry, vllm_config)
             if remembers_specs(consumer):
                 self._remembering[name] = consumer
             sinks[name] = as_sink(consumer)
+        check_folders(built)
         for name in config.driver_instances:
             sinks[name] = forward(name, truncates=name in config.driver_truncating)
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)

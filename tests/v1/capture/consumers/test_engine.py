@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumers with a real engine, which all tests of this file share."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def llm(root: Path) -> Iterator[Any]:
             max_num_batched_tokens=256,
             capture_consumers=[
                 f"filesystem:root={root / 'files'}",
+                {
+                    "name": "filesystem",
+                    "instance_name": "every",
+                    "params": {
+                        "root": str(root / "every"),
+                        "global_hooks": {"post_block": [1]},
+                        "global_positions": "last_prompt",
+                    },
+                },
                 f"arrow:root={root / 'tables'}",
                 "inline:max_request_bytes=40000,max_inflight_bytes=60000",
             ],
@@ -129,6 +139,31 @@ def test_samples_of_a_request_are_told_apart(llm: Any) -> None:
         rows = payload[index]
         assert rows.token_ids[0, "pre_attn"] == list(sample.token_ids)[:-1]
         assert len(rows[0, "pre_attn"]) == MAX_TOKENS - 1
+
+
+def test_requests_that_share_an_id_and_asked_for_nothing_have_files_each(
+    llm: Any, root: Path
+) -> None:
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for prompt in PROMPTS:
+        params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        engine.add_request("shared", prompt, params)
+    finished: list[Any] = []
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    engine.output_processor.capture.wait(finished)
+    found = {
+        path.parent.name: json.loads(path.read_text())["token_ids"]
+        for path in (root / "every" / "default").glob("shared*/*.json")
+    }
+    assert found == {
+        name: prompt["prompt_token_ids"][-1:]
+        for name, prompt in zip(("shared", "shared-2", "shared-3"), PROMPTS)
+    }
+    paths = [output.capture_results["every"].payload for output in finished]
+    assert len({path for (path,) in paths}) == len(PROMPTS)
 
 
 def test_a_request_over_its_limit_is_refused_with_its_size(llm: Any) -> None:

@@ -94,6 +94,11 @@ class StorageSink:
         self._waiting = threading.Event()
         self._unusable: str | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Where the instance writes, which no other may share."""
+        return self._workspace.root
+
     # Rows, on the lane's thread.
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
