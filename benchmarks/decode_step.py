@@ -15,7 +15,7 @@ takes turns with itself: what a case costs over plain steps of the same recordin
 GPU that serves one process, as a server's does. Weights are random; the 1B-class model
 has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy
 tokens of all engines. `--quick`: both features on, three batch sizes, three rounds;
-about four minutes.
+about three minutes.
 """
 
 import argparse
