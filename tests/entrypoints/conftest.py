@@ -28,6 +28,7 @@ def capture_server(capture_model: Path, capture_root: Path) -> Iterator[Server]:
         *("--capture-consumers", "inline"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
+        "--enable-scale-out",
     )
     yield opened
     opened.close()

@@ -142,6 +142,43 @@ def test_every_choice_has_results(server: Server, root: Path) -> None:
         assert len(read_request(root, "http", f"choices-{sample}")) == 3
 
 
+def tokens(name: str, **more: Any) -> dict[str, Any]:
+    """A request made of tokens, whose sampling parameters say all that is ours."""
+    asked = body(name)
+    del asked["model"]
+    return {"token_ids": PROMPT, "sampling_params": asked} | more
+
+
+def test_a_request_made_of_tokens_carries_its_results(
+    server: Server, root: Path, model: Path
+) -> None:
+    status, reply = server.post("/inference/v1/generate", tokens("tokens"))
+    assert status == 200, reply
+    assert reply["capture_results"]["filesystem"]["status"] == "ok"
+    fed = [*PROMPT, *reply["choices"][0]["token_ids"]][:-1]
+    expected = Reference(model).stream(fed)
+    for tap, found in read_request(root, "http", "tokens").items():
+        assert relative_error(found, expected[tap]) < 1e-4
+
+
+def test_the_last_chunk_of_a_stream_of_tokens_carries_the_results(
+    server: Server, root: Path
+) -> None:
+    request = tokens("token-stream", stream=True)
+    chunks = list(server.stream("/inference/v1/generate", request))
+    assert [chunk for chunk in chunks if "capture_results" in chunk] == chunks[-1:]
+    assert chunks[-1]["capture_results"]["filesystem"]["status"] == "ok"
+    assert len(read_request(root, "http", "token-stream")) == 3
+
+
+def test_bad_input_is_refused_in_a_request_made_of_tokens(server: Server) -> None:
+    request = tokens("bad")
+    request["sampling_params"]["capture"] = {"nobody": {}}
+    status, reply = server.post("/inference/v1/generate", request)
+    assert status == 400, reply
+    assert "nobody" in json.dumps(reply)
+
+
 BAD: list[tuple[Any, list[str]]] = [
     ({"nobody": {}}, ["nobody", "filesystem", "--capture-consumers"]),
     ({"filesystem": {"hooks": {"post_block": [3]}}}, ["layer 3", "0 to 2"]),

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our fields belong into the sampling parameters of requests made of tokens."""
+"""Requests made of tokens have our fields in their sampling parameters."""
 
-from fork.language import add_import, last
+from fork.language import add_field, add_import, last
+
+RESULTS = """
+capture_results: dict[str, Any] | None = Field(
+    default=None, description="Results of the capture, per capture consumer."
+)
+"""
 
 EDITS = [
     add_import(
@@ -12,5 +18,17 @@ EDITS = [
         scope="GenerateRequest",
         insert="_refuse_ours = refusing()",
         why="A field that would be ignored is an error.",
+    ),
+    add_field(
+        scope="GenerateResponseBase",
+        after="ec_transfer_params",
+        insert=RESULTS,
+        why="The response carries the results.",
+    ),
+    add_field(
+        scope="GenerateStreamResponseBase",
+        after="metrics",
+        insert=RESULTS,
+        why="The last chunk of a stream carries the results.",
     ),
 ]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses to requests made of tokens carry the results of captures."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.v1.capture import http as capture_http",
+        why="Results as JSON.",
+    ),
+    before(
+        scope="ServingTokens.serve_tokens_full_generator",
+        anchor="return response",
+        insert=(
+            "response.capture_results = capture_http.response_results([final_res])"
+        ),
+        why="The response carries the results.",
+    ),
+    before(
+        scope="ServingTokens.serve_tokens_stream_generator",
+        anchor='yield f"data: {chunk.model_dump_json(exclude=exclude)}\\n\\n"',
+        insert="""
+capture_http.stamp(chunk, res, output)
+if chunk.capture_results is None:
+    exclude.add("capture_results")
+""",
+        why="The last chunk of a stream carries the results.",
+    ),
+]
