@@ -40,14 +40,15 @@ def view(*requests: tuple[str, int, int]) -> StepView:
 )
 def test_positions_decide_between_prefill_and_decode_rows(requests: list) -> None:
     step = view(*[(str(i), c, n) for i, (c, n, _) in enumerate(requests)])
-    rows = np.array([[2 * i, 2 * i + 1] for i in range(len(requests))], dtype=np.int32)
-    lengths = np.array([length for _, _, length in requests])
+    rows = [(2 * i, 2 * i + 1) for i in range(len(requests))]
+    lengths = [length for _, _, length in requests]
     expected = [
         2 * i + (position >= length)
         for i, (computed, n, length) in enumerate(requests)
         for position in range(computed, computed + n)
     ]
-    assert token_rows(rows, lengths, step).tolist() == expected
+    found = token_rows(rows, lengths, step)
+    assert (found.tolist(), found.dtype) == (expected, np.int32)
 
 
 def config() -> Any:

@@ -26,6 +26,7 @@ from vllm.v1.steering.slots import (
 
 Rows = dict[int, dict[Tap, Vector]]
 """What rows shall hold, by tap; zeros at taps that are not named."""
+NOWHERE: frozenset[Tap] = frozenset()
 
 
 class SteeringTables:
@@ -51,11 +52,16 @@ class SteeringTables:
         self._table = torch.full(
             (len(taps), length, width), -0.0, dtype=dtype, device=device
         )
-        self._filled: dict[int, set[Tap]] = {}
+        self._filled: dict[int, frozenset[Tap]] = {}
+        """Where each row adds something; equal sets are the same one."""
         self.loaded: dict[int, SteeringTiers] = {}
         """The configuration of each slot."""
         self.tiers = NO_STEERING
         """The global vectors."""
+        self.has_operations = False
+        """Whether anything may be done beyond adding vectors."""
+        self.names_positions = False
+        """Whether anything of that is done at positions that are named one by one."""
 
     def at(self, tap: Tap) -> torch.Tensor:
         """The table `[rows, hidden_size]` of one tap."""
@@ -71,30 +77,15 @@ class SteeringTables:
         """Whether no request is steered unless it has a slot."""
         return not self.tiers
 
-    @property
-    def has_operations(self) -> bool:
-        """Whether anything may be done beyond adding vectors."""
-        return any(
-            tiers.prefill_operations or tiers.decode_operations
-            for tiers in (self.tiers, *self.loaded.values())
-        )
-
-    @property
-    def names_positions(self) -> bool:
-        """Whether anything is done at positions that are named one by one."""
-        return any(
-            one.positions is not None
-            for tiers in (self.tiers, *self.loaded.values())
-            for one in (*tiers.prefill_operations, *tiers.decode_operations)
-        )
-
-    def filled_taps(self, rows: Iterable[int]) -> set[Tap]:
+    def filled_taps(self, rows: Iterable[int]) -> frozenset[Tap]:
         """The taps of this process at which any of `rows` adds something."""
-        return set().union(*(self._filled.get(row, ()) for row in rows))
+        distinct = {self._filled.get(row, NOWHERE) for row in rows}
+        return distinct.pop() if len(distinct) == 1 else NOWHERE.union(*distinct)
 
     def load(self, slot: int, tiers: SteeringTiers) -> None:
         """A slot gets another configuration."""
         self.loaded[slot] = tiers
+        self._look_for_operations()
         self.write(self._rows_of(slot, tiers, self.tiers))
 
     def rows_with(self, tiers: SteeringTiers) -> Rows:
@@ -113,17 +104,29 @@ class SteeringTables:
     def set_global(self, tiers: SteeringTiers, rows: Rows) -> None:
         """Take over global vectors and the rows made for them."""
         self.tiers = tiers
+        self._look_for_operations()
         self.write(rows)
+
+    def _look_for_operations(self) -> None:
+        operations = [
+            one
+            for tiers in (self.tiers, *self.loaded.values())
+            for one in (*tiers.prefill_operations, *tiers.decode_operations)
+        ]
+        self.has_operations = bool(operations)
+        self.names_positions = any(one.positions is not None for one in operations)
 
     def write(self, rows: Rows) -> None:
         """Overwrite rows in full, without waiting for the device."""
         sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for row, vectors in rows.items():
             of_taps = self._table[:, row]
-            emptied = self._filled.get(row, set()) - vectors.keys()
+            filled = frozenset(vectors)
+            emptied = self._filled.get(row, NOWHERE) - filled
             if emptied:
                 of_taps.index_fill_(0, self._where(emptied), -0.0)
-            self._filled[row] = set(vectors)
+            same = (other for other in self._filled.values() if other == filled)
+            self._filled[row] = next(same, filled)
             if not vectors:
                 continue
             if id(vectors) not in sent:  # Both phases may have the same.

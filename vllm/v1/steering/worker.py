@@ -3,6 +3,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from operator import lt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +24,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.tables import Rows, SteeringTables
+from vllm.v1.steering.tables import NOWHERE, Rows, SteeringTables
 from vllm.v1.steering.wire import SteeringStep
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class WorkerSteering:
         self._unchanged = False
         """Whether `row_index` holds what the planned step reads."""
         self._launches: frozenset[int] = frozenset()
+        self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
+        """The ops of some taps: those that were asked for last."""
         self._decoding: Decoding | None = None
         """The last step, if the next may be steered like it."""
         self._taps: dict[Tap, ResidualTap] = {}
@@ -119,18 +124,21 @@ class WorkerSteering:
             return self._launches
         self._unchanged = False
         self._decoding = None
-        rows = self._request_rows(view)
-        self._rows = None
-        lengths = np.asarray([self._prompt_lengths.get(r, 0) for r in view.req_ids])
-        filled = self.tables.filled_taps(np.unique(rows).tolist())
-        if filled:
-            self._rows = token_rows(rows, lengths, view)
-        self._launches = frozenset(self.addresses[tap] for tap in filled)
+        pairs = self._rows_of_requests(view.req_ids)
+        lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
+        filled = self.tables.filled_taps(set(chain.from_iterable(pairs)))
+        self._rows = token_rows(pairs, lengths, view) if filled else None
+        self._launches = self._ops_at(filled)
         self._plan_edits(view)
         if not self.tables.has_operations and view.only_decodes:
-            of_prompts = bool((view.num_computed < lengths).any())
+            of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
+
+    def _ops_at(self, taps: frozenset[Tap]) -> frozenset[int]:
+        if self._last_ops[0] != taps:
+            self._last_ops = taps, frozenset(self.addresses[tap] for tap in taps)
+        return self._last_ops[1]
 
     def _plan_nothing(self) -> frozenset[int]:
         """A step that nothing steers, as most are: as little as can be."""
@@ -165,20 +173,13 @@ class WorkerSteering:
         own = [] if slot is None else [self.tables.loaded[slot]]
         return [self.tables.tiers, *own]
 
-    def _request_rows(self, view: StepView) -> npt.NDArray[np.int32]:
-        """Prefill and decode row of each request `[num_reqs, 2]`."""
-        if self.tables.is_empty:
-            plain_prefill = plain_decode = ZERO_ROW
-        else:
-            plain_prefill, plain_decode = GLOBAL_PREFILL_ROW, GLOBAL_DECODE_ROW
-        rows = np.empty((len(view.req_ids), 2), dtype=np.int32)
-        for index, req_id in enumerate(view.req_ids):
-            slot = self._slots.get(req_id)
-            if slot is None:
-                rows[index] = plain_prefill, plain_decode
-            else:
-                rows[index] = prefill_row(slot), decode_row(slot)
-        return rows
+    def _rows_of_requests(self, req_ids: Sequence[str]) -> list[tuple[int, int]]:
+        """Prefill and decode row of each request."""
+        plain = ZERO_ROW, ZERO_ROW
+        if not self.tables.is_empty:
+            plain = GLOBAL_PREFILL_ROW, GLOBAL_DECODE_ROW
+        slots = map(self._slots.get, req_ids)
+        return [plain if slot is None else rows_of_slot(slot) for slot in slots]
 
     def begin_step(self) -> None:
         """Write what the pass reads: a row for each token, none for padding."""
@@ -211,13 +212,38 @@ class WorkerSteering:
             self.tables.set_global(*staged)
 
 
+@cache
+def rows_of_slot(slot: int) -> tuple[int, int]:
+    """Prefill and decode row of a slot's requests."""
+    return prefill_row(slot), decode_row(slot)
+
+
 def token_rows(
-    rows: npt.NDArray[np.int32],  # [num_reqs, 2], prefill and decode row
-    prompt_lengths: npt.NDArray[np.int64],  # [num_reqs]
-    view: StepView,
+    rows: Sequence[tuple[int, int]], prompt_lengths: Sequence[int], view: StepView
 ) -> npt.NDArray[np.int32]:
-    """The row of each token of a step `[num_tokens]`: positions decide the phase."""
-    scheduled = np.asarray(view.num_scheduled, dtype=np.int64)
-    of_prompt = np.clip(prompt_lengths - view.num_computed, 0, scheduled)
-    counts = np.stack([of_prompt, scheduled - of_prompt], axis=1)
-    return np.repeat(rows.ravel(), counts.ravel())
+    """The row of each token of a step `[num_tokens]`: positions decide the phase.
+
+    Most steps have a token or two of most requests: Python's own loop takes less than
+    NumPy's calls for them.
+
+    Args:
+        rows: prefill and decode row of each request.
+        prompt_lengths: of each request, in tokens.
+        view: the step.
+
+    """
+    found: list[int] = []
+    counts: list[int] = []
+    computed, scheduled = view.num_computed.tolist(), view.num_scheduled.tolist()
+    for (prefill, decode), length, start, count in zip(
+        rows, prompt_lengths, computed, scheduled, strict=True
+    ):
+        of_prompt = min(max(length - start, 0), count)
+        if of_prompt:
+            found.append(prefill)
+            counts.append(of_prompt)
+        if of_prompt < count:
+            found.append(decode)
+            counts.append(count - of_prompt)
+    of_each = np.array(found, dtype=np.int32)
+    return of_each if len(found) == sum(counts) else np.repeat(of_each, counts)
