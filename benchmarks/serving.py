@@ -14,10 +14,10 @@ alone does. Where the processor sets the pace, two processes that do the same ma
 by a fifth for as long as they live; so there are turns of plain requests to the fork
 beside those of upstream's, and each figure is compared with these as well: what the
 case costs this server. The client is upstream's own `vllm bench serve`. Weights are
-random.
-Requests that are steered take one of 16 configurations in turn. Captured rows go to
-`host_memory`, a consumer that keeps them until their request has ended and does nothing
-else, so that the figures are capture's own. `--quick`: two rounds, about four minutes.
+random. Requests that are steered take one of 16 configurations in turn. Captured rows
+go to `host_memory`, a consumer that keeps them until their request has ended and does
+nothing else, so that the figures are capture's own. `--quick`: two rounds, about four
+minutes.
 """
 
 import argparse

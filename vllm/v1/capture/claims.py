@@ -69,8 +69,7 @@ class Claims:
             claims = self._claims_of(capture, plan)
             if not claims:
                 return plan
-            with self._lock:
-                taken = self._reserve(claims, id(plan))
+            taken = self._reserve(claims, id(plan))
             if taken is None:
                 break
             if capture:
@@ -82,12 +81,13 @@ class Claims:
 
     def _reserve(self, claims: Sequence[Claim], plan: int) -> Claim | None:
         """Reserve all for a plan; if one is taken, none, and that one is returned."""
-        for claim in claims:
-            other = self._reserved.get(claim, plan) != plan
-            if other or claim in self._taken or not self._elsewhere.take(claim):
-                self._drop(plan)
-                return claim
-            self._reserved[claim] = plan
+        with self._lock:
+            for claim in claims:
+                other = self._reserved.get(claim, plan) != plan
+                if other or claim in self._taken or not self._elsewhere.take(claim):
+                    self._drop(plan)
+                    return claim
+                self._reserved[claim] = plan
         return None
 
     def take(

@@ -3,7 +3,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING
@@ -178,8 +177,10 @@ class WorkerSteering:
         plain = ZERO_ROW, ZERO_ROW
         if not self.tables.is_empty:
             plain = GLOBAL_PREFILL_ROW, GLOBAL_DECODE_ROW
-        slots = map(self._slots.get, req_ids)
-        return [plain if slot is None else rows_of_slot(slot) for slot in slots]
+        return [
+            plain if slot is None else (prefill_row(slot), decode_row(slot))
+            for slot in map(self._slots.get, req_ids)
+        ]
 
     def begin_step(self) -> None:
         """Write what the pass reads: a row for each token, none for padding."""
@@ -210,12 +211,6 @@ class WorkerSteering:
             assert staged is not None, "no change of the global vectors is staged"
             self._decoding = None
             self.tables.set_global(*staged)
-
-
-@cache
-def rows_of_slot(slot: int) -> tuple[int, int]:
-    """Prefill and decode row of a slot's requests."""
-    return prefill_row(slot), decode_row(slot)
 
 
 def token_rows(
