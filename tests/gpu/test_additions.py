@@ -59,8 +59,9 @@ def test_each_token_gets_the_vector_of_its_row(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 64), (33, 6144), (130, 6144)])
+@pytest.mark.parametrize("places", [[None], [False, True]])
 def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
-    count: int, tokens: int, width: int
+    count: int, tokens: int, width: int, places: list[bool | None]
 ) -> None:
     """Each replay gives what additions in their turn would give."""
     target = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
@@ -73,9 +74,13 @@ def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
 
     def layer() -> None:
         target.copy_(branch + 1.0)
-        product = branch @ weight
-        torch.ops.vllm.steer_rows_ahead(target, tables, rows, [], product)
-        product = (product @ weight) @ weight
+        product = branch
+        for late in places:
+            product = product @ weight
+            begin = torch.ops.vllm.steer_rows_ahead
+            begin(target, tables, rows, [], product, late)
+        for _ in range(3 - len(places)):
+            product = product @ weight
         for table, row in additions:
             torch.ops.vllm.steer_rows(target, table, row, product)
         total.copy_(target + product)
@@ -151,7 +156,7 @@ def test_a_pass_that_is_no_recording_begins_nothing() -> None:
     one = addition(4, 64, target.dtype)
     launching(one)
     Launch.whole = True
-    torch.ops.vllm.steer_rows_ahead(target, [one[0]], [one[1]], [], None)
+    torch.ops.vllm.steer_rows_ahead(target, [one[0]], [one[1]], [], None, None)
     assert not Ahead.begun
     assert (target == 0).all()
 

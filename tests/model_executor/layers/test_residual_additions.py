@@ -39,7 +39,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def addition(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A random table for `target`, and the row of it that each token takes."""
-    table = torch.randn(VECTORS, WIDTH).to(target.dtype)
+    table = torch.randn(VECTORS, target.shape[-1]).to(target.dtype)
     table[0] = -0.0
     rows = torch.randint(VECTORS, (len(target) + PADDING,), dtype=torch.int32)
     return table, rows
@@ -92,10 +92,15 @@ def two(target: torch.Tensor) -> Two:
     return addition(target), addition(target)
 
 
-def begin(target: torch.Tensor, both: Two, *captured: torch.Tensor) -> None:
+def begin(
+    target: torch.Tensor,
+    both: Two,
+    *captured: torch.Tensor,
+    late: bool | None = None,
+) -> None:
     tables, rows = zip(*both, strict=True)
     begin = torch.ops.vllm.steer_rows_ahead
-    begin(target, list(tables), list(rows), list(captured), None)
+    begin(target, list(tables), list(rows), list(captured), None, late)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -130,6 +135,38 @@ def test_nothing_is_begun_before_a_capture_that_launches() -> None:
     assert torch.equal(target, added(before, *both[0]))
 
 
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("tokens", "width", "expected"),
+    [
+        (1, WIDTH, False),
+        (2, WIDTH, True),
+        (64, WIDTH, True),
+        (65, WIDTH, False),
+        (2, WIDTH - 2, False),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_few_rows_of_a_wide_stream_begin_late(
+    tokens: int,
+    width: int,
+    expected: bool,
+    batched: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_additions, "WIDE", WIDTH)
+    for late in (False, True, None):
+        target = torch.randn(tokens, width)
+        before, both = target.clone(), two(target)
+        begins = late is None or late == expected
+        launching(both[0][0])
+        begin(target[None] if batched else target, both, late=late)
+        after = added(before, *both[0]) if begins else before
+        assert torch.equal(target, after)
+        assert bool(Ahead.begun) == begins
+        Ahead.begun.clear()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_nothing_is_begun_outside_of_a_whole_recording(
     whole: bool, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +192,7 @@ def test_the_ops_have_fakes_for_compilation() -> None:
     )
     lists = [table, table], [rows, rows], [rows]
     torch.library.opcheck(
-        ahead.default, (target, *lists, target + 1), test_utils=checks
+        ahead.default, (target, *lists, target + 1, False), test_utils=checks
     )
 
 

@@ -116,9 +116,9 @@ def traced(
 
 
 def names(graph: fx.Graph) -> list[str]:
-    """Products and ops of taps, in order."""
+    """Products, activations and ops of taps, in order."""
     found = (getattr(n.target, "__name__", str(n.target)) for n in graph.nodes)
-    kept = ("linear", "steer_rows", "steer_rows_ahead", "capture_rows")
+    kept = ("linear", "tanh", "steer_rows", "steer_rows_ahead", "capture_rows")
     return [one for one in found if one in kept]
 
 
@@ -144,11 +144,13 @@ def test_what_is_begun_early_is_what_the_model_says(data: st.DataObject) -> None
     early: list[int] = []
     module = traced(model, lambda graph: early.append(treated(graph)))
     for _ in range(4):
+        wide = data.draw(st.booleans(), label="begins late")
         wanted = [steered(tap) for tap in taps if data.draw(st.booleans())]
         if captures:
             wanted += [captured(tap) for tap in taps if data.draw(st.booleans())]
         found, expected = (
-            outcome(run, taps, hidden, frozenset(wanted)) for run in (module, model)
+            outcome(run, taps, hidden, frozenset(wanted), wide)
+            for run in (module, model)
         )
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
@@ -164,6 +166,7 @@ def outcome(
     taps: Sequence[ResidualTap],
     hidden: torch.Tensor,
     launches: frozenset[int],
+    wide: bool,
 ) -> list[torch.Tensor]:
     """What a pass returns and captures, as if it were recorded."""
     for tap in taps:
@@ -171,6 +174,7 @@ def outcome(
             tap.staging.zero_()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(residual_additions, "_recording", lambda: True)
+        patch.setattr(residual_additions, "WIDE", WIDTH if wide else 2 * WIDTH)
         Launch.taps, Launch.whole = launches, True
         found = [run(hidden.clone())]
     assert not Ahead.begun
@@ -191,14 +195,15 @@ def graphs_of(model: Model) -> tuple[list[str], list[str]]:
     return seen[0], seen[1]
 
 
-def test_they_begin_behind_the_first_product_and_neighbours_together() -> None:
+def test_they_begin_behind_the_first_product_or_before_the_last() -> None:
+    """And neighbours together."""
     before, after = graphs_of(Model(2, captures=False, kind="plain"))
     assert "steer_rows_ahead" not in before
-    attention = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
-    block = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
+    begin = "steer_rows_ahead"
+    part = ["linear", begin, "tanh", begin, "linear", "steer_rows"]
     # The second layer's first addition has begun with the one just before it.
-    first, second = ["steer_rows", *attention], ["steer_rows", *attention]
-    assert after == [*first, *block, *second, *block]
+    first = second = ["steer_rows", *part, *part]
+    assert after == [*first, *second]
 
 
 def test_captures_in_between_say_whether_it_may_begin() -> None:
@@ -210,7 +215,7 @@ def test_captures_in_between_say_whether_it_may_begin() -> None:
         taken.extend(
             (len(node.args[1]), len(node.args[3]))
             for node in graph.nodes
-            if node.target is ahead
+            if node.target is ahead and not node.args[5]
         )
 
     model = Model(2, captures=True, kind="plain")
@@ -221,8 +226,8 @@ def test_captures_in_between_say_whether_it_may_begin() -> None:
 
 def test_beside_a_single_product_they_begin_before_it() -> None:
     _, after = graphs_of(Model(1, captures=False, kind="reads late"))
-    block = ["linear", "steer_rows_ahead", "linear", "steer_rows"]
-    assert after[-4:] == block
+    block = ["linear", "tanh", "steer_rows_ahead", "linear", "steer_rows"]
+    assert after[-5:] == block
 
 
 def test_on_a_cpu_every_addition_stays_where_it_is() -> None:

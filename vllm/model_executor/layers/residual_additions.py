@@ -29,12 +29,13 @@ Addition = tuple[torch.Tensor, torch.Tensor]
 """A table `[V, H]`, and the row of it `[>= T]` that each token takes."""
 
 WIDE = 4096
-"""A stream from this width on has long kernels. Measured on an H200, per layer: with a
-width of 2048 the addition first costs 0.4 to 1.1 us, the branch first 1.4 to 1.8; with
-4096 up to 3.6 and up to 1.3."""
 FEW = 64
-"""Tokens of a step, at most, whose addition is short beside them. That of 128 fills the
-device: with a width of 4096 it costs 1.7 us a layer first, 2.2 behind the branch."""
+"""Of a stream from this width on, additions of two to this many tokens begin late.
+
+Measured on H200s, all points steered, over plain steps, early and late: with a width of
+4096 1.000 and 1.029 for one token, 1.029 and 0.996 for 8, 1.024 and 1.011 for 32, 1.001
+and 1.019 for 128; with 2048 early is as good or better. NOTES.md, section 15.
+"""
 
 
 class Ahead:
@@ -216,7 +217,8 @@ def steer_rows_ahead(
     tables: list[torch.Tensor],
     rows: list[torch.Tensor],
     captured: list[torch.Tensor],
-    product: torch.Tensor | None,
+    behind: torch.Tensor | None,
+    late: bool | None,
 ) -> None:
     """Begin what calls of `steer_rows` behind this one would do, beside other kernels.
 
@@ -230,10 +232,14 @@ def steer_rows_ahead(
         tables: `[V, H]` each, in the order of the calls.
         rows: `[>= T]` int32 each.
         captured: the slots of the captures that read `target` until then.
-        product: not read, but computed before this begins.
+        behind: not read, but computed before this begins.
+        late: whether this is the later one of two places where these may begin; None:
+            it is the only one.
 
     """
     if not (Launch.whole and _recording()):
+        return
+    if late is not None and late != _begins_late(target):
         return
     wanted = [one for one in zip(tables, rows, strict=True) if Launch.wants(one[0])]
     if not wanted or any(Launch.wants(slots) for slots in captured):
@@ -242,40 +248,27 @@ def steer_rows_ahead(
     Ahead.begun.update({table.data_ptr(): beside for table, _ in wanted})
 
 
-class Beside:
-    """Additions to one residual, on a stream of their own from now on.
+def _begins_late(target: torch.Tensor) -> bool:
+    width = target.shape[-1]
+    return width >= WIDE and 1 < target.numel() // width <= FEW
 
-    Of two kernels that wait for the same one, the first recorded follows it without a
-    delay. That should be the branch if it is long and the addition short, so that the
-    addition is recorded when it is waited for; else it should be the addition.
-    """
+
+class Beside:
+    """Additions to one residual, on a stream of their own from now on."""
 
     def __init__(self, target: torch.Tensor, additions: Sequence[Addition]) -> None:
-        self._target = target
-        self._additions = additions
-        self._since: torch.cuda.Event | None = None
         self._done: torch.cuda.Event | None = None
         if not target.is_cuda:
             _add(target, additions)
             return
-        self._since = torch.cuda.current_stream().record_event()
-        width = target.shape[-1]
-        if width < WIDE or target.numel() > FEW * width:
-            self._record()
-
-    def _record(self) -> None:
-        assert self._since is not None
-        stream = _stream_beside(self._target.device)
-        stream.wait_event(self._since)
+        stream = _stream_beside(target.device)
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            _add(self._target, self._additions)
+            _add(target, additions)
             self._done = stream.record_event()
-        self._since = None
 
     def join(self) -> None:
         """What follows on the current stream finds the vectors added."""
-        if self._since is not None:
-            self._record()
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
             self._done = None
@@ -300,7 +293,8 @@ def _steer_rows_ahead_fake(
     tables: list[torch.Tensor],
     rows: list[torch.Tensor],
     captured: list[torch.Tensor],
-    product: torch.Tensor | None,
+    behind: torch.Tensor | None,
+    late: bool | None,
 ) -> None:
     return None
 

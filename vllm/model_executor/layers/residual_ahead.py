@@ -5,8 +5,9 @@ Between two kernels of a decode step an addition costs a launch, at 48 places of
 of 16 layers as much as 7 % of the step. But a residual that takes a vector is not read
 while attention or the MLP compute the branch beside it. So an op is put behind the
 first product of that part, which may begin all additions that this residual takes up
-to its next use. Where that op does not, they are done at their places, as if it were
-not there.
+to its next use, and another one in front of the last product: which of the two does it
+depends on the step. Where neither does, they are done at their places, as if the ops
+were not there.
 
 Memory says what uses a residual: of whatever a node reads or writes, the graph has a
 fake tensor, and what shares memory shares the storage.
@@ -39,12 +40,14 @@ class Additions:
     steers: Sequence[fx.Node]
     captures: Sequence[fx.Node]
     """The ops of hook points that read it in between."""
-    behind: fx.Node
-    """Where they may begin."""
+    early: fx.Node
+    """Behind which they may begin."""
+    late: fx.Node | None
+    """Behind which they may begin instead."""
 
 
 def begin_additions_early(graph: fx.Graph, device_type: str = "cuda") -> int:
-    """Insert `steer_rows_ahead` wherever that saves time; how often it did.
+    """Insert `steer_rows_ahead` wherever that saves time; for how many residuals.
 
     Args:
         graph: as Dynamo traced it: its nodes, in order, are what the program does, and
@@ -59,12 +62,18 @@ def begin_additions_early(graph: fx.Graph, device_type: str = "cuda") -> int:
         target = one.steers[0].args[0]
         tables, rows = ([steer.args[i] for steer in one.steers] for i in (1, 2))
         slots = [capture.args[2] for capture in one.captures]
-        product = one.behind if _is_product(one.behind) else None
-        with graph.inserting_after(one.behind):
-            node = graph.call_function(
-                torch.ops.vllm.steer_rows_ahead, (target, tables, rows, slots, product)
-            )
-        node.meta.update(one.steers[0].meta)
+        computed = one.early if _is_product(one.early) else None
+        places: list[tuple[fx.Node, fx.Node | None, bool | None]]
+        places = [(one.early, computed, None)]
+        if one.late is not None:
+            places = [(one.early, computed, False), (one.late, one.late, True)]
+        for place, behind, late in places:
+            with graph.inserting_after(place):
+                node = graph.call_function(
+                    torch.ops.vllm.steer_rows_ahead,
+                    (target, tables, rows, slots, behind, late),
+                )
+            node.meta.update(one.steers[0].meta)
     return len(found)
 
 
@@ -80,13 +89,14 @@ def _find(nodes: Sequence[fx.Node], device_type: str) -> Iterator[Additions]:
         behind, captures_behind = _steers_behind(nodes[place:], memory)
         known.update(behind)
         between, captures = _unused_before(nodes[:place], memory)
-        begin = _place_for(between)
-        if begin is None:
+        early = _place_for(between)
+        if early is None:
             continue
         steers, captures = behind, [*captures, *captures_behind]
         read = [*steers, *captures]
-        if all(_is_known_at(one, order[begin], order) for one in read):
-            yield Additions(steers, captures, begin)
+        if all(_is_known_at(one, order[early], order) for one in read):
+            late = _late_place_for(between[between.index(early) + 1 :])
+            yield Additions(steers, captures, early, late)
 
 
 def _steers_behind(
@@ -137,6 +147,14 @@ def _place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
     return None if begin.op == "placeholder" else begin
 
 
+def _late_place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """What the last product waits for, unless that is before the first of `nodes`."""
+    products = [node for node in nodes if _is_product(node)]
+    read = products[-1].all_input_nodes if products else ()
+    made = [node for node in nodes if node in read and _is_computed(node)]
+    return made[-1] if made else None
+
+
 def _is_known_at(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
     """Whether all but the stream itself, which an op reads, is there at `place`."""
     read = node.args[2:3] if _is_capture(node) else node.args[1:3]
@@ -153,11 +171,16 @@ def _is_capture(node: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    made = node.meta.get("example_value")
-    if node.op != "call_function" or not isinstance(made, torch.Tensor):
+    if node.op != "call_function" or not _is_computed(node):
         return False
     name = getattr(node.target, "__name__", str(node.target))
     return any(part in name for part in PRODUCTS)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    made = node.meta.get("example_value")
+    called = node.op in ("call_function", "call_method")
+    return called and isinstance(made, torch.Tensor)
 
 
 def _is_on(node: object, device_type: str) -> bool:
