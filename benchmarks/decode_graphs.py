@@ -24,7 +24,7 @@ PLAIN = "plain"
 """The case in which nothing is captured or steered, which upstream has as well."""
 CONFIGS = 64
 ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
-WARM_UP, REPLAYS = 5, 20
+WARM_UP, REPLAYS = 5, 10
 
 
 class Graphs:

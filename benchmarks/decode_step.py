@@ -8,14 +8,15 @@ Recorded graphs are replayed, so that what the CPU does is not in the figures. T
 engines share the GPU, upstream's and one of the fork, each in a process of its own,
 with PYTHONPATH set to the folder (or folders, separated by colons) that holds its
 `vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
-before or behind it, for the GPU's clock drifts by more than what is looked for. Before
-each round both record their graphs anew, as recordings of the same work differ too: the
-table says by how much upstream's do. Then upstream's engine ends, and the last variant
-takes turns with itself: what a case costs over plain steps of the same recording, on a
-GPU that serves one process, as a server's does. Weights are random; the 1B-class model
-has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares the greedy
-tokens of all engines. `--quick`: both features on, three batch sizes, three rounds;
-about three minutes.
+before and behind it, for the GPU's clock drifts by more than what is looked for; and
+the first turn at a batch size is not counted, as a clock takes some steps to settle.
+Before each round both record their graphs anew, as recordings of the same work differ
+too: the table says by how much upstream's do. Then upstream's engine ends, and the last
+variant takes turns with itself: what a case costs over plain steps of the same
+recording, on a GPU that serves one process, as a server's does. Weights are random; the
+1B-class model has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares
+the greedy tokens of all engines. `--quick`: both features on, three batch sizes, four
+rounds; about three minutes.
 """
 
 import argparse
@@ -113,10 +114,11 @@ def compare(
 ) -> dict[str, Any]:
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
-    The two take turns, and every other round goes the other way. Both begin a round by
-    recording their graphs anew. Medians over the rounds, whose ratios are in `rounds`.
-    `recordings`: upstream's time in its fastest and in its slowest round, over the
-    median. `upstream` and `fork` may be the same engine: of its own plain steps then.
+    One has a turn, the other one two, then the first another one; every other round
+    goes the other way. Both begin a round by recording their graphs anew. Medians over
+    the rounds, whose ratios are in `rounds`. `recordings`: upstream's time in its
+    fastest and in its slowest round, over the median. `upstream` and `fork` may be the
+    same engine: of its own plain steps then.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -124,12 +126,14 @@ def compare(
         for engine in {id(one): one for one in (upstream, fork)}.values():
             engine.record()
         for case, batch in places:
-            if number % 2:
-                ours = fork.milliseconds(case, batch)
-                theirs = upstream.milliseconds(PLAIN, batch)
-            else:
-                theirs = upstream.milliseconds(PLAIN, batch)
-                ours = fork.milliseconds(case, batch)
+            turns = {"theirs": (upstream, PLAIN), "ours": (fork, case)}
+            first, second = list(turns)[:: -1 if number % 2 else 1]
+            taken: dict[str, list[float]] = {first: [], second: []}
+            for side in (first, first, second, second, first):
+                engine, asked = turns[side]
+                taken[side].append(engine.milliseconds(asked, batch))
+            del taken[first][0]  # The clock settled meanwhile.
+            ours, theirs = (statistics.fmean(taken[n]) for n in ("ours", "theirs"))
             pairs.setdefault((case, batch), []).append((ours, theirs))
     report: dict[str, Any] = {
         "milliseconds": {},
@@ -137,10 +141,10 @@ def compare(
         "range": {},
         "rounds": {},
     }
-    for (case, batch), taken in pairs.items():
-        ratios = [ours / theirs for ours, theirs in taken]
+    for (case, batch), measured in pairs.items():
+        ratios = [ours / theirs for ours, theirs in measured]
         found = {name: by_case.setdefault(case, {}) for name, by_case in report.items()}
-        found["milliseconds"][batch] = statistics.median(ours for ours, _ in taken)
+        found["milliseconds"][batch] = statistics.median(ours for ours, _ in measured)
         found["ratio"][batch] = statistics.median(ratios)
         found["range"][batch] = [min(ratios), max(ratios)]
         found["rounds"][batch] = ratios
@@ -164,7 +168,7 @@ def main() -> None:
     parser.add_argument("--upstream", required=True, help="PYTHONPATH of upstream")
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--variants", help="default all; both with --quick")
-    parser.add_argument("--rounds", type=int, help="default 5; 3 with --quick")
+    parser.add_argument("--rounds", type=int, help="default 6; 4 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 3 minutes")
     parser.add_argument(
         "--together",
@@ -175,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     names = (args.variants or ("both" if args.quick else ",".join(VARIANTS))).split(",")
     batches = QUICK_BATCHES if args.quick else BATCHES
-    rounds = args.rounds or (3 if args.quick else 5)
+    rounds = args.rounds or (4 if args.quick else 6)
     report: dict[str, Any] = {**reports.begun(), "model": describe(args.model)}
 
     def start(name: str) -> Engine:
