@@ -16,12 +16,13 @@ EDITS = [
     ),
     before(
         scope="register_api_routers",
-        anchor="if envs.VLLM_SERVER_DEV_MODE:",
+        anchor='if getattr(args, "enable_fault_tolerance", False):',
         insert="""
 if "generate" in supported_tasks:
     attach_capture_router(app)
     attach_steering_router(app, args)
 """,
-        why="Only generation is captured and steered.",
+        why="Only generation is captured and steered. Routes are tried in order, and "
+        "its own are asked far more often.",
     ),
 ]
