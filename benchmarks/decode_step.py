@@ -9,10 +9,10 @@ engines share the GPU, upstream's and one of the fork, each in a process of its 
 with PYTHONPATH set to the folder (or folders, separated by colons) that holds its
 `vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
 before and behind it, for the GPU's clock drifts by more than what is looked for; and
-the first turn at a batch size is not counted, as a clock takes some steps to settle.
-Before each round both record their graphs anew, as recordings of the same work differ
-too: the table says by how much upstream's do. Then upstream's engine ends, and the last
-variant takes turns with itself: what a case costs over plain steps of the same
+each one's first turn at a batch size is not counted, as a clock takes some steps to
+settle. Before each round both record their graphs anew, as recordings of the same work
+differ too: the table says by how much upstream's do. Then upstream's engine ends, and
+the last variant takes turns with itself: what a case costs over plain steps of the same
 recording, on a GPU that serves one process, as a server's does. Weights are random; the
 1B-class model has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares
 the greedy tokens of all engines. `--quick`: both features on, three batch sizes, four
@@ -46,6 +46,9 @@ VARIANTS = {
     "both": "capture steering",
 }
 """The fork's, by the features that are on."""
+SETTLE = 10
+"""Turns at the largest batch size behind a recording, which leaves the GPU idle: up to
+50 ms later its clock is not yet what it will be."""
 
 
 class Replays(Protocol):
@@ -123,17 +126,21 @@ def compare(
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(rounds):
-        for engine in {id(one): one for one in (upstream, fork)}.values():
+        engines = {id(one): one for one in (upstream, fork)}.values()
+        for engine in engines:
             engine.record()
+        for engine in engines:
+            for _ in range(SETTLE):
+                engine.milliseconds(PLAIN, max(batches))
         for case, batch in places:
             turns = {"theirs": (upstream, PLAIN), "ours": (fork, case)}
             first, second = list(turns)[:: -1 if number % 2 else 1]
             taken: dict[str, list[float]] = {first: [], second: []}
-            for side in (first, first, second, second, first):
+            for side in (first, second, first, second, second, first):
                 engine, asked = turns[side]
                 taken[side].append(engine.milliseconds(asked, batch))
-            del taken[first][0]  # The clock settled meanwhile.
-            ours, theirs = (statistics.fmean(taken[n]) for n in ("ours", "theirs"))
+            # Without the first turns, in which the clock settles on the load.
+            ours, theirs = (statistics.fmean(taken[n][1:]) for n in ("ours", "theirs"))
             pairs.setdefault((case, batch), []).append((ours, theirs))
     report: dict[str, Any] = {
         "milliseconds": {},

@@ -57,8 +57,13 @@ def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def ask_gpu(field: str) -> str | None:
-    """What the driver says of the first GPU; None where there is none."""
+    """What the driver says of the first GPU that is seen; None where there is none."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += [
+            "--id",
+            seen,
+        ]  # numbers or names, with commas, as the driver has them
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

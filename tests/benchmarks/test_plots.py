@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import reports
 from benchmarks.charts import Goal, Mark, Row, chart_of
-from benchmarks.decode_step import compare
+from benchmarks.decode_step import SETTLE, compare
 from benchmarks.plots import draw, plot_beside
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -120,16 +120,18 @@ def test_a_decode_steps_ratios_are_to_upstreams_beside_it() -> None:
     found = compare(upstream, fork, ["one layer captured"], [1000], rounds=5)
     recorded = ["upstream's graphs", "fork's graphs"]
     theirs, ours = "upstream's plain", "fork's one layer captured"
-    assert Replayed.asked[:14] == [
-        *(*recorded, theirs, theirs, ours, ours, theirs),
-        *(*recorded, ours, ours, theirs, theirs, ours),
+    settled = [theirs] * SETTLE + ["fork's plain"] * SETTLE
+    round_ = 2 + 2 * SETTLE + 6
+    assert Replayed.asked[: 2 * round_] == [
+        *(*recorded, *settled, theirs, ours, theirs, ours, ours, theirs),
+        *(*recorded, *settled, ours, theirs, ours, theirs, theirs, ours),
     ]
     ratio = found["ratio"]["one layer captured"][1000]
     low, high = found["range"]["one layer captured"][1000]
     assert [low, ratio, high] == pytest.approx([1.5] * 3, rel=1e-9)
     Replayed.asked = []
     noise = compare(upstream, upstream, ["plain"], [1000], rounds=1)
-    assert Replayed.asked == ["upstream's graphs", *[theirs] * 5]
+    assert Replayed.asked == ["upstream's graphs", *[theirs] * (SETTLE + 6)]
     report = {
         "command": "python benchmarks/decode_step.py",
         "model": "8b: Llama",

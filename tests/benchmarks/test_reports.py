@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reports
+
+DRIVER = """#!/bin/sh
+case "$*" in
+  *"--id 2,0"*) echo 2048; echo 1024 ;;
+  *--id*) exit 1 ;;
+  *) echo 1024; echo 512 ;;
+esac
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with GPUs of which each holds as much as its tool says here."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(DRIVER)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("driver")
+def test_memory_is_that_of_the_first_gpu_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert reports.gpu_memory_gib() == 1.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert reports.gpu_memory_gib() == 2.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    assert reports.gpu_memory_gib() is None
+
+
+def test_a_machine_without_a_gpu_has_no_memory_to_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert reports.gpu_memory_gib() is None
