@@ -194,5 +194,9 @@ class CaptureConfig:
         """
         from vllm.config.utils import hash_factors
 
-        staging = self.staging_bytes if self.enabled else 0
-        return hash_factors({"capture": staging, "mlp_points": self.mlp_points})
+        factors: dict[str, object] = {"capture": 0, "mlp_points": self.mlp_points}
+        if self.enabled:
+            from vllm.model_executor.layers.residual_form import form
+
+            factors |= {"capture": self.staging_bytes, "form": form()}
+        return hash_factors(factors)

@@ -13,11 +13,8 @@ Memory says what uses a residual: of whatever a node reads or writes, the graph 
 fake tensor, and what shares memory shares the storage.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -25,12 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("linear", "mm", "gemm", "matmul", "moe")
 """Parts of the names of what is long enough to begin something beside it."""
-
-
-@cache
-def form() -> str:
-    """Changes with this file: graphs that were compiled by another are not used."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
