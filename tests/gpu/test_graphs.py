@@ -11,12 +11,16 @@ from tests.engines.captured import CapturedEngine, asking, prompt
 from tests.engines.reference import Reference, Stream, relative_error
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from vllm import SamplingParams
+from vllm.model_executor.layers import residual_additions
 from vllm.v1.worker import residual_graphs
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 16, 31, 64, 7, 130, 3, 40)
 GENERATED = 24
+LATE = "full, additions late"
+"""As in graphs of a wide stream's few rows."""
+WAYS = (*GRAPHS, LATE)
 
 
 class Run(NamedTuple):
@@ -71,13 +75,17 @@ def run(engine: CapturedEngine) -> Run:
 
 @pytest.fixture(scope="module")
 def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str, Run]:
-    return {
+    made = {
         name: run(open_engine(llama, reference=reference, **options))
         for name, options in GRAPHS.items()
     }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residual_additions, "WIDE", 0)
+        made[LATE] = run(open_engine(llama, reference=reference))
+    return made
 
 
-@pytest.mark.parametrize("way", ["full", "piecewise"])
+@pytest.mark.parametrize("way", ["full", "piecewise", LATE])
 def test_rows_from_graphs_are_those_without_graphs(
     runs: dict[str, Run], way: str
 ) -> None:
@@ -87,12 +95,12 @@ def test_rows_from_graphs_are_those_without_graphs(
             assert runs[way].rows[index][tap].equal(expected), (index, tap)
 
 
-@pytest.mark.parametrize("way", GRAPHS)
+@pytest.mark.parametrize("way", WAYS)
 def test_capture_changes_no_token(runs: dict[str, Run], way: str) -> None:
     assert runs[way].tokens == runs[way].plain_tokens
 
 
-@pytest.mark.parametrize("way", GRAPHS)
+@pytest.mark.parametrize("way", WAYS)
 def test_unsteered_rows_are_the_references(
     runs: dict[str, Run], reference: Reference, way: str
 ) -> None:
@@ -103,7 +111,7 @@ def test_unsteered_rows_are_the_references(
             assert relative_error(rows, expected[tap]) <= BF16, tap
 
 
-@pytest.mark.parametrize("way", GRAPHS)
+@pytest.mark.parametrize("way", WAYS)
 def test_steered_rows_are_those_of_eager_code(
     runs: dict[str, Run], reference: Reference, way: str
 ) -> None:
