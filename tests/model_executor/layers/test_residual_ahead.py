@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear
 
 from vllm.model_executor.layers import residual_additions
@@ -101,15 +102,21 @@ class Model(nn.Module):
 
 
 def traced(
-    model: nn.Module, change: Callable[[fx.Graph], Any]
+    model: nn.Module, change: Callable[[fx.Graph], Any], compiled: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model as Dynamo traces it, once `change` has had its graph."""
+    """The model as Dynamo traces it, once `change` has had its graph.
 
-    def backend(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    `compiled`: Inductor makes code of that.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         change(module.graph)
         module.graph.lint()
         module.recompile()
-        return module.forward
+        made: Callable[..., Any] = module.forward
+        if compiled:
+            made = compile_fx(module, inputs)
+        return made
 
     torch._dynamo.reset()
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -155,6 +162,27 @@ def test_what_is_begun_early_is_what_the_model_says(data: st.DataObject) -> None
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
     assert early and early[0] > 0, "nothing began early"
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "in place"])
+def test_compiled_to_the_end_it_is_what_the_model_says(
+    captures: bool, kind: str
+) -> None:
+    torch.manual_seed(3)
+    model = Model(2, captures, kind)
+    taps, hidden = model.taps(), torch.randn(TOKENS, WIDTH)
+    module = traced(model, treated, compiled=True)
+    steers = [steered(tap) for tap in taps]
+    captured_too = [captured(tap) for tap in taps[1::2]] if captures else []
+    for wanted in (steers, steers[::2], [*steers, *captured_too], []):
+        for wide in (False, True):
+            found, expected = (
+                outcome(run, taps, hidden, frozenset(wanted), wide)
+                for run in (module, model)
+            )
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 def treated(graph: fx.Graph) -> int:
