@@ -117,11 +117,10 @@ def compare(
 ) -> dict[str, Any]:
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
-    One has a turn, the other one two, then the first another one; every other round
-    goes the other way. Both begin a round by recording their graphs anew. Medians over
-    the rounds, whose ratios are in `rounds`. `recordings`: upstream's time in its
-    fastest and in its slowest round, over the median. `upstream` and `fork` may be the
-    same engine: of its own plain steps then.
+    The two take turns, and every other round goes the other way. Both begin a round by
+    recording their graphs anew. Medians over the rounds, whose ratios are in `rounds`.
+    `recordings`: upstream's time in its fastest and in its slowest round, over the
+    median. `upstream` and `fork` may be the same engine: of its own plain steps then.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -133,14 +132,10 @@ def compare(
             for _ in range(SETTLE):
                 engine.milliseconds(PLAIN, max(batches))
         for case, batch in places:
-            turns = {"theirs": (upstream, PLAIN), "ours": (fork, case)}
-            first, second = list(turns)[:: -1 if number % 2 else 1]
-            taken: dict[str, list[float]] = {first: [], second: []}
-            for side in (first, second, first, second, second, first):
-                engine, asked = turns[side]
-                taken[side].append(engine.milliseconds(asked, batch))
-            # Without the first turns, in which the clock settles on the load.
-            ours, theirs = (statistics.fmean(taken[n][1:]) for n in ("ours", "theirs"))
+            if number % 2:
+                ours, theirs = in_turns((fork, case), (upstream, PLAIN), batch)
+            else:
+                theirs, ours = in_turns((upstream, PLAIN), (fork, case), batch)
             pairs.setdefault((case, batch), []).append((ours, theirs))
     report: dict[str, Any] = {
         "milliseconds": {},
@@ -148,10 +143,10 @@ def compare(
         "range": {},
         "rounds": {},
     }
-    for (case, batch), measured in pairs.items():
-        ratios = [ours / theirs for ours, theirs in measured]
+    for (case, batch), taken in pairs.items():
+        ratios = [ours / theirs for ours, theirs in taken]
         found = {name: by_case.setdefault(case, {}) for name, by_case in report.items()}
-        found["milliseconds"][batch] = statistics.median(ours for ours, _ in measured)
+        found["milliseconds"][batch] = statistics.median(ours for ours, _ in taken)
         found["ratio"][batch] = statistics.median(ratios)
         found["range"][batch] = [min(ratios), max(ratios)]
         found["rounds"][batch] = ratios
@@ -160,6 +155,19 @@ def compare(
         for batch in batches
     }
     return report
+
+
+def in_turns(
+    first: tuple[Replays, str], second: tuple[Replays, str], batch: int
+) -> tuple[float, float]:
+    """Milliseconds of two engines' cases, between which a steady drift cancels out.
+
+    The first turn of each is not counted: the clock settles on the load meanwhile.
+    """
+    order = (first, second, first, second, second, first)
+    taken = [engine.milliseconds(case, batch) for engine, case in order]
+    _, _, before, *between, behind = taken
+    return (before + behind) / 2, sum(between) / 2
 
 
 def _extremes(values: Sequence[float]) -> list[float]:

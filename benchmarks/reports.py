@@ -60,10 +60,8 @@ def ask_gpu(field: str) -> str | None:
     """What the driver says of the first GPU that is seen; None where there is none."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += [
-            "--id",
-            seen,
-        ]  # numbers or names, with commas, as the driver has them
+        # Numbers or names, with commas, as the driver's tool takes them.
+        command += ["--id", seen]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
