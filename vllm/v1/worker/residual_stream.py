@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers import residual_tap
+from vllm.model_executor.layers.residual_calls import ask_before_calls
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -254,6 +255,7 @@ def open_residual_stream(
         "no capture" if capture is None else capture.summary(),
         "no steering" if steering is None else steering.summary(),
     )
+    ask_before_calls()
     may_record = can_record(vllm_config)
     # The V1 runner records one set of graphs.
     one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
