@@ -153,11 +153,12 @@ def _serving(report: Report) -> list[Panel]:
             ratios = [each["fork"][figure] / each["upstream"][figure] for each in both]
             rows.append(Row(case, (spread(ratios),), goals.SERVING[figure].get(case)))
         panels.append(Panel(unit, tuple(rows)))
-    return [*panels, _start(report)]
+    start = _start(report)
+    return [*panels, start] if start.rows else panels
 
 
 def _start(report: Report) -> Panel:
-    """Start and memory, the fork's over upstream's."""
+    """Start and memory, over upstream's; servers that start at once have none."""
     labels = {
         "seconds": "seconds until ready",
         "graph_gib": "memory of graphs",

@@ -162,12 +162,15 @@ def in_turns(
 ) -> tuple[float, float]:
     """Milliseconds of two engines' cases, between which a steady drift cancels out.
 
-    The first turn of each is not counted: the clock settles on the load meanwhile.
+    The first turn of each is not counted: the clock settles on the load meanwhile. And
+    each turn comes behind one of the other's: a GPU at its limit of power is faster
+    behind the moment that it takes to change engines.
     """
-    order = (first, second, first, second, second, first)
-    taken = [engine.milliseconds(case, batch) for engine, case in order]
-    _, _, before, *between, behind = taken
-    return (before + behind) / 2, sum(between) / 2
+    taken = [
+        engine.milliseconds(case, batch)
+        for engine, case in [first, second, first, second, first, second, first]
+    ]
+    return statistics.fmean(taken[2::2]), statistics.fmean(taken[3::2])
 
 
 def _extremes(values: Sequence[float]) -> list[float]:

@@ -10,10 +10,16 @@ paths become PYTHONPATH. Each case is a turn of the fork's between two of upstre
 the same load, and each figure is its ratio to the mean of these two: a machine that
 gets slower or faster meanwhile disturbs it little. Every other round goes the other
 way. `upstream again` is a turn of upstream's own over its neighbours: what the machine
-alone does. Where the processor sets the pace, two processes that do the same may differ
-by a fifth for as long as they live; so there are turns of plain requests to the fork
-beside those of upstream's, and each figure is compared with these as well: what the
-case costs this server. The client is upstream's own `vllm bench serve`. Weights are
+alone does. Two processes that do the same may differ for as long as they live, by a
+tenth in the time to a first token, by a fifth where the processor sets the pace. So
+there are turns of plain requests to the fork beside those of upstream's, and each
+figure is compared with these as well: what the case costs this server. And with
+`--servers 2` there are two of each, of which each round takes another pair. They start
+at once, which says nothing of how long a start takes, and share the GPU by
+
+    -- --gpu-memory-utilization 0.2 --kv-cache-memory-bytes 5368709120
+
+The client is upstream's own `vllm bench serve`. Weights are
 random. Requests that are steered take one of 16 configurations in turn. Captured rows
 go to `host_memory`, a consumer that keeps them until their request has ended and does
 nothing else, so that the figures are capture's own. `--quick`: two rounds, about four
@@ -29,7 +35,9 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -55,6 +63,7 @@ COLUMNS = {
 """Of the table, by what the client calls them."""
 FIGURES = (*COLUMNS, "median_ttft_ms")
 CONFIGS = 16
+ALONE = "plain, one at a time"
 NAMED = "steered, one at a time"
 """The case that shows by how much naming a module delays the first token: where others
 run as well, what they compute delays it by far more."""
@@ -67,6 +76,8 @@ OWN = "plain"
 Figures: TypeAlias = dict[str, float]
 Round: TypeAlias = dict[str, dict[str, Figures]]
 """The client's figures, by case and side."""
+Servers: TypeAlias = dict[str, list[Server]]
+"""By side."""
 
 
 class Beside(NamedTuple):
@@ -123,6 +134,7 @@ def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
         "plain": Case("decode"),
         "steered, one layer": Case("decode", steer("one")),
         "steered, all layers and hooks": Case("decode", steer("all")),
+        ALONE: Case("alone"),
         NAMED: Case("alone", steer("one")),
         "captured, one layer": Case("decode", capture("all_generated", [middle])),
         "captured, all layers": Case("decode", capture("all_generated", "all")),
@@ -200,7 +212,7 @@ def write_modules(width: int, layers: int) -> list[str]:
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start both servers, let them take turns, stop them."""
+    """Start the servers, let them take turns, stop them."""
     WORK.mkdir(parents=True, exist_ok=True)
     size = MODELS[options.model]
     layers, width = size["num_hidden_layers"], size["hidden_size"]
@@ -225,69 +237,109 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "alone": Load(64, 4, options.requests, 1),
     }
 
-    def serve(name: str, more: list[str]) -> Server:
+    arguments = {"upstream": common, "fork": common + features}
+
+    def serve(name: str, number: int) -> Server:
         side = sides[name]
-        log = WORK / f"{name}.log"
-        return Server(model, log, common + more, 0, side.python, dict(side.environment))
+        log = WORK / f"{name}{number or ''}.log"
+        environment = dict(side.environment)
+        return Server(model, log, arguments[name], 0, side.python, environment)
 
     load_before = os.getloadavg()
     report = {**reports.begun(), "model": describe(options.model)}
     report |= {"gpu": reports.ask_gpu("name"), "serve": common}
-    started = {}
-    memory = {"before": reports.gpu_memory_gib()}
-    begin = time.monotonic()
-    async with serve("upstream", []) as upstream:
-        await upstream.ready()
-        started["upstream"] = start_of(upstream, begin)
-        memory["upstream is ready"] = reports.gpu_memory_gib()
-        begin = time.monotonic()
-        async with serve("fork", features) as fork:
-            await fork.ready()
-            started["fork"] = start_of(fork, begin)
-            memory["both are ready"] = reports.gpu_memory_gib()
-            report |= {
-                "machine": reports.machine(load_before),
-                "loads": {name: repr(load) for name, load in loads.items()},
-                "start": started,
-                "gpu_gib": memory,
-                "rounds": [],
-            }
-            client = Client(sides["upstream"], model)
-            urls = {"upstream": upstream.url, "fork": fork.url}
-            async for figures in take_turns(client, urls, loads, layers, options):
-                report["rounds"].append(figures)
-                reports.save(report, options.out)  # in case it is cut short
-            client.close()
-            memory["after the load"] = reports.gpu_memory_gib()
-            report["capture"] = await fork.get("/v1/capture")
+    async with AsyncExitStack() as running:
+        servers: Servers = {name: [] for name in sides}
+        report |= await start(servers, serve, running, options.servers)
+        report |= {
+            "machine": reports.machine(load_before),
+            "loads": {name: repr(load) for name, load in loads.items()},
+            "rounds": [],
+        }
+        client = Client(sides["upstream"], model)
+        urls = {name: [one.url for one in of_side] for name, of_side in servers.items()}
+        async for figures in take_turns(client, urls, loads, layers, options):
+            report["rounds"].append(figures)
+            reports.save(report, options.out)  # in case it is cut short
+        client.close()
+        report["gpu_gib"]["after the load"] = reports.gpu_memory_gib()
+        report["capture"] = [await one.get("/v1/capture") for one in servers["fork"]]
     return report
+
+
+async def start(
+    servers: Servers,
+    serve: Callable[[str, int], Server],
+    running: AsyncExitStack,
+    number: int,
+) -> dict[str, Any]:
+    """Start so many servers of each side: one after the other, or all at once.
+
+    Args:
+        servers: where they are put, by side.
+        serve: starts one.
+        running: ends them.
+        number: of each side.
+
+    """
+    memory = {"before": reports.gpu_memory_gib()}
+    started = {}
+    for name, of_side in servers.items():
+        begin = time.monotonic()
+        for index in range(number):
+            of_side.append(await running.enter_async_context(serve(name, index)))
+        if number == 1:
+            await of_side[0].ready()
+            started[name] = start_of(of_side[0], begin)
+            memory[f"{name} is ready"] = reports.gpu_memory_gib()
+    for one in chain(*servers.values()):
+        await one.ready()
+    memory["all are ready"] = reports.gpu_memory_gib()
+    return {"start": started, "gpu_gib": memory}
 
 
 async def take_turns(
     client: Client,
-    urls: Mapping[str, str],
+    urls: Mapping[str, Sequence[str]],
     loads: Mapping[str, Load],
     layers: int,
     options: argparse.Namespace,
 ) -> AsyncIterator[Round]:
-    """Each round's figures; one that warms up comes before them."""
+    """Each round's figures; every case once on every server comes before them."""
     known = cases(layers, options.case)
-    for number in range(-1, options.rounds):
-        forth = number % 2 == 0
+    turns = [("upstream", Case(load)) for load in {c.load for c in known.values()}]
+    turns += [("fork", case) for case in known.values()]
+    for side, case in turns:
+        for url in urls[side]:
+            await asyncio.to_thread(client.run, url, loads[case.load], case.bodies)
+    for number in range(options.rounds):
+        pair, forth = plan_round(number, options.servers)
         figures: Round = {}
         for load_name, load in loads.items():
             of_load = {n: case for n, case in known.items() if case.load == load_name}
 
             def turn(
-                side: str, bodies: Sequence[dict[str, Any]] = (), load: Load = load
+                side: str,
+                bodies: Sequence[dict[str, Any]] = (),
+                load: Load = load,
+                pair: Mapping[str, int] = pair,
             ) -> Figures:
-                return client.run(urls[side], load, bodies)
+                return client.run(urls[side][pair[side]], load, bodies)
 
             if of_load:
                 figures |= await asyncio.to_thread(one_load, of_load, turn, forth)
-        if number >= 0:
-            print(f"  round {number + 1} of {options.rounds}", flush=True)
-            yield {name: figures[name] for name in (NOISE, *known) if name in figures}
+        print(f"  round {number + 1} of {options.rounds}", flush=True)
+        yield {name: figures[name] for name in (NOISE, *known) if name in figures}
+
+
+def plan_round(number: int, servers: int) -> tuple[dict[str, int], bool]:
+    """Which server of each side a round has, and whether it goes the usual way.
+
+    After `servers` squared rounds each has met each of the other side, half of them
+    (or one more) the usual way.
+    """
+    lap, place = divmod(number, servers)
+    return {"upstream": place, "fork": (place + lap) % servers}, lap % 2 == 0
 
 
 def one_load(
@@ -370,13 +422,15 @@ def print_table(report: dict[str, Any], layers: int) -> None:
         columns = "".join(f"{column:>24}" for column in COLUMNS.values())
         print(f"{f'over {over}':<32}{columns}")
         print_ratios(report["rounds"], side, cases(layers))
-    later = [first_token_later(r[NAMED]) for r in report["rounds"] if NAMED in r]
-    if later:
-        print(
-            "First token where a module is named, one request at a time, ms later than "
-            f"upstream's: {statistics.median(later):.2f} ({min(later):.2f} to "
-            f"{max(later):.2f})"
-        )
+    for side, over in {"upstream": "upstream's", OWN: "that of its plain ones"}.items():
+        rounds = [r[NAMED] for r in report["rounds"] if side in r.get(NAMED, {})]
+        later = [first_token_later(figures, side) for figures in rounds]
+        if later:
+            print(
+                "First token where a module is named, one request at a time, ms later "
+                f"than {over}: {statistics.median(later):.2f} ({min(later):.2f} to "
+                f"{max(later):.2f})"
+            )
 
 
 def print_ratios(rounds: Sequence[Round], side: str, known: Mapping[str, Case]) -> None:
@@ -394,9 +448,9 @@ def print_ratios(rounds: Sequence[Round], side: str, known: Mapping[str, Case]) 
         print(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
 
 
-def first_token_later(figures: Mapping[str, dict[str, float]]) -> float:
-    """Milliseconds, over upstream's; between the medians of the requests."""
-    return figures["fork"]["median_ttft_ms"] - figures["upstream"]["median_ttft_ms"]
+def first_token_later(figures: Mapping[str, Figures], side: str) -> float:
+    """Milliseconds, over another side's; between the medians of the requests."""
+    return figures["fork"]["median_ttft_ms"] - figures[side]["median_ttft_ms"]
 
 
 def main() -> None:
@@ -412,6 +466,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--rounds", type=int, help="default 6; 2 with --quick")
+    parser.add_argument("--servers", type=int, default=1, help="of each side")
     parser.add_argument("--quick", action="store_true", help="about 4 minutes")
     parser.add_argument(
         "--case",

@@ -5,7 +5,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.serving import NOISE, OWN, Beside, Figures, cases, compare, one_load
+from benchmarks.serving import (
+    ALONE,
+    NAMED,
+    NOISE,
+    OWN,
+    Beside,
+    Figures,
+    cases,
+    compare,
+    one_load,
+    plan_round,
+)
 
 
 def turns(values: Sequence[float]) -> list[Figures]:
@@ -66,7 +77,7 @@ def test_every_turn_lies_between_plain_requests_to_both_servers(forth: bool) -> 
 
 
 def test_where_no_plain_turn_is_wanted_the_fork_has_none() -> None:
-    alone = {n: c for n, c in cases(4).items() if c.load == "alone"}
+    alone = cases(4, [NAMED])
     sides: list[str] = []
 
     def turn(side: str, bodies: Sequence[object] = ()) -> Figures:
@@ -75,3 +86,20 @@ def test_where_no_plain_turn_is_wanted_the_fork_has_none() -> None:
 
     assert OWN not in next(iter(one_load(alone, turn, True).values()))
     assert sides == ["upstream", "fork", "upstream"]
+
+
+def test_a_request_alone_is_compared_with_plain_ones_alone() -> None:
+    alone = {n: c for n, c in cases(4).items() if c.load == "alone"}
+    found = one_load(alone, lambda side, bodies=(): {"mean_tpot_ms": 1.0}, True)
+    assert found.keys() == {ALONE, NAMED}
+    assert OWN in found[NAMED]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_each_server_meets_each_of_the_other_sides(servers: int) -> None:
+    plans = [plan_round(number, servers) for number in range(2 * servers**2)]
+    met = [(pair["upstream"], pair["fork"]) for pair, _ in plans]
+    every = {(a, b) for a in range(servers) for b in range(servers)}
+    assert set(met[: servers**2]) == every
+    usual = sum(forth for _, forth in plans)
+    assert usual == len(plans) / 2
