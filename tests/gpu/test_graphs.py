@@ -12,16 +12,15 @@ from tests.engines.reference import Reference, Stream, relative_error
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from vllm import SamplingParams
 from vllm.model_executor.layers import residual_additions
-from vllm.model_executor.layers.residual_additions import Places
 from vllm.v1.worker import residual_graphs
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 16, 31, 64, 7, 130, 3, 40)
 GENERATED = 24
-LATE, TRIED = "full, additions late", "full, places tried"
-"""As in graphs of a wide stream's few rows: as a rule, and where both were recorded."""
-WAYS = (*GRAPHS, LATE, TRIED)
+LATE = "full, additions late"
+"""As in graphs of a wide stream's few rows."""
+WAYS = (*GRAPHS, LATE)
 
 
 class Run(NamedTuple):
@@ -82,15 +81,11 @@ def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residual_additions, "WIDE", 0)
-        made[TRIED] = run(open_engine(llama, reference=reference))
-        assert Places.found, "nothing was tried"
-        patch.setattr(residual_graphs, "try_places", lambda *_: None)
         made[LATE] = run(open_engine(llama, reference=reference))
-        assert not Places.found
     return made
 
 
-@pytest.mark.parametrize("way", ["full", "piecewise", LATE, TRIED])
+@pytest.mark.parametrize("way", ["full", "piecewise", LATE])
 def test_rows_from_graphs_are_those_without_graphs(
     runs: dict[str, Run], way: str
 ) -> None:

@@ -166,17 +166,3 @@ def test_a_batch_that_is_no_step_is_not_edited() -> None:
     assert not tap(torch.zeros(1, WIDTH), None)[0].any()
     steering.plan_step(view(("a", 2, 1)))
     assert steering.runs_eagerly, "the next step is edited again"
-
-
-def test_before_the_first_step_every_row_may_be_steered_by_nothing() -> None:
-    steering, tap = worker()
-    assert tap.rows is not None and tap.table is not None
-    stream = torch.randn(len(tap.rows), WIDTH)
-    stream[0] = -0.0
-    Launch.taps = frozenset(steering.addresses.values())
-    with pytest.raises(KeyError), steering.every_row_steered():
-        assert set(tap.rows.tolist()) == set(range(1, 7))
-        changed, _ = tap(stream, None)
-        assert changed.view(torch.int32).equal(stream.view(torch.int32))
-        raise KeyError
-    assert not tap.rows.any()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that do nothing cost nothing, and are seen no different for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.v1.worker.residual_graphs import NOTHING, GraphFamilies
-from vllm.v1.worker.residual_stream import OpenResidualStream, ResidualStream
+from vllm.v1.worker.residual_stream import OpenResidualStream
 
 CAPTURES, STEERS = frozenset({1}), frozenset({2})
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -112,31 +110,3 @@ def test_a_pass_finds_what_its_step_wants(events: list[tuple[bool, ...]]) -> Non
             steered = STEERS if steers else NOTHING
             assert launched == captured | steered
             assert (in_capture, in_steering) == (captured, steered)
-
-
-@pytest.mark.parametrize("steers", [True, False])
-def test_places_are_tried_with_the_engines_own_tables(steers: bool) -> None:
-    asked: list[Any] = []
-    steered = False
-
-    @contextmanager
-    def every_row_steered() -> Iterator[None]:
-        nonlocal steered
-        steered = True
-        yield
-        steered = False
-
-    graphs: Any = SimpleNamespace(
-        try_places=lambda *args: asked.append((*args, steered))
-    )
-    steering: Any = SimpleNamespace(
-        addresses={(0, "pre_attn"): 7, (1, "pre_attn"): 8},
-        tables=SimpleNamespace(width=4096),
-        every_row_steered=every_row_steered,
-    )
-    stream = OpenResidualStream({}, None, steering if steers else None, graphs)
-    manager: Any = object()
-    stream.try_places(manager)
-    ResidualStream({}).try_places(manager)
-    assert asked == [(manager, frozenset({7, 8}), 4096, True)] * steers
-    assert not steered

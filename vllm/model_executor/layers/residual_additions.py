@@ -23,7 +23,6 @@ from vllm.model_executor.layers.residual_ops import (
     reads_at_once,
 )
 from vllm.triton_utils import HAS_TRITON, tl, triton
-from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import direct_register_custom_op
 
 Addition = tuple[torch.Tensor, torch.Tensor]
@@ -31,42 +30,12 @@ Addition = tuple[torch.Tensor, torch.Tensor]
 
 WIDE = 4096
 FEW = 64
-"""Of a stream from this width on, additions of at most this many tokens may begin at
-either of two places.
+"""Of a stream from this width on, additions of two to this many tokens begin late.
 
 Measured on H200s, all points steered, over plain steps, early and late: with a width of
 4096 1.000 and 1.029 for one token, 1.029 and 0.996 for 8, 1.024 and 1.011 for 32, 1.001
-and 1.019 for 128; with 2048 early is better, or as good to 0.4 %. That is one process,
-and it is otherwise in others for up to 32 tokens. An addition to many delays the
-product that it lies beside.
+and 1.019 for 128; with 2048 early is better, or as good to 0.4 %.
 """
-
-
-class Places:
-    """At which of two places additions begin. Engine thread only."""
-
-    found: ClassVar[dict[int, bool]] = {}
-    """Whether it is the later one, by number of tokens, where both were tried."""
-
-    @staticmethod
-    def are_two(num_tokens: int, width: int) -> bool:
-        """Whether there is anything to choose."""
-        return width >= WIDE and num_tokens <= FEW
-
-    @staticmethod
-    def usual(num_tokens: int) -> bool:
-        """Whether it is the later one, as long as none was tried."""
-        return num_tokens > 1
-
-    @classmethod
-    def late(cls, num_tokens: int, width: int) -> bool:
-        """Whether it is the later one; untried numbers do as the next power of two."""
-        if not cls.are_two(num_tokens, width):
-            return False
-        for tried in (num_tokens, next_power_of_2(num_tokens)):
-            if tried in cls.found:
-                return cls.found[tried]
-        return cls.usual(num_tokens)
 
 
 class Ahead:
@@ -270,14 +239,18 @@ def steer_rows_ahead(
     """
     if not (Launch.whole and _recording()):
         return
-    width = target.shape[-1]
-    if late is not None and late != Places.late(target.numel() // width, width):
+    if late is not None and late != _begins_late(target):
         return
     wanted = [one for one in zip(tables, rows, strict=True) if Launch.wants(one[0])]
     if not wanted or any(Launch.wants(slots) for slots in captured):
         return
     beside = Beside(target, wanted)
     Ahead.begun.update({table.data_ptr(): beside for table, _ in wanted})
+
+
+def _begins_late(target: torch.Tensor) -> bool:
+    width = target.shape[-1]
+    return width >= WIDE and 1 < target.numel() // width <= FEW
 
 
 class Beside:

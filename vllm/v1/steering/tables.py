@@ -45,7 +45,6 @@ class SteeringTables:
         device: torch.device,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
-        self.num_rows = num_rows
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
         # nothing change no bit.
         # Each tap's table is aligned, whatever the width.
@@ -72,11 +71,6 @@ class SteeringTables:
     def num_bytes(self) -> int:
         """Device memory of all tables."""
         return self._table.nbytes
-
-    @property
-    def width(self) -> int:
-        """Of the stream."""
-        return self._table.shape[2]
 
     @property
     def is_empty(self) -> bool:

@@ -2,8 +2,7 @@
 """Steering in one worker process: what the runner's adapter talks to."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING
@@ -200,19 +199,6 @@ class WorkerSteering:
         for tap in self._edited_taps:
             self._taps[tap].edits = None
         self._edited_taps = set()
-
-    @contextmanager
-    def every_row_steered(self) -> Iterator[None]:
-        """Meanwhile passes add something to every token, which changes nothing yet.
-
-        For passes over dummy inputs, before the first step.
-        """
-        rows = torch.arange(len(self.row_index)) % (self.tables.num_rows - 1) + 1
-        self.row_index.copy_(rows)
-        try:
-            yield
-        finally:
-            self.row_index.fill_(ZERO_ROW)
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""

@@ -17,9 +17,8 @@ import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual_additions import Ahead, Places
+from vllm.model_executor.layers.residual_additions import Ahead
 from vllm.model_executor.layers.residual_ops import Launch
-from vllm.v1.worker.residual_places import try_places
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -256,23 +255,6 @@ class GraphFamilies:
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
         self._padded: dict[BatchExecutionDescriptor, BatchExecutionDescriptor] = {}
         Launch.begin(self._idle, tuple(families))
-        Places.found.clear()
-
-    def try_places(
-        self, manager: "ModelCudaGraphManager", steers: Ops, width: int
-    ) -> None:
-        """Where the start recorded graphs of these additions alone, choose their place.
-
-        Args:
-            manager: whose graphs have just been recorded.
-            steers: all additions.
-            width: of the stream.
-
-        """
-        if self._may_record and steers in Launch.families:
-            family = Launch.families.index(steers)
-            of_family = [one for one in manager.graphs if one.tapped == family]
-            try_places(manager, of_family, width)
 
     def plan(self, steers: Ops, captures: Ops) -> None:
         """Take note of what the next pass does."""

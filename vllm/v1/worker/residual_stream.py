@@ -62,9 +62,6 @@ class ResidualStream:
         self.hook_points = hook_points
         """The hook points of this process's layers, by layer index."""
 
-    def try_places(self, manager: "ModelCudaGraphManager") -> None:
-        """Graphs have been recorded: find out which others would be faster."""
-
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
 
@@ -124,13 +121,6 @@ class OpenResidualStream(ResidualStream):
         """The step that was planned neither captures nor steers; ..."""
         self._rests = False
         """... nor did the one before, so that nothing is left of another."""
-
-    def try_places(self, manager: "ModelCudaGraphManager") -> None:
-        """Begin additions where graphs of few rows are fastest."""
-        if self.steering is not None:
-            steers = frozenset(self.steering.addresses.values())
-            with self.steering.every_row_steered():
-                self._graphs.try_places(manager, steers, self.steering.tables.width)
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""

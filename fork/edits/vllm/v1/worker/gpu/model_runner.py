@@ -18,15 +18,6 @@ self.residual = residual_stream.open_residual_stream(
 """,
         why="Before the model is compiled, and where its memory is measured.",
     ),
-    before(
-        scope="GPUModelRunner.capture_model",
-        anchor="self.kv_connector.reset_capture_state()",
-        insert="""
-if not profile_only:
-    self.residual.try_places(self.cudagraph_manager)
-""",
-        why="All graphs are recorded, and no step has run.",
-    ),
     after(
         scope="GPUModelRunner.execute_model",
         anchor="self.update_requests(scheduler_output)",
