@@ -18,8 +18,11 @@ from vllm.model_executor.layers.residual_ahead import begin_additions_early
 from vllm.model_executor.layers.residual_calls import CONDITIONS, ask_before_calls
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
+from vllm.v1.worker.residual_graphs import GraphFamilies
 
 WIDTH, TOKENS = 8, 5
+STRANGE = frozenset({1})
+"""Of another engine: no tensor here has this address."""
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
@@ -86,9 +89,9 @@ def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> 
     assert tap.table is not None and tap.slots is not None and tap.staging is not None
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
     with torch.no_grad():
-        Launch.known = frozenset({1})
+        Launch.known = STRANGE
         plain = run(hidden)
-        Launch.taps = frozenset({1})
+        Launch.taps = STRANGE
         with pytest.raises(RuntimeError, match="other memory than its own"):
             run(hidden)
         Launch.taps = frozenset({tap.slots.data_ptr(), tap.table.data_ptr()})
@@ -96,6 +99,19 @@ def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> 
     assert tap.rows is not None
     torch.testing.assert_close(steered, plain + tap.table[tap.rows])
     torch.testing.assert_close(tap.staging, plain)
+
+
+def test_until_the_first_step_every_op_looks_at_what_it_is_given(
+    tap: ResidualTap,
+) -> None:
+    ask_before_calls()
+    run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
+    graphs = GraphFamilies([frozenset(), STRANGE], one_family=False, may_record=False)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="other memory than its own"):
+            run(hidden)
+        graphs.plan(frozenset(), frozenset())
+        run(hidden)
 
 
 def test_it_knows_every_op_of_hook_points() -> None:

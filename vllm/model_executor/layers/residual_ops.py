@@ -20,6 +20,10 @@ ALIGNMENT = 16
 was compiled for were, and an op would not know them again: all of a tap's are."""
 
 
+NOBODY = frozenset({0})
+"""Launches nothing, but has ops called: no tensor has this address."""
+
+
 class Launch:
     """Which ops launch in the forward pass under way.
 

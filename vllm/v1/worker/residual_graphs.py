@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual_additions import Ahead
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual_ops import NOBODY, Launch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -254,7 +254,9 @@ class GraphFamilies:
         """Their union: most steps need what the step before needed."""
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
         self._padded: dict[BatchExecutionDescriptor, BatchExecutionDescriptor] = {}
-        Launch.begin(self._idle, tuple(families))
+        # Until the first step or recording each op is called and looks at what it is
+        # given, in compiled code too: an error shows at the start.
+        Launch.begin(self._idle or NOBODY, tuple(families))
 
     def plan(self, steers: Ops, captures: Ops) -> None:
         """Take note of what the next pass does."""
