@@ -38,15 +38,21 @@ def read_the_environment_anew() -> None:
         sys.modules["vllm.envs"].disable_envs_cache()
 
 
-@pytest.fixture(scope="module")
-def no_engine() -> Iterator[None]:
-    """For tests that call taps' ops by hand, where an engine may have been before."""
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that call taps' ops by hand, where an engine may have been before.
+
+    What they let launch is forgotten behind each.
+    """
+    from vllm.model_executor.layers.residual_additions import Ahead
     from vllm.model_executor.layers.residual_ops import Launch
 
-    before = Launch.taps, Launch.families, Launch.known
-    Launch.taps, Launch.families, Launch.known = frozenset(), (frozenset(),), None
+    monkeypatch.setattr(Launch, "taps", frozenset())
+    monkeypatch.setattr(Launch, "families", (frozenset(),))
+    monkeypatch.setattr(Launch, "known", None)
+    monkeypatch.setattr(Launch, "whole", False)
     yield
-    Launch.taps, Launch.families, Launch.known = before
+    Ahead.begun.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

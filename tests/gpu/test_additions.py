@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that add vectors, on a GPU: their kernel, and beside others in a graph."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,13 +12,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_engine")]
 
 VECTORS = 5
 Addition = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def nothing_launches_afterwards() -> Iterator[None]:
-    yield
-    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
-    Ahead.begun.clear()
 
 
 def addition(tokens: int, width: int, dtype: torch.dtype) -> Addition:

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +12,6 @@ from vllm.model_executor.layers.residual_point import ResidualTap
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, VECTORS, PADDING = 6, 5, 3
 pytestmark = pytest.mark.usefixtures("no_engine")
-
-
-@pytest.fixture(autouse=True)
-def nothing_launches_afterwards() -> Iterator[None]:
-    yield
-    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
-    Ahead.begun.clear()
 
 
 def launching(*tables: torch.Tensor) -> None:
@@ -79,7 +70,7 @@ def test_a_table_that_does_not_launch_adds_nothing() -> None:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows counts as the recording of a whole pass."""
     monkeypatch.setattr(residual_additions, "_recording", lambda: True)
     Launch.whole = True

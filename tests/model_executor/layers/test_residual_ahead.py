@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs with additions that begin early, against the same model as it is written."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear
 
+from tests.model_executor.layers.tracing import traced, treated
 from vllm.model_executor.layers import residual_additions
 from vllm.model_executor.layers.residual_additions import Ahead
 from vllm.model_executor.layers.residual_ahead import begin_additions_early
@@ -21,14 +20,6 @@ from vllm.model_executor.layers.residual_point import ResidualTap
 WIDTH, TOKENS, VECTORS = 8, 5, 4
 HOOKS = ("pre_attn", "post_attn", "post_block")
 pytestmark = pytest.mark.usefixtures("no_engine")
-
-
-@pytest.fixture(autouse=True)
-def nothing_launches_afterwards() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
-    Ahead.begun.clear()
 
 
 class Layer(nn.Module):
@@ -101,27 +92,6 @@ class Model(nn.Module):
         return hidden + residual
 
 
-def traced(
-    model: nn.Module, change: Callable[[fx.Graph], Any], compiled: bool = False
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model as Dynamo traces it, once `change` has had its graph.
-
-    `compiled`: Inductor makes code of that.
-    """
-
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        change(module.graph)
-        module.graph.lint()
-        module.recompile()
-        made: Callable[..., Any] = module.forward
-        if compiled:
-            made = compile_fx(module, inputs)
-        return made
-
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-
-
 def names(graph: fx.Graph) -> list[str]:
     """Products, activations and ops of taps, in order."""
     found = (getattr(n.target, "__name__", str(n.target)) for n in graph.nodes)
@@ -183,10 +153,6 @@ def test_compiled_to_the_end_it_is_what_the_model_says(
             )
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs)
-
-
-def treated(graph: fx.Graph) -> int:
-    return begin_additions_early(graph, "cpu")
 
 
 def outcome(

@@ -3,18 +3,18 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import fx
-from torch._inductor.codegen import custom_extern_kernel_codegen as codegen
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.codegen.custom_extern_kernel_codegen import (
+    CUSTOM_EXTERN_KERNEL_CODEGEN,
+)
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear
 
+from tests.model_executor.layers.tracing import traced, treated
 from vllm.model_executor.layers import residual_split  # noqa: F401  (has two ops)
-from vllm.model_executor.layers.residual_additions import Ahead
-from vllm.model_executor.layers.residual_ahead import begin_additions_early
 from vllm.model_executor.layers.residual_calls import CONDITIONS, ask_before_calls
 from vllm.model_executor.layers.residual_ops import Launch
 from vllm.model_executor.layers.residual_point import ResidualTap
@@ -27,16 +27,13 @@ pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    table = codegen.CUSTOM_EXTERN_KERNEL_CODEGEN
-    monkeypatch.setattr(codegen, "CUSTOM_EXTERN_KERNEL_CODEGEN", table)
-    before = dict(table)
-    torch._dynamo.reset()
-    yield
-    table.clear()
-    table.update(before)
-    Launch.taps, Launch.known, Launch.whole = frozenset(), None, False
-    Ahead.begun.clear()
+def compiles_anew() -> Iterator[None]:
+    """And leaves Inductor's table as it was."""
+    with (
+        patch.dict(CUSTOM_EXTERN_KERNEL_CODEGEN),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        yield
 
 
 @pytest.fixture
@@ -55,19 +52,7 @@ def compiled(tap: ResidualTap) -> Callable[..., Any]:
         hidden, residual = tap(hidden, residual)
         return hidden + residual
 
-    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        begin_additions_early(module.graph, "cpu")
-        module.recompile()
-        made: Callable[..., Any] = compile_fx(module, inputs)
-        return made
-
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-
-
-@pytest.fixture(autouse=True)
-def compiles_anew() -> Iterator[None]:
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
+    return traced(model, treated, compiled=True)
 
 
 def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:

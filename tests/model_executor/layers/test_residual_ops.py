@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ WIDTH, ROWS, BASE = 6, 40, 5
 """`BASE`: by how much slots are shifted, at most."""
 ZERO = torch.zeros(1, dtype=torch.int32)
 pytestmark = pytest.mark.usefixtures("no_engine")
-
-
-@pytest.fixture(autouse=True)
-def nothing_launches_afterwards() -> Iterator[None]:
-    yield
-    Launch.taps, Launch.known = frozenset(), None
 
 
 def launching(slots: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ ALIGNMENT = 16
 """Bytes. Compiled code copies arguments that are not aligned so, if the ones that it
 was compiled for were, and an op would not know them again: all of a tap's are."""
 
-
 NOBODY = frozenset({0})
 """Launches nothing, but has ops called: no tensor has this address."""
 
