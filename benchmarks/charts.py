@@ -153,12 +153,11 @@ def _serving(report: Report) -> list[Panel]:
             ratios = [each["fork"][figure] / each["upstream"][figure] for each in both]
             rows.append(Row(case, (spread(ratios),), goals.SERVING[figure].get(case)))
         panels.append(Panel(unit, tuple(rows)))
-    start = _start(report)
-    return [*panels, start] if start.rows else panels
+    return [*panels, _start(report)]
 
 
 def _start(report: Report) -> Panel:
-    """Start and memory, over upstream's; servers that start at once have none."""
+    """Start and memory, the fork's over upstream's."""
     labels = {
         "seconds": "seconds until ready",
         "graph_gib": "memory of graphs",

@@ -19,11 +19,10 @@ at once, which says nothing of how long a start takes, and share the GPU by
 
     -- --gpu-memory-utilization 0.2 --kv-cache-memory-bytes 5368709120
 
-The client is upstream's own `vllm bench serve`. Weights are
-random. Requests that are steered take one of 16 configurations in turn. Captured rows
-go to `host_memory`, a consumer that keeps them until their request has ended and does
-nothing else, so that the figures are capture's own. `--quick`: two rounds, about four
-minutes.
+The client is upstream's own `vllm bench serve`. Weights are random. Requests that are
+steered take one of 16 configurations in turn. Captured rows go to `host_memory`, a
+consumer that keeps them until their request has ended and does nothing else, so that
+the figures are capture's own. `--quick`: two rounds, about four minutes.
 """
 
 import argparse
@@ -242,16 +241,15 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     def serve(name: str, number: int) -> Server:
         side = sides[name]
         log = WORK / f"{name}{number or ''}.log"
-        environment = dict(side.environment)
-        return Server(model, log, arguments[name], 0, side.python, environment)
+        return Server(model, log, arguments[name], 0, side.python, side.environment)
 
     load_before = os.getloadavg()
     report = {**reports.begun(), "model": describe(options.model)}
     report |= {"gpu": reports.ask_gpu("name"), "serve": common}
     async with AsyncExitStack() as running:
-        servers: Servers = {name: [] for name in sides}
-        report |= await start(servers, serve, running, options.servers)
+        servers, how = await start(tuple(sides), serve, running, options.servers)
         report |= {
+            **how,
             "machine": reports.machine(load_before),
             "loads": {name: repr(load) for name, load in loads.items()},
             "rounds": [],
@@ -268,15 +266,17 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def start(
-    servers: Servers,
+    sides: Sequence[str],
     serve: Callable[[str, int], Server],
     running: AsyncExitStack,
     number: int,
-) -> dict[str, Any]:
+) -> tuple[Servers, dict[str, Any]]:
     """Start so many servers of each side: one after the other, or all at once.
 
+    Returns them, and what is reported of their start.
+
     Args:
-        servers: where they are put, by side.
+        sides: in the order of their start.
         serve: starts one.
         running: ends them.
         number: of each side.
@@ -284,18 +284,22 @@ async def start(
     """
     memory = {"before": reports.gpu_memory_gib()}
     started = {}
-    for name, of_side in servers.items():
+    servers: Servers = {}
+    for name in sides:
         begin = time.monotonic()
-        for index in range(number):
-            of_side.append(await running.enter_async_context(serve(name, index)))
+        servers[name] = [
+            await running.enter_async_context(serve(name, index))
+            for index in range(number)
+        ]
         if number == 1:
-            await of_side[0].ready()
-            started[name] = start_of(of_side[0], begin)
+            [only] = servers[name]
+            await only.ready()
+            started[name] = start_of(only, begin)
             memory[f"{name} is ready"] = reports.gpu_memory_gib()
     for one in chain(*servers.values()):
         await one.ready()
     memory["all are ready"] = reports.gpu_memory_gib()
-    return {"start": started, "gpu_gib": memory}
+    return servers, {"start": started, "gpu_gib": memory}
 
 
 async def take_turns(
@@ -307,7 +311,8 @@ async def take_turns(
 ) -> AsyncIterator[Round]:
     """Each round's figures; every case once on every server comes before them."""
     known = cases(layers, options.case)
-    turns = [("upstream", Case(load)) for load in {c.load for c in known.values()}]
+    asked = dict.fromkeys(case.load for case in known.values())
+    turns = [("upstream", Case(load)) for load in asked]
     turns += [("fork", case) for case in known.values()]
     for side, case in turns:
         for url in urls[side]:
