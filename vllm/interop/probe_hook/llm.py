@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM` whose outputs carry hidden states."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.entrypoints.llm import LLM as EngineLLM
+from vllm.interop.probe_hook.rows import CONSUMERS, ProbeOptions, attach, with_capture
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM(EngineLLM):
+    """vLLM's `LLM`; each output has `hidden_states` and `prefill_hidden_states`."""
+
+    def __init__(
+        self,
+        model: str,
+        layers: Sequence[int] | str = "all",
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        dtype: str = "bfloat16",
+        **vllm: Any,
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            model: name or path, as vLLM takes it.
+            layers: see `ProbeOptions`, as the five that follow.
+            include_prefill: see `ProbeOptions`.
+            include_decode: see `ProbeOptions`.
+            last_prefill_token: see `ProbeOptions`.
+            last_decode_token: see `ProbeOptions`.
+            dtype: dtype of the rows and, unless `model_dtype` says otherwise, the
+                model's.
+            vllm: any other argument of vLLM's `LLM`.
+
+        Raises:
+            CaptureValidationError: names the option and the remedy.
+
+        """
+        self.probe = ProbeOptions(
+            layers=layers,
+            include_prefill=include_prefill,
+            include_decode=include_decode,
+            last_prefill_token=last_prefill_token,
+            last_decode_token=last_decode_token,
+            dtype=dtype,
+        )
+        vllm["dtype"] = vllm.pop("model_dtype", dtype)
+        vllm["capture_consumers"] = [*vllm.get("capture_consumers", ()), *CONSUMERS]
+        super().__init__(model, **vllm)
+
+    def generate(
+        self, prompts: Any, sampling_params: Params = None, **more: Any
+    ) -> list[RequestOutput]:
+        """As vLLM's `generate`, with hidden states on each output."""
+        outputs = super().generate(prompts, self._capturing(sampling_params), **more)
+        return [attach(output, self.probe) for output in outputs]
+
+    def chat(
+        self, messages: Any, sampling_params: Params = None, **more: Any
+    ) -> list[RequestOutput]:
+        """As vLLM's `chat`, with hidden states on each output."""
+        outputs = super().chat(messages, self._capturing(sampling_params), **more)
+        return [attach(output, self.probe) for output in outputs]
+
+    def _capturing(self, params: Params) -> SamplingParams | list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return with_capture(params, self.probe)
+        return [with_capture(one, self.probe) for one in params]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows a probe reads, as captures, and the attributes that outputs get."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.payload import RowsByTap
+
+PROMPT = "probe_prompt"
+GENERATED = "probe_generated"
+"""Two instances of `inline`: prompt rows and generated rows are chosen apart."""
+
+CONSUMERS = [
+    {"name": "inline", "instance_name": PROMPT},
+    {"name": "inline", "instance_name": GENERATED},
+]
+
+HOOK = "post_block"
+
+Rows = dict[int, torch.Tensor]
+"""Layer -> `[rows, hidden_size]` in the probe's dtype, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What vllm-probe-hook's constructors take beside vLLM's arguments."""
+
+    layers: Sequence[int] | str
+    """0-based decoder layers whose output is read, or "all" (also `["all"]`)."""
+    include_prefill: bool = False
+    """Whether outputs carry `prefill_hidden_states`."""
+    include_decode: bool = True
+    """Whether outputs carry `hidden_states`, a row per output token."""
+    last_prefill_token: bool = False
+    """Whether `prefill_hidden_states` holds the last prompt token's row only."""
+    last_decode_token: bool = False
+    """Whether `hidden_states` holds the last output token's row only."""
+    dtype: str = "bfloat16"
+    """What rows are converted to, as torch names it; the model's is `model_dtype`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise CaptureValidationError(
+                f"dtype={self.dtype!r}: torch has no such dtype; use for example "
+                '"bfloat16" or "float32"',
+                parameter="dtype",
+                value=self.dtype,
+            )
+        if not self.layers:
+            raise CaptureValidationError(
+                "layers is empty: name one layer or more, or give 'all'",
+                parameter="layers",
+                value=self.layers,
+            )
+        if not (self.include_prefill or self.include_decode):
+            raise CaptureValidationError(
+                "include_prefill and include_decode are both False: nothing would be "
+                "read; set one of them, or use vllm.LLM",
+                parameter="include_decode",
+                value=False,
+            )
+
+    def capture(self) -> dict[str, Any]:
+        """`SamplingParams.capture` for these rows.
+
+        The row that predicts the first output token is the last prompt token's, so
+        that one is captured for `hidden_states` too.
+        """
+        every = self.layers == "all" or list(self.layers) == ["all"]
+        hooks = {HOOK: "all" if every else list(self.layers)}
+        whole = self.include_prefill and not self.last_prefill_token
+        prompt = "all_prompt" if whole else "last_prompt"
+        captures = {PROMPT: {"hooks": hooks, "positions": prompt}}
+        if self.include_decode:
+            captures[GENERATED] = {"hooks": hooks, "positions": "all_generated"}
+        return captures
+
+    def decode_rows(self, prompt: RowsByTap, generated: RowsByTap) -> Rows:
+        """Rows at positions P-1 to P+N-2: row i is what output token i was read from.
+
+        With `last_decode_token` only the last of them.
+        """
+        rows = {
+            layer: torch.cat([last[-1:], generated.get((layer, hook), last[:0])])
+            for (layer, hook), last in sorted(prompt.items())
+        }
+        if self.last_decode_token:
+            rows = {layer: states[-1:] for layer, states in rows.items()}
+        return self._converted(rows)
+
+    def prefill_rows(self, prompt: RowsByTap) -> Rows:
+        """Rows of all prompt tokens, or with `last_prefill_token` of the last."""
+        return self._converted({tap[0]: rows for tap, rows in sorted(prompt.items())})
+
+    def _converted(self, rows: Rows) -> Rows:
+        dtype = getattr(torch, self.dtype)
+        return {layer: states.to(dtype) for layer, states in rows.items()}
+
+
+def with_capture(params: SamplingParams, options: ProbeOptions) -> SamplingParams:
+    """A copy of `params` that captures what the probe reads, beside its own captures.
+
+    Raises:
+        CaptureValidationError: if it asks for several samples.
+
+    """
+    if params.n != 1:
+        raise CaptureValidationError(
+            f"n={params.n}: hidden_states are those of one sample; send the prompt "
+            f"{params.n} times with n=1",
+            parameter="n",
+            value=params.n,
+        )
+    params = params.clone()
+    params.capture = {**(params.capture or {}), **options.capture()}
+    return params
+
+
+def attach(output: RequestOutput, options: ProbeOptions) -> RequestOutput:
+    """Give an output the attributes of vllm-probe-hook; returns the same output.
+
+    Before the last output they hold what is there by then.
+
+    Raises:
+        RuntimeError: if a finished request's rows could not be captured.
+
+    """
+    results = output.capture_results or {}
+    payloads = {}
+    for name in options.capture():
+        result = results.get(name)
+        if output.finished and (result is None or result.status != "ok"):
+            raise RuntimeError(
+                f"hidden states of request {output.request_id} are not complete: "
+                f"{'no result came' if result is None else result.error}"
+            )
+        payload = result.payload if result else None
+        payloads[name] = payload if isinstance(payload, RowsByTap) else RowsByTap()
+    prompt = payloads[PROMPT]
+    if options.include_decode:
+        rows = options.decode_rows(prompt, payloads[GENERATED])
+        _set(output, "hidden_states", "hidden", rows)
+    if options.include_prefill:
+        _set(
+            output,
+            "prefill_hidden_states",
+            "prefill_hidden",
+            options.prefill_rows(prompt),
+        )
+    return output
+
+
+def _set(output: RequestOutput, name: str, alias: str, rows: Rows) -> None:
+    """Both names that vllm-probe-hook has; upstream's class declares neither."""
+    setattr(output, name, rows)
+    setattr(output, alias, rows)
