@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of whole prompts from an `LLM`, for libraries that take a model."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.residual.addresses import parse_address
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+    from vllm.outputs import RequestOutput
+
+CONSUMER = "inline"
+
+Tap = tuple[int, str]
+
+
+def taps_of(addresses: Sequence[str]) -> dict[str, Tap]:
+    """`(layer, hook)` of each address, by the address.
+
+    Raises:
+        ValueError: names the first that is not an address of a hook point.
+
+    """
+    taps = {}
+    for address in addresses:
+        tap = parse_address(address)
+        if tap is None:
+            raise ValueError(
+                f"{address!r} is not a hook point that is served here; use for "
+                "example 'blocks.3.hook_resid_post', 'resid_pre.0' or, on a server "
+                "with --mlp-hook-points, 'mlp_out.3'"
+            )
+        taps[address] = tap
+    return taps
+
+
+def capture_spec(taps: Sequence[Tap], positions: Any = "all_prompt") -> dict[str, Any]:
+    """`SamplingParams.capture` that returns the rows of `taps` with the output."""
+    hooks: dict[str, list[int]] = {}
+    for layer, hook in taps:
+        hooks.setdefault(hook, []).append(layer)
+    return {CONSUMER: {"hooks": hooks, "positions": positions}}
+
+
+def rows_of(output: "RequestOutput") -> dict[Tap, torch.Tensor]:
+    """The rows that came with an output.
+
+    Raises:
+        RuntimeError: if they are not complete, with the engine's reason.
+
+    """
+    result = (output.capture_results or {}).get(CONSUMER)
+    if result is None or result.status != "ok":
+        reason = "no result came" if result is None else result.error
+        raise RuntimeError(f"rows of {output.request_id} are not complete: {reason}")
+    rows: dict[Tap, torch.Tensor] = result.payload
+    return rows
+
+
+def prompt_rows(
+    llm: "LLM", tokens: Sequence[Sequence[int]], taps: Sequence[Tap]
+) -> list[dict[Tap, torch.Tensor]]:
+    """One forward pass over each prompt.
+
+    Args:
+        llm: an engine with an `inline` consumer.
+        tokens: token ids of each prompt.
+        taps: which rows.
+
+    Returns:
+        For each prompt `(layer, hook)` -> `[prompt tokens, hidden_size]`, on the CPU
+        and in the model's dtype.
+
+    """
+    params = SamplingParams(
+        max_tokens=1, temperature=0, detokenize=False, capture=capture_spec(taps)
+    )
+    prompts = [{"prompt_token_ids": list(ids)} for ids in tokens]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [rows_of(output) for output in outputs]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that SAELens' `ActivationsStore` and training runner take, served by `LLM`.
+
+SAELens calls `run_with_cache`, `to_tokens` and `tokenizer` and asks for a device:
+decoderesearch/SAELens 6.54, `sae_lens/training/activations_store.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.interop.prompt_rows import prompt_rows, taps_of
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+
+
+class ServedModel:
+    """An `LLM` with an `inline` consumer in the place of a `HookedTransformer`."""
+
+    def __init__(self, llm: "LLM", device: str | torch.device = "cpu") -> None:
+        """Serve `llm` as a model.
+
+        Args:
+            llm: started with `capture_consumers=["inline"]`.
+            device: where activations are put; the engine's own does not matter.
+
+        Raises:
+            ValueError: if the engine has no `inline` consumer.
+
+        """
+        config = llm.llm_engine.vllm_config
+        if "inline" not in [c.instance_name for c in config.capture_config.consumers]:
+            raise ValueError(
+                "the engine returns no rows: start it with "
+                'LLM(..., capture_consumers=["inline"])'
+            )
+        self.llm = llm
+        self.tokenizer = llm.get_tokenizer()
+        text = config.model_config.hf_text_config
+        self.cfg = SimpleNamespace(
+            device=torch.device(device),
+            d_model=config.model_config.get_hidden_size(),
+            n_layers=text.num_hidden_layers,
+            n_ctx=config.model_config.max_model_len,
+            model_name=config.model_config.model,
+        )
+
+    def to_tokens(
+        self,
+        input: str | list[str],
+        prepend_bos: bool = True,
+        truncate: bool = True,
+        move_to_device: bool = True,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Token ids `[texts, tokens]`, int64; shorter ones padded at their end.
+
+        Args:
+            input: one text or several.
+            prepend_bos: whether the first token is the tokenizer's BOS.
+            truncate: whether to cut at the engine's `max_model_len` less one.
+            move_to_device: whether to put them on `cfg.device`.
+
+        """
+        texts = [input] if isinstance(input, str) else input
+        bos = self.tokenizer.bos_token_id
+        rows = []
+        for text in texts:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if prepend_bos and bos is not None:
+                ids = [bos, *ids]
+            rows.append(ids[: self.cfg.n_ctx - 1] if truncate else ids)
+        longest = max(map(len, rows), default=0)
+        pad = self.tokenizer.pad_token_id
+        fill = (pad if pad is not None else self.tokenizer.eos_token_id) or 0
+        tokens = torch.tensor([ids + [fill] * (longest - len(ids)) for ids in rows])
+        return tokens.to(self.cfg.device) if move_to_device else tokens
+
+    def run_with_cache(
+        self,
+        tokens: torch.Tensor | str | list[str],
+        names_filter: NamesFilter = None,
+        stop_at_layer: int | None = None,
+        prepend_bos: bool = True,
+        **_: Any,
+    ) -> tuple[None, dict[str, torch.Tensor]]:
+        """Activations of whole prompts; the logits' place holds None.
+
+        Args:
+            tokens: ids `[batch, context]`, or text.
+            names_filter: hook points as TransformerLens names them, or a function
+                that chooses among the stream's.
+            stop_at_layer: does not matter: an engine always runs all layers.
+            prepend_bos: for text only.
+
+        Returns:
+            `(None, {name: [batch, context, d_model]})`, in the model's dtype on
+            `cfg.device`.
+
+        Raises:
+            ValueError: names the hook point that is not served, or says that a prompt
+                is too long.
+
+        """
+        del stop_at_layer
+        if not isinstance(tokens, torch.Tensor):
+            tokens = self.to_tokens(tokens, prepend_bos=prepend_bos)
+        if tokens.dim() == 1:
+            tokens = tokens[None]
+        names = self._names(names_filter)
+        taps = taps_of(names)
+        per_prompt = prompt_rows(self.llm, tokens.tolist(), list(taps.values()))
+        cache = {
+            name: torch.stack([rows[tap] for rows in per_prompt]).to(self.cfg.device)
+            for name, tap in taps.items()
+        }
+        return None, cache
+
+    def _names(self, names_filter: NamesFilter) -> list[str]:
+        if isinstance(names_filter, str):
+            return [names_filter]
+        if names_filter is not None and not callable(names_filter):
+            return list(names_filter)
+        every = [
+            f"blocks.{layer}.hook_resid_{place}"
+            for layer in range(self.cfg.n_layers)
+            for place in ("pre", "mid", "post")
+        ]
+        return [name for name in every if names_filter is None or names_filter(name)]
+
+    def eval(self) -> "ServedModel":
+        """An engine does nothing else; returns itself."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> "ServedModel":
+        """The engine stays where it runs; returns itself."""
+        return self

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that other systems have for hook points, with and without a layer.
+
+Accepted forms of an address, which names one layer's point:
+
+    resid_post.10               interp-engine
+    blocks.10.hook_resid_post   TransformerLens 1 to 3, SAELens
+    blocks.10.hook_out          TransformerLens 4
+    post_block.10               ours
+"""
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+OWN: tuple[str, ...] = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "resid_pre": "pre_attn",
+        "resid_mid": "post_attn",
+        "resid_post": "post_block",
+        "hook_resid_pre": "pre_attn",
+        "hook_resid_mid": "post_attn",
+        "hook_resid_post": "post_block",
+        "hook_in": "pre_attn",
+        "ln2.hook_in": "post_attn",
+        "hook_out": "post_block",
+        "hook_mlp_out": "mlp_out",
+        "mlp.hook_in": "mlp_in",
+        "mlp.hook_out": "mlp_out",
+    }
+)
+"""The other systems' names of our hook points.
+
+TransformerLens' `hook_mlp_in` is not among them: it is the stream before the norm,
+where `mlp_in` is what enters the MLP behind it.
+"""
+
+_OF_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.([a-z][a-z0-9_.]*)")
+_WITH_LAYER = re.compile(r"([a-z][a-z0-9_]*)\.(0|[1-9]\d{0,5})")
+
+
+def hook_name(name: str) -> str | None:
+    """Our name of a hook point under any of its names; None if it is none."""
+    return name if name in OWN else ALIASES.get(name)
+
+
+def parse_address(text: str) -> tuple[int, str] | None:
+    """`(layer, hook)` of an address; None if `text` is no address.
+
+    The layer is 0-based and not checked against a model.
+    """
+    if found := _OF_BLOCK.fullmatch(text):
+        layer, name = found.groups()
+        hook = ALIASES.get(name)
+    elif found := _WITH_LAYER.fullmatch(text):
+        name, layer = found.groups()
+        hook = hook_name(name)
+    else:
+        return None
+    return None if hook is None else (int(layer), hook)
