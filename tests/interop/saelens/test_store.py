@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SAELens' own store and training runner on a served model."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sae_lens", reason="make test-interop")
+
+import torch
+from datasets import Dataset
+from sae_lens import (
+    LanguageModelSAERunnerConfig,
+    LanguageModelSAETrainingRunner,
+    LoggingConfig,
+    StandardTrainingSAEConfig,
+)
+from sae_lens.training.activations_store import ActivationsStore
+from transformers import AutoModelForCausalLM
+
+from tests.engines.models import llama
+from vllm import LLM
+from vllm.interop.saelens import ServedModel
+
+pytestmark = pytest.mark.interop
+
+HOOK = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ServedModel:
+    options = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
+    return ServedModel(LLM(str(folder), capture_consumers=["inline"], **options))
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Dataset:
+    return Dataset.from_dict({"input_ids": torch.randint(3, 1000, (64, 32)).tolist()})
+
+
+def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
+    store = ActivationsStore(
+        model=model,
+        dataset=corpus,
+        streaming=False,
+        hook_name=HOOK,
+        hook_head_index=None,
+        context_size=32,
+        d_in=64,
+        n_batches_in_buffer=2,
+        total_training_tokens=4096,
+        store_batch_size_prompts=4,
+        train_batch_size_tokens=64,
+        prepend_bos=False,
+        normalize_activations="none",
+        device=torch.device("cpu"),
+        dtype="float32",
+    )
+    tokens = store.get_batch_tokens(4)
+    activations = store.get_activations(tokens)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(tokens, output_hidden_states=True).hidden_states[2]
+    torch.testing.assert_close(activations, expected, rtol=0, atol=1e-4)
+    assert store.next_batch().shape == (64, 64)
+
+
+def test_an_sae_trains_from_it(model, corpus, tmp_path: Path) -> None:
+    config = LanguageModelSAERunnerConfig(
+        sae=StandardTrainingSAEConfig(d_in=64, d_sae=128, l1_coefficient=0.1),
+        model_name="served",
+        hook_name=HOOK,
+        dataset_path="unused",
+        context_size=32,
+        prepend_bos=False,
+        training_tokens=2048,
+        train_batch_size_tokens=256,
+        store_batch_size_prompts=4,
+        n_batches_in_buffer=4,
+        checkpoint_path=str(tmp_path),
+        logger=LoggingConfig(log_to_wandb=False),
+        device="cpu",
+    )
+    runner = LanguageModelSAETrainingRunner(
+        config, override_dataset=corpus, override_model=model
+    )
+    sae = runner.run()
+    assert sae.W_enc.shape == (64, 128)
+    assert torch.isfinite(sae.W_enc).all()
+
+
+def test_text_becomes_tokens_with_and_without_bos(model) -> None:
+    with_bos = model.to_tokens("Anna went home.")
+    without = model.to_tokens("Anna went home.", prepend_bos=False)
+    assert with_bos[0, 0] == model.tokenizer.bos_token_id
+    assert with_bos[0, 1:].tolist() == without[0].tolist()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransformerLens' own bridge over an engine, against the Transformers library."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformer_lens.model_bridge", reason="make test-interop")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines.models import llama
+from vllm.interop import transformer_lens
+
+pytestmark = pytest.mark.interop
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"), bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def bridge(model: Path):
+    options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
+    return transformer_lens.boot(str(model), gpu_memory_utilization=0.2, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 1000, (2, 9))
+
+
+def test_the_cache_and_the_logits_are_the_models(bridge, reference, tokens) -> None:
+    logits, cache = bridge.run_with_cache(tokens)
+    with torch.no_grad():
+        expected = reference(tokens, output_hidden_states=True)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-4)
+    for layer in range(2):
+        for name, at in (("hook_in", layer), ("hook_resid_post", layer + 1)):
+            torch.testing.assert_close(
+                cache[f"blocks.{layer}.{name}"],
+                expected.hidden_states[at],
+                rtol=0,
+                atol=1e-4,
+            )
+
+
+def test_the_loss_is_the_models(bridge, reference, tokens) -> None:
+    loss = bridge.forward(tokens, return_type="loss")
+    with torch.no_grad():
+        expected = reference(tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"op": "suppress", "pos": 3},
+        {"op": "suppress"},
+        {"op": "add", "value": 0.5, "pos": [0, 8]},
+        {"op": "set", "value": torch.linspace(-1, 1, 64)},
+        {"op": "scale", "factor": 0.5, "pos": [1, 2]},
+        {"op": "scale", "factor": -1.0},
+    ],
+    ids=str,
+)
+def test_interventions_do_what_a_hook_does(bridge, reference, tokens, spec) -> None:
+    def hook(module, inputs, output):
+        states = output.clone()
+        at = spec.get("pos", slice(None))
+        at = [at] if isinstance(at, int) else at
+        match spec["op"]:
+            case "suppress":
+                states[:, at] = 0
+            case "add":
+                states[:, at] += spec["value"]
+            case "set":
+                states[:, at] = spec["value"]
+            case "scale":
+                states[:, at] *= spec["factor"]
+        return states
+
+    logits = bridge.forward(tokens, intervene={"blocks.1.hook_out": spec})
+    with reference.model.layers[1].register_forward_hook(hook), torch.no_grad():
+        expected = reference(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
+
+
+def test_tokens_are_generated(bridge, reference, tokens) -> None:
+    result = bridge._driver.forward(tokens, max_new_tokens=4, return_logits=False)
+    with torch.no_grad():
+        expected = reference.generate(tokens, max_new_tokens=4, do_sample=False)
+    assert result.new_tokens.tolist() == expected[:, 9:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capture": ("blocks.9.hook_out",)}, "not a hook point"),
+        ({"intervene": {"blocks.0.hook_in": {"op": "flip"}}}, "use 'suppress'"),
+        ({"intervene": {"blocks.0.hook_in": {"op": "add", "at": 1}}}, "no key 'at'"),
+        (
+            {"intervene": {"blocks.0.hook_in": {"op": "set", "value": [1.0, 2.0]}}},
+            "has 2 elements",
+        ),
+        ({"use_cache": True}, "does not know it"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(bridge, tokens, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        bridge._driver.forward(tokens, **arguments)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address
+
+
+@pytest.mark.parametrize(
+    ("address", "tap"),
+    [
+        ("resid_post.10", (10, "post_block")),
+        ("blocks.10.hook_resid_post", (10, "post_block")),
+        ("blocks.0.hook_in", (0, "pre_attn")),
+        ("blocks.3.ln2.hook_in", (3, "post_attn")),
+        ("blocks.7.hook_out", (7, "post_block")),
+        ("mlp_out.2", (2, "mlp_out")),
+        ("post_attn.1", (1, "post_attn")),
+        ("post_block", None),
+        ("blocks.01.hook_out", None),
+        ("blocks.1.hook_mlp_in", None),
+        ("blocks.1.hook_z", None),
+        ("resid_post.-1", None),
+        ("resid_post.1.2", None),
+    ],
+)
+def test_addresses(address: str, tap: tuple[int, str] | None) -> None:
+    assert parse_address(address) == tap
+
+
+@given(st.text())
+def test_any_text_is_an_address_or_none(text: str) -> None:
+    tap = parse_address(text)
+    assert tap is None or (tap[0] >= 0 and hook_name(tap[1]) == tap[1])
+
+
+def test_no_name_has_two_meanings() -> None:
+    assert not set(ALIASES) & set(ALIASES.values())
