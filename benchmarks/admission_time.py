@@ -17,12 +17,12 @@ import torch
 
 from vllm import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.steering import caching
-from vllm.v1.steering.admission import SteeringAdmission
-from vllm.v1.steering.modules import SteeringModules
-from vllm.v1.steering.scheduling import SteeringScheduling
-from vllm.v1.steering.tables import SteeringTables
-from vllm.v1.steering.vectors import SteeredModel
+from vllm.v1.steering.core import prefix_cache
+from vllm.v1.steering.core.scheduler import SteeringScheduling
+from vllm.v1.steering.frontend.admission import SteeringAdmission
+from vllm.v1.steering.frontend.modules import SteeringModules
+from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.worker.tables import SteeringTables
 
 LAYERS, WIDTH, BLOCK, PROMPT = 32, 4096, 128, 512
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -51,7 +51,7 @@ class Path:
             request_id=name, sampling_params=received, num_prompt_tokens=PROMPT
         )
         for start in range(0, PROMPT, BLOCK):
-            caching.extra_keys(request, start, start + BLOCK)
+            prefix_cache.extra_keys(request, start, start + BLOCK)
         self.scheduling.new_step()
         assert self.scheduling.admits(request)
         self.scheduling.begin(request)

@@ -235,7 +235,7 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
 
 def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
     """The graph of the start that has these ops, or an exact one, recorded now."""
-    from vllm.model_executor.layers.residual_ops import Launch
+    from vllm.model_executor.layers.residual.capture_op import Launch
 
     manager = runner.cudagraph_manager
     plain = next(

@@ -53,7 +53,7 @@ from benchmarks.served import Server  # noqa: E402
 WORK = ROOT / "build" / "benchmarks" / "serving"
 HOOKS = ("pre_attn", "post_attn", "post_block")
 MODULE_FORMAT = "clearbox-steering-v1"
-"""As `vllm.v1.steering.files` names it; this process may have no vLLM to import."""
+"""As `vllm.v1.steering.spec.files` has it; this process may have no vLLM to import."""
 COLUMNS = {
     "mean_tpot_ms": "TPOT",
     "mean_ttft_ms": "TTFT",

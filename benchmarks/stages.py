@@ -13,7 +13,7 @@ import torch
 from benchmarks.host_memory import NAME
 from benchmarks.worker_alone import WorkerAlone
 from vllm.v1.capture.plan import OPEN_END, Tap
-from vllm.v1.capture.staging import Segment, Staging
+from vllm.v1.capture.staging.ring import Segment, Staging
 
 MIB = 1 << 20
 SAMPLE_BYTES = 1 << 30

@@ -38,7 +38,7 @@ from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
 from benchmarks.models import random_llama, random_prompts  # noqa: E402
 from benchmarks.reports import summary  # noqa: E402
 from benchmarks.served import Cost, Server  # noqa: E402
-from vllm.v1.steering.files import save_module  # noqa: E402
+from vllm.v1.steering.spec.files import save_module  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 LAYERS, WIDTH, CONFIGS = 12, 768, 16

@@ -23,7 +23,7 @@ from fork.paths import Checkout, cache_root
 from fork.progress import step
 from fork.stamps import digest_of
 
-FOLDER = "vllm/v1/capture/consumers/storage"
+FOLDER = "vllm/v1/capture"
 """Where the module lies in the tree."""
 
 _LOG_LINES = 30
