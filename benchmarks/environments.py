@@ -10,7 +10,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from fork.builder import Order, open_release
+from fork.building.builder import Order, open_release
 
 _OURS = ("vllm", "__editable__", "__pycache__")
 """Beginnings of the names under which a site folder holds the fork."""

@@ -9,7 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork.failure import BuildFailure
+from fork.errors import BuildFailure
 
 DEVICES = ("cpu", "cuda")
 

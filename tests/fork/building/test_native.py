@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fork import native
-from fork.builder import build_tree
-from fork.failure import BuildFailure
-from fork.packaging import copy_contents
+from fork.building import native
+from fork.building.builder import build_tree
+from fork.building.packaging import copy_contents
+from fork.errors import BuildFailure
 from tests.fork._checkout import Mini
 
 MODULE = f"{native.FOLDER}/_native.so"

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork.contents import Added, Compiled, Content, Contents, Original, Text
-from fork.failure import BuildFailure
-from fork.release import HARD_LINKED_BYTES
+from fork.building.contents import Added, Compiled, Content, Contents, Original, Text
+from fork.errors import BuildFailure
+from fork.upstream.release import HARD_LINKED_BYTES
 
 MANIFEST = ".fork-manifest.json"
 _Stamp = list[str | int]

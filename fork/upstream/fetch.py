@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fork.failure import BuildFailure
+from fork.errors import BuildFailure
 from fork.paths import cache_root
-from fork.upstream import WheelPin
+from fork.upstream.pins import WheelPin
 
 # A wheel for another machine or Python than ours must download as well.
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_31", "manylinux_2_35", "manylinux2014")

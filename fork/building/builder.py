@@ -5,18 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fork.architectures.accounting import architecture_faults
-from fork.contents import Contents, added_files, assemble, shadowing_faults
-from fork.failure import BuildFailure
-from fork.faults import Fault
-from fork.fetch import fetch, sha256_of, verify, wheel_version
-from fork.metadata import Metadata, dist_info_files, fork_metadata, version_module
-from fork.native import native_files
+from fork.building.contents import Contents, added_files, assemble, shadowing_faults
+from fork.building.metadata import (
+    Metadata,
+    dist_info_files,
+    fork_metadata,
+    version_module,
+)
+from fork.building.native import native_files
+from fork.building.tree import update_tree
+from fork.errors import BuildFailure
 from fork.paths import HERE, Checkout
 from fork.progress import step
-from fork.release import Release, unpack
-from fork.tree import update_tree
-from fork.upstream import load_upstream, machine_name
-from fork.weaver import weave_release
+from fork.upstream.fetch import fetch, sha256_of, verify, wheel_version
+from fork.upstream.pins import load_upstream, machine_name
+from fork.upstream.release import Release, unpack
+from fork.weaving.faults import Fault
+from fork.weaving.weaver import weave_release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fork.contents import Compiled, Contents
-from fork.failure import BuildFailure
+from fork.building.contents import Compiled, Contents
+from fork.errors import BuildFailure
 from fork.paths import Checkout, cache_root
 from fork.progress import step
-from fork.stamps import digest_of
+from fork.weaving.stamps import digest_of
 
 FOLDER = "vllm/v1/capture"
 """Where the module lies in the tree."""

@@ -10,13 +10,13 @@ from setuptools import Distribution
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-from fork.builder import Built, Order, build_tree
-from fork.contents import Added
-from fork.failure import BuildFailure
-from fork.metadata import NAME, license_files
+from fork.building.builder import Built, Order, build_tree
+from fork.building.contents import Added
+from fork.building.metadata import NAME, license_files
+from fork.errors import BuildFailure
 from fork.paths import HERE
-from fork.release import HARD_LINKED_BYTES
-from fork.upstream import default_device
+from fork.upstream.pins import default_device
+from fork.upstream.release import HARD_LINKED_BYTES
 
 
 def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every type

@@ -10,7 +10,7 @@ from email.message import Message
 from pathlib import Path
 
 from fork.paths import Checkout
-from fork.release import Release
+from fork.upstream.release import Release
 
 NAME = "vllm"
 ENTRY_POINTS = {

@@ -4,8 +4,8 @@
 import difflib
 from dataclasses import dataclass
 
-from fork.builder import Built
-from fork.contents import Added, Text
+from fork.building.builder import Built
+from fork.building.contents import Added, Text
 
 
 @dataclass(frozen=True, slots=True)

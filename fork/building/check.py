@@ -4,12 +4,12 @@
 from dataclasses import dataclass
 
 from fork.architectures.accounting import architecture_faults
-from fork.contents import added_files, shadowing_faults
-from fork.edit_files import edit_paths
-from fork.faults import Fault
+from fork.building.contents import added_files, shadowing_faults
 from fork.paths import Checkout
-from fork.release import Release
-from fork.weaver import WovenFile, has_layer_weave, weave_release
+from fork.upstream.release import Release
+from fork.weaving.edit_files import edit_paths
+from fork.weaving.faults import Fault
+from fork.weaving.weaver import WovenFile, has_layer_weave, weave_release
 
 TESTED = (
     "each edit's anchor matches as often as it says, each woven file compiles, each "

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from fork.edit_files import edit_paths, load_edit_file
-from fork.failure import BuildFailure
-from fork.faults import Fault, from_problem
-from fork.keeping import forget_unused, keep, recall
+from fork.errors import BuildFailure
 from fork.language import weave
 from fork.paths import Checkout
-from fork.release import Release
-from fork.stamps import digest_of, language_digest, weave_digest
+from fork.upstream.release import Release
+from fork.weaving.cache import forget_unused, keep, recall
+from fork.weaving.edit_files import edit_paths, load_edit_file
+from fork.weaving.faults import Fault, from_problem
+from fork.weaving.stamps import digest_of, language_digest, weave_digest
 
-LAYER_WEAVE = Path(__file__).parent / "weave" / "decoder_layers.py"
-
+LAYER_WEAVE = Path(__file__).parents[1] / "weave" / "decoder_layers.py"
 
 _MODEL_FOLDERS = ("vllm/model_executor/models/", "vllm/models/")
 _POOL_FROM = 4

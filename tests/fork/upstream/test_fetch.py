@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fork import fetch as fetching
-from fork.builder import Order, build_tree, open_release
-from fork.failure import BuildFailure
-from fork.upstream import default_device, load_upstream
+from fork.building.builder import Order, build_tree, open_release
+from fork.errors import BuildFailure
+from fork.upstream import fetch as fetching
+from fork.upstream.pins import default_device, load_upstream
 from tests.fork._checkout import Mini, make_wheel, pins
 
 
@@ -25,7 +25,7 @@ def registry(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         shutil.copy(mini.wheel, folder)
 
     monkeypatch.setattr(fetching, "_download", download)
-    monkeypatch.setattr("fork.builder.machine_name", lambda: "x86_64")
+    monkeypatch.setattr("fork.building.builder.machine_name", lambda: "x86_64")
     return downloads
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fork.keeping import forget_unused, keep, recall
+from fork.weaving.cache import forget_unused, keep, recall
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 import os
 from pathlib import Path
 
-from fork.builder import build_tree
-from fork.packaging import copy_contents
+from fork.building.builder import build_tree
+from fork.building.packaging import copy_contents
 from tests.fork._checkout import Mini
 
 

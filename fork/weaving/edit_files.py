@@ -4,7 +4,7 @@
 import runpy
 from pathlib import Path
 
-from fork.failure import BuildFailure
+from fork.errors import BuildFailure
 from fork.language import Edit, EditFile
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fork.builder import Faulty, build_tree
-from fork.failure import BuildFailure
-from fork.tree import MANIFEST
+from fork.building.builder import Faulty, build_tree
+from fork.building.tree import MANIFEST
+from fork.errors import BuildFailure
 from tests.fork._checkout import Mini
 
 
@@ -113,7 +113,7 @@ def test_only_a_changed_edit_file_is_woven_again(
     mini: Mini, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woven: list[str] = []
-    from fork import weaver
+    from fork.weaving import weaver
 
     original = weaver.weave_file
 
@@ -229,7 +229,7 @@ def test_an_update_that_was_cut_off_is_repaired(
         raise OSError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fork.tree._place", fail)
+        patched.setattr("fork.building.tree._place", fail)
         with pytest.raises(OSError, match="disk full"):
             build_tree(mini.order(), mini.out)
     assert "count" in (mini.out / "vllm/engine.py").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import libcst
 
-_HERE = Path(__file__).parent
+_FORK = Path(__file__).parents[1]
 
 
 def digest_of(parts: Iterable[bytes]) -> str:
@@ -39,17 +39,17 @@ def _tools() -> bytes:
 @cache
 def language_digest() -> bytes:
     """Hash of the edit language and the weaver."""
-    weaver = (_HERE / "weaver.py").read_bytes()
-    return digest_of([_digest_of_folder(_HERE / "language"), weaver]).encode()
+    weaver = (_FORK / "weaving" / "weaver.py").read_bytes()
+    return digest_of([_digest_of_folder(_FORK / "language"), weaver]).encode()
 
 
 @cache
 def weave_digest() -> bytes:
     """Hash of the decoder-layer weave and what it builds on."""
-    return digest_of([_digest_of_folder(_HERE / "weave"), language_digest()]).encode()
+    return digest_of([_digest_of_folder(_FORK / "weave"), language_digest()]).encode()
 
 
 @cache
 def architectures_digest() -> bytes:
     """Hash of what follows architectures to their layers."""
-    return _digest_of_folder(_HERE / "architectures")
+    return _digest_of_folder(_FORK / "architectures")

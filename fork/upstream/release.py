@@ -8,9 +8,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork.failure import BuildFailure
-from fork.fetch import sha256_of, wheel_version
+from fork.errors import BuildFailure
 from fork.paths import cache_root
+from fork.upstream.fetch import sha256_of, wheel_version
 
 HARD_LINKED_BYTES = 1 << 20
 """Files from this size on are hard-linked into trees, so the cached ones are made

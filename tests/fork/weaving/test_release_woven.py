@@ -3,12 +3,12 @@
 
 import pytest
 
-from fork.builder import Built, Order, build
-from fork.contents import Text
-from fork.edit_files import edit_paths, load_edit_file
-from fork.failure import BuildFailure
+from fork.building.builder import Built, Order, build
+from fork.building.contents import Text
+from fork.errors import BuildFailure
 from fork.paths import HERE
-from fork.upstream import load_upstream
+from fork.upstream.pins import load_upstream
+from fork.weaving.edit_files import edit_paths, load_edit_file
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from fork.builder import build
+from fork.building.builder import build
 from tests.fork._checkout import Mini
 
 
