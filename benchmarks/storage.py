@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane  # noqa: E402
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 256
 """Token ids below this exist in every model here."""
 

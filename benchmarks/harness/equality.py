@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.models import Model, random_prompts
+from benchmarks.harness.engine_process import EngineProcess
+from benchmarks.harness.models import Model, random_prompts
 
 PROMPTS = random_prompts(6, 3, 60)
 MAX_TOKENS = 24

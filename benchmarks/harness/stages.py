@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.host_memory import NAME
-from benchmarks.worker_alone import WorkerAlone
+from benchmarks.harness.host_memory import NAME
+from benchmarks.harness.worker_alone import WorkerAlone
 from vllm.v1.capture.plan import OPEN_END, Tap
 from vllm.v1.capture.staging.ring import Segment, Staging
 

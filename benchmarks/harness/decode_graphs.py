@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose graphs of decode steps are replayed, in a process of its own.
 
-    python benchmarks/decode_graphs.py MODEL FEATURES BATCHES
+    python benchmarks/harness/decode_graphs.py MODEL FEATURES BATCHES
 
 What `decode_step.py` starts, with upstream's vLLM and with the fork's. Its first answer
 tells of the engine; then it is asked for cases at batch sizes, and answers with the
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 # For `benchmarks`; at the end, as the checkout has a folder `vllm` too.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.child import answers, requests
-from benchmarks.llamas import model_folder
+from benchmarks.harness.child import answers, requests
+from benchmarks.harness.llamas import model_folder
 
 PLAIN = "plain"
 """The case in which nothing is captured or steered, which upstream has as well."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 NAME = "host_memory"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class HostMemory:
@@ -86,6 +86,7 @@ def plug_in(folder: Path) -> str:
         "Metadata-Version: 2.1\nName: clearbox-benchmarks\nVersion: 1.0\n"
     )
     (info / "entry_points.txt").write_text(
-        f"[vllm.capture_consumers]\n{NAME} = benchmarks.host_memory:HostMemory\n"
+        "[vllm.capture_consumers]\n"
+        f"{NAME} = benchmarks.harness.host_memory:HostMemory\n"
     )
     return f"{folder.resolve()}:{ROOT}"

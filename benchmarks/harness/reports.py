@@ -14,9 +14,9 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import plot_beside
+from benchmarks.harness.plots import plot_beside
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 

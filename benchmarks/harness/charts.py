@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import goals
-from benchmarks.goals import Goal
+from benchmarks.harness import goals
+from benchmarks.harness.goals import Goal
 
 Report = Mapping[str, Any]
 

@@ -15,9 +15,9 @@ from typing import Any
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for `benchmarks`
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `benchmarks`
 
-from benchmarks.child import answers, requests
+from benchmarks.harness.child import answers, requests
 
 draw_samples = serve.get_samples
 

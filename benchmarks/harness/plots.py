@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws a report as an SVG beside its JSON; the same report gives the same bytes.
 
-    python benchmarks/plots.py benchmarks/results/*.json
+    python benchmarks/harness/plots.py benchmarks/results/*.json
 
 Each row is a case: a dot at the median, a thin line over the range, a thick one over
 the 95 % interval where there is one, and a mark at the goal that points to where the
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks.charts import Chart, Mark, Panel, Row, chart_of  # noqa: E402
+from benchmarks.harness.charts import Chart, Mark, Panel, Row, chart_of  # noqa: E402
 
 GOAL, PLAIN = "#c0392b", "#1f4e79"
 SHADES = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#084594")
@@ -33,7 +33,7 @@ def plot_beside(report: dict[str, Any], path: Path) -> None:
     except ImportError:
         print(
             "No plot: matplotlib is not installed here. Where it is, draw it with "
-            f"python benchmarks/plots.py {path.name}"
+            f"python benchmarks/harness/plots.py {path.name}"
         )
         return
     target = path.with_suffix(".svg")
@@ -139,7 +139,10 @@ def _placed(number: int, row: Row) -> Iterator[tuple[float, Mark, str]]:
 def main(paths: list[str]) -> None:
     """Draw the reports of these files."""
     if not paths:
-        sys.exit("Which reports? python benchmarks/plots.py benchmarks/results/X.json")
+        sys.exit(
+            "Which reports? "
+            "python benchmarks/harness/plots.py benchmarks/results/X.json"
+        )
     for path in map(Path, paths):
         plot_beside(json.loads(path.read_text()), path)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 # For `benchmarks`; at the end, as the checkout has a folder `vllm` too.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.child import ENVIRONMENT, Child, answers, requests
+from benchmarks.harness.child import ENVIRONMENT, Child, answers, requests
 
 
 class EngineProcess(Child):
