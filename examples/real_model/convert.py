@@ -49,8 +49,9 @@ BLOCK_NAMES = {
 CARD = """---
 license: apache-2.0
 ---
-SmolLM2-135M-Instruct by Hugging Face TB (Apache-2.0), converted from the 4-bit GGUF file
-of the Python package {package}. The weights are what 4 bits left of the published ones.
+SmolLM2-135M-Instruct by Hugging Face TB (Apache-2.0), converted from the 4-bit GGUF
+file of the Python package {package}. The weights are what 4 bits left of the published
+ones.
 """
 
 

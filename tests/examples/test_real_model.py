@@ -103,7 +103,8 @@ def test_the_chat_template_is_the_models(tokenizer: Any) -> None:
     )
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
-        "Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 
