@@ -18,7 +18,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu test-native wheel models docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess interop parity test-gpu test-native wheel models docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -55,13 +55,22 @@ type: venv
 
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not gpu and not soak and not parity and not multiprocess"
+		-m "not gpu and not soak and not parity and not multiprocess \
+		and not interop"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
 
 test-multiprocess: venv  ## Models over several processes, features in combination
 	$(BIN)/python -m pytest -m "multiprocess and not gpu"
+
+.venv-interop/.installed: requirements/interop.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install -r requirements/interop.txt
+	@touch $@
+
+interop: venv .venv-interop/.installed  ## SAEs against SAELens, in its own environment
+	$(BIN)/python -m pytest -m interop tests/interop
 
 parity: venv  ## Every architecture against Transformers, recorded; about 6 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity
