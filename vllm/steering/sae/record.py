@@ -66,7 +66,7 @@ class SparseAutoencoder:
     def __post_init__(self) -> None:
         d_in, d_sae = _matrix(self, "w_enc")
         rows, d_out = _matrix(self, "w_dec")
-        expected = {"b_enc": (d_sae,), "b_dec": (d_out,)}
+        expected: dict[str, tuple[int, ...]] = {"b_enc": (d_sae,), "b_dec": (d_out,)}
         if self.threshold is not None:
             expected["threshold"] = (d_sae,)
         if self.w_skip is not None:
