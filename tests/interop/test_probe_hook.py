@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.models import llama
+from tests.support.models import llama
 from vllm.interop import probe_hook
 from vllm.v1.capture.errors import CaptureValidationError
 
@@ -120,9 +120,7 @@ def test_the_last_rows_alone() -> None:
 def test_the_asynchronous_engine_yields_rows_as_they_come(model: Path) -> None:
     async def run() -> list[int]:
         llm = probe_hook.AsyncLLM(str(model), layers=[1], dtype="float32", **ENGINE)
-        params = probe_hook.SamplingParams(
-            temperature=0, max_tokens=8, ignore_eos=True
-        )
+        params = probe_hook.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         counts = []
         async for output in llm.generate(PROMPTS[0], params):
             rows = output.hidden_states.get(1)

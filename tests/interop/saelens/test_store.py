@@ -18,7 +18,7 @@ from sae_lens import (
 from sae_lens.training.activations_store import ActivationsStore
 from transformers import AutoModelForCausalLM
 
-from tests.engines.models import llama
+from tests.support.models import llama
 from vllm import LLM
 from vllm.interop.saelens import ServedModel
 

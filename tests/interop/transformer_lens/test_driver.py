@@ -10,7 +10,7 @@ pytest.importorskip("transformer_lens.model_bridge", reason="make test-interop")
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.models import llama
+from tests.support.models import llama
 from vllm.interop import transformer_lens
 
 pytestmark = pytest.mark.interop
