@@ -89,8 +89,11 @@ def test_every_fork_command_on_the_pages_is_understood(
 def test_the_pages_of_the_site_are_all_in_its_navigation() -> None:
     # Materials' own tags are none that a plain loader knows; ours has none of them.
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = set(re.findall(r"'([\w-]+\.md)'", str(site["nav"])))
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+    listed = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
+    assert listed == {
+        page.relative_to(ROOT / "docs").as_posix()
+        for page in (ROOT / "docs").rglob("*.md")
+    }
 
 
 def test_the_readme_names_the_release_that_is_pinned() -> None:
