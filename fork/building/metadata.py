@@ -19,6 +19,7 @@ ENTRY_POINTS = {
         "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
+        "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
     }
 }
 # The registry's builds of these are CUDA ones and break `import transformers` beside a

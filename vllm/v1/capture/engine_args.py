@@ -47,6 +47,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         help="Add the hook points mlp_in and mlp_out to every layer that has an MLP.",
     )
     group.add_argument(
+        "--vllm-lens-api",
+        action="store_true",
+        default=False,
+        help="Honour the request fields of vllm-lens: adds the consumer vllm_lens and "
+        "--enable-steering.",
+    )
+    group.add_argument(
         "--capture-staging-bytes",
         type=int,
         default=None,
@@ -136,6 +143,8 @@ def capture_config(
                     value=name,
                 )
             ready[name] = entry
+    if args.vllm_lens_api:
+        entries.append("vllm_lens")
     key = ""
     if ready:
         key = uuid4().hex

@@ -61,9 +61,10 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             `--enable-steering`.
 
     """
+    enabled = args.enable_steering or args.vllm_lens_api
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
-    if not args.enable_steering:
+    if not enabled:
         for name, value in (("modules", modules), ("api-key", keys)):
             if value:
                 raise fail(
@@ -77,14 +78,14 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             "max_steering_configs",
             args.max_steering_configs,
         )
-    if args.enable_steering and envs.VLLM_USE_RUST_FRONTEND:
+    if enabled and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
             "the fields of steering; unset it to steer",
             "enable_steering",
             True,
         )
-    if args.enable_steering and getattr(args, "enable_elastic_ep", False):
+    if enabled and getattr(args, "enable_elastic_ep", False):
         raise fail(
             "--enable-steering: engines that join later (--enable-elastic-ep) would "
             "not know what is set for all; leave one of the two options out",
@@ -97,7 +98,7 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             "--steering-api-key must not be empty", "steering_api_key", "(empty)"
         )
     return SteeringConfig(
-        enabled=args.enable_steering,
+        enabled=enabled,
         max_configs=args.max_steering_configs,
         modules=modules,
         api_keys=keys,

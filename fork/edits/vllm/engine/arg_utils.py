@@ -20,6 +20,7 @@ EDITS = [
 capture_consumers: list[Any] | None = None
 capture_staging_bytes: int | None = None
 mlp_hook_points: bool = False
+vllm_lens_api: bool = False
 capture_dispatch_queue_size: int | None = None
 capture_dispatch_queue_bytes: int | None = None
 capture_overload_policy: str | None = None

@@ -5,6 +5,10 @@ from fork.language import add_import, after, last
 
 EDITS = [
     add_import(
+        "from vllm.interop.vllm_lens import requests as lens_requests",
+        why="Requests in the form of vllm-lens.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
@@ -21,6 +25,7 @@ EDITS = [
         scope="InputProcessor.process_inputs",
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="""
+lens_requests.translate(sampling_params, self.vllm_config)
 self.steering.admit(sampling_params, prompt_len, resumable)
 self.capture.admit(request_id, sampling_params, prompt_len, resumable)
 """,

@@ -8,6 +8,16 @@ EDITS = [
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.interop.vllm_lens import responses as lens_responses",
+        why="Rows in the form of vllm-lens.",
+    ),
+    add_argument(
+        scope="OpenAIServingChat.chat_completion_full_generator",
+        call="ChatCompletionResponse",
+        argument="activations=lens_responses.response_activations([final_res])",
+        why="The response carries them; before its results, which then leave them out.",
+    ),
     add_argument(
         scope="OpenAIServingChat.chat_completion_full_generator",
         call="ChatCompletionResponse",
@@ -23,7 +33,19 @@ if (
     and choice_data.finish_reason is not None
 ):
 """,
-        insert="capture_http.stamp(chunk, res, output)",
+        insert="""
+lens_responses.detach(res)
+capture_http.stamp(chunk, res, output)
+""",
         why="The last chunk of a stream carries the results.",
+    ),
+    before(
+        scope="OpenAIServingChat.chat_completion_stream_generator",
+        anchor="num_completion_tokens = sum(previous_num_tokens)",
+        insert="""
+for event in lens_responses.last_chunks(res):
+    yield event
+""",
+        why="A stream carries them in a chunk of their own, before its end.",
     ),
 ]

@@ -51,6 +51,9 @@ steering_name: str | None = Field(
         scope="CompletionResponse",
         after="ec_transfer_params",
         insert="""
+activations: dict[str, Any] | None = Field(
+    default=None, description="Rows in the form of vllm-lens, where it was asked for."
+)
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )

@@ -8,6 +8,16 @@ EDITS = [
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.interop.vllm_lens import responses as lens_responses",
+        why="Rows in the form of vllm-lens.",
+    ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="activations=lens_responses.response_activations(final_res_batch)",
+        why="The response carries them; before its results, which then leave them out.",
+    ),
     add_argument(
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
@@ -17,7 +27,19 @@ EDITS = [
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
-        insert="capture_http.stamp(chunk, res, output)",
+        insert="""
+lens_responses.detach(res)
+capture_http.stamp(chunk, res, output)
+""",
         why="The last chunk of a stream carries the results.",
+    ),
+    before(
+        scope="OpenAIServingCompletion.completion_stream_generator",
+        anchor="request_metadata.final_usage_info = final_usage_info",
+        insert="""
+for event in lens_responses.last_chunks(res):
+    yield event
+""",
+        why="A stream carries them in a chunk of their own, before its end.",
     ),
 ]

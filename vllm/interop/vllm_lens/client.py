@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client with the methods of vllm-lens' own."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+import torch
+
+from vllm.interop.vllm_lens import tensors
+from vllm.interop.vllm_lens.steering_vector import SteeringVector
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """What a server answered."""
+
+    text: str
+    activations: dict[str, torch.Tensor] | None
+    """`residual_stream`: `[layers ascending, tokens, hidden_size]`."""
+    hook_results: dict[str, Any] | None
+    """Always None: a server runs no client's functions."""
+    logprobs: Any
+    raw: dict[str, Any] = field(repr=False)
+    """The response's JSON."""
+
+
+class VLLMLensClient:
+    """Talks to a server that was started with `--vllm-lens-api`.
+
+    Args:
+        base_url: such as `http://127.0.0.1:8000`.
+        model: its name; None is the first of `/v1/models`.
+        api_key: the server's key, if it has one.
+        timeout: seconds that a request may take.
+
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._base = base_url.rstrip("/").removesuffix("/v1")
+        self._timeout = timeout
+        self._session = requests.Session()
+        if api_key:
+            self._session.headers["Authorization"] = f"Bearer {api_key}"
+        self._model = model
+
+    @property
+    def model(self) -> str:
+        """The model's name on the server."""
+        if self._model is None:
+            answer = self._session.get(f"{self._base}/v1/models", timeout=self._timeout)
+            self._model = str(_checked(answer)["data"][0]["id"])
+        return self._model
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Any = None,
+        capture_layers: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[SteeringVector] | None = None,
+        logprobs: int | None = None,
+        echo: bool | None = None,
+        **more: Any,
+    ) -> GenerateOutput:
+        """Complete a prompt.
+
+        Raises:
+            RuntimeError: with the server's message.
+
+        """
+        body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
+        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        answer = self._post(
+            "completions", body, hooks, capture_layers, steering_vectors
+        )
+        choice = answer["choices"][0]
+        return _output(answer, choice["text"], choice.get("logprobs"))
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Any = None,
+        capture_layers: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[SteeringVector] | None = None,
+        **more: Any,
+    ) -> GenerateOutput:
+        """Answer a conversation.
+
+        Raises:
+            RuntimeError: with the server's message.
+
+        """
+        body = {"messages": list(messages), **more}
+        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        answer = self._post(
+            "chat/completions", body, hooks, capture_layers, steering_vectors
+        )
+        choice = answer["choices"][0]
+        text = choice["message"].get("content") or ""
+        return _output(answer, text, choice.get("logprobs"))
+
+    def _post(
+        self,
+        route: str,
+        body: dict[str, Any],
+        hooks: Any,
+        layers: Sequence[int] | bool | None,
+        vectors: Sequence[SteeringVector] | None,
+    ) -> dict[str, Any]:
+        args = dict(body.pop("vllm_xargs", None) or {})
+        if hooks:
+            args["apply_hooks"] = "[]"  # the server says what to use instead
+        if layers is not None:
+            whole = isinstance(layers, bool)
+            args["output_residual_stream"] = json.dumps(
+                layers if whole else list(layers)
+            )
+        if vectors:
+            dumped = [vector.model_dump() for vector in vectors]
+            args["apply_steering_vectors"] = json.dumps(dumped)
+        sent = {key: value for key, value in body.items() if value is not None}
+        if args:
+            sent["vllm_xargs"] = args
+        answer = self._session.post(
+            f"{self._base}/v1/{route}",
+            json={"model": self.model, **sent},
+            timeout=self._timeout,
+        )
+        return _checked(answer)
+
+
+def _checked(answer: requests.Response) -> dict[str, Any]:
+    try:
+        body: dict[str, Any] = answer.json()
+    except ValueError:
+        raise RuntimeError(f"HTTP {answer.status_code}: {answer.text[:500]}") from None
+    if "error" in body or not answer.ok:
+        error = body.get("error", body)
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise RuntimeError(f"HTTP {answer.status_code}: {message}")
+    return body
+
+
+def _output(answer: dict[str, Any], text: str, logprobs: Any) -> GenerateOutput:
+    raw = answer.get("activations")
+    activations = None
+    if raw is not None:
+        activations = {name: tensors.decode(one) for name, one in raw.items()}
+    return GenerateOutput(text, activations, None, logprobs, answer)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vllm-lens' keys of `extra_args` to a capture and steering, at admission."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from vllm.interop.vllm_lens.steering_vector import SteeringVector
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.steering.errors import SteeringValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+INSTANCE = "vllm_lens"
+"""The consumer that `--vllm-lens-api` adds."""
+
+STREAM = "output_residual_stream"
+VECTORS = "apply_steering_vectors"
+HOOKS = "apply_hooks"
+KEYS = frozenset({STREAM, VECTORS, HOOKS})
+
+HOOK_POINT = "post_block"
+
+Entries = dict[int, list[dict[str, Any]]]
+"""By layer."""
+
+
+def translate(params: "SamplingParams", config: "VllmConfig") -> None:
+    """Put what vllm-lens' keys ask for into the fields of capture and steering.
+
+    The keys are taken out of `extra_args`: nothing behind admission knows them.
+
+    Raises:
+        CaptureValidationError: names the key, its value, and what to do.
+        SteeringValidationError: likewise.
+
+    """
+    args = params.extra_args
+    if not args or KEYS.isdisjoint(args):
+        return
+    consumers = [entry.instance_name for entry in config.capture_config.consumers]
+    if INSTANCE not in consumers:
+        given = sorted(KEYS.intersection(args))[0]
+        raise CaptureValidationError(
+            f"extra_args.{given}: start the server with --vllm-lens-api "
+            "(LLM(vllm_lens_api=True)), or use the fields capture and "
+            "steering_vectors",
+            parameter=f"extra_args.{given}",
+        )
+    if HOOKS in args:
+        raise CaptureValidationError(
+            "extra_args.apply_hooks: functions are not run here; use "
+            "apply_steering_vectors or steering_vectors to change the stream, and "
+            "output_residual_stream or capture to read it",
+            parameter="extra_args.apply_hooks",
+        )
+    model = config.model_config
+    num_layers = model.get_total_num_hidden_layers()
+    entries = _entries(args.get(VECTORS))
+    _steer(params, entries)
+    layers = _layers(args.get(STREAM), num_layers)
+    if layers:
+        spec = _capture(layers, num_layers, entries.get(num_layers - 1, []))
+        params.capture = {**(params.capture or {}), INSTANCE: spec}
+    rest = {key: value for key, value in args.items() if key not in KEYS}
+    params.extra_args = rest or None
+
+
+def _layers(raw: Any, num_layers: int) -> list[int]:
+    """The layers whose output is wanted: all, a list, or either as JSON text."""
+    where = f"extra_args.{STREAM}"
+    if isinstance(raw, str):
+        raw = _parsed(raw, where)
+    if raw is None or raw is False:
+        return []
+    if raw is True:
+        return list(range(num_layers))
+    if not isinstance(raw, list) or any(type(layer) is not int for layer in raw):
+        raise CaptureValidationError(
+            f"{where} must be true or a list of layers",
+            parameter=where,
+            value=repr(raw)[:120],
+        )
+    for layer in raw:
+        if not 0 <= layer < num_layers:
+            raise CaptureValidationError(
+                f"{where}: layer {layer} is outside of this model's layers 0 to "
+                f"{num_layers - 1}",
+                parameter=where,
+                value=layer,
+            )
+    return sorted(set(raw))
+
+
+def _capture(
+    layers: list[int], num_layers: int, last_entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Rows after each layer's own steering: those that enter the next layer.
+
+    None enters after the last: its rows are taken before its steering, and the
+    consumer steers them.
+    """
+    last = num_layers - 1
+    hooks = {}
+    if inner := [layer + 1 for layer in layers if layer != last]:
+        hooks["pre_attn"] = inner
+    if last in layers:
+        hooks[HOOK_POINT] = [last]
+    spec: dict[str, Any] = {"hooks": hooks, "positions": "all"}
+    if last in layers and last_entries:
+        spec["steered"] = [
+            {
+                key: value.tolist() if hasattr(value, "tolist") else value
+                for key, value in entry.items()
+            }
+            for entry in last_entries
+        ]
+    return spec
+
+
+def _entries(raw: Any) -> Entries:
+    where = f"extra_args.{VECTORS}"
+    if isinstance(raw, str):
+        raw = _parsed(raw, where)
+    given = [] if raw is None else raw if isinstance(raw, list) else [raw]
+    entries: Entries = {}
+    for number, one in enumerate(given):
+        vector = one if isinstance(one, SteeringVector) else _vector(one, number)
+        for layer, entry in vector.entries().items():
+            entries.setdefault(layer, []).append(entry)
+    return entries
+
+
+def _vector(raw: Any, number: int) -> SteeringVector:
+    where = f"extra_args.{VECTORS}[{number}]"
+    if isinstance(raw, str):
+        raw = _parsed(raw, where)
+    if not isinstance(raw, Mapping) and hasattr(raw, "model_dump"):
+        raw = raw.model_dump()  # vllm-lens' own class
+    try:
+        return SteeringVector.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise SteeringValidationError(
+            f"{where}{'.' if field else ''}{field}: {first['msg']}", parameter=where
+        ) from error
+
+
+def _steer(params: "SamplingParams", entries: Entries) -> None:
+    """Add the entries to what the request itself steers at `post_block`."""
+    if not entries:
+        return
+    vectors = dict(params.steering_vectors or {})
+    at_hook = vectors.get(HOOK_POINT, {})
+    if isinstance(at_hook, Mapping) and "layer_indices" in at_hook:
+        raise SteeringValidationError(
+            f"steering_vectors.{HOOK_POINT} is packed and extra_args.{VECTORS} adds "
+            "to it: give one of them",
+            parameter=f"extra_args.{VECTORS}",
+        )
+    merged: dict[Any, Any] = {}
+    for layer, own in at_hook.items():
+        merged[int(layer)] = own if isinstance(own, list) else [own]
+    for layer, more in entries.items():
+        merged[layer] = [*merged.get(layer, []), *more]
+    params.steering_vectors = {**vectors, HOOK_POINT: merged}
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CaptureValidationError(
+            f"{where} is text, so it must be JSON: {error}",
+            parameter=where,
+            value=text[:120],
+        ) from error
