@@ -13,7 +13,7 @@ from vllm.model_executor.layers.residual.row_edits import (
     apply_edits,
     edited_rows,
 )
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import OP_NAMES, Operation, in_order, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers
 from vllm.v1.steering.worker.row_edits import plan_edits

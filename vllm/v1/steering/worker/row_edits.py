@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from vllm.model_executor.layers.residual.row_edits import RowEdit
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import Operation, in_order
 from vllm.v1.steering.plan import SteeringTiers, Tap
 

@@ -13,16 +13,16 @@ import torch
 
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import Decoding, StepView
+from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
     ZERO_ROW,
+    SteeringStep,
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.wire import SteeringStep
 from vllm.v1.steering.worker.row_edits import plan_edits, row_edit
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 
