@@ -44,6 +44,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     What they let launch is forgotten behind each.
     """
+    from vllm.model_executor.layers.residual.program_op import StepPrograms
     from vllm.model_executor.layers.residual_additions import Ahead
     from vllm.model_executor.layers.residual_ops import Launch
 
@@ -51,6 +52,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Launch, "families", (frozenset(),))
     monkeypatch.setattr(Launch, "known", None)
     monkeypatch.setattr(Launch, "whole", False)
+    monkeypatch.setattr(StepPrograms, "at", {})
     yield
     Ahead.begun.clear()
 
