@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.reference import Reference
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
+from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
     Flag,
     Instruction,
@@ -18,9 +21,6 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
-from vllm.model_executor.layers.residual_calls import ask_before_calls
-from vllm.model_executor.layers.residual_ops import Launch
-from vllm.model_executor.layers.residual_point import ResidualTap
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,8 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     tokens: int, width: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    words = torch.from_numpy(words_of(program(width))).cuda()
+    instructions = program(width)  # Their vectors are known by their addresses.
+    words = torch.from_numpy(words_of(instructions)).cuda()
     index = torch.tensor([0, words.data_ptr()], device="cuda")
     rows = (torch.arange(tokens + 3, device="cuda") % 4 != 1).int()
     gates = torch.zeros(tokens + 3, 4, device="cuda")

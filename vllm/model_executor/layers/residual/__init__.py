@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook points of the residual stream: what the ops at one of them do."""
+"""The residual stream's hook points: taps, ops and passes over the graph."""

@@ -17,10 +17,10 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
 from vllm.model_executor.layers.residual.program import Program, run
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
-from vllm.model_executor.layers.residual_ops import Launch, begins_early
-from vllm.model_executor.layers.residual_split import share
+from vllm.model_executor.layers.residual.split_ops import share
 from vllm.utils.torch_utils import direct_register_custom_op
 
 

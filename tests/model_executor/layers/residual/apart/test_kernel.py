@@ -118,7 +118,7 @@ def wide(x: torch.Tensor | None) -> Any:
 
 def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
     """A row behind a program, in float64 and by the formulas."""
-    norm, gates = torch.zeros((), dtype=torch.float64), {}
+    norm, gates = torch.zeros_like(x[0]), {}
     for one in program:
         norm = x.norm() if one.flags & Flag.SAVE_NORM else norm
         place = 0 if one.offset is None else token + one.offset
@@ -127,7 +127,7 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
         if one.kind == Kind.LINEAR:
             c = one.c0 + one.c1 * norm
             if one.flags & Flag.DOT:
-                c += one.c2 * dot + one.c3 * (dot.clamp(one.low, one.high) - dot)
+                c = c + one.c2 * dot + one.c3 * (dot.clamp(one.low, one.high) - dot)
             x = x + g * c * w
         elif one.kind == Kind.REPLACE:
             m = g * one.alpha * (1.0 if one.mask is None else wide(one.mask))
@@ -156,11 +156,10 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
     return x
 
 
-def index_of(*chosen: Program) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """An index whose row n + 1 is program n, and what it must outlive."""
-    words = [torch.from_numpy(words_of(one)).to(DEVICE) for one in chosen]
-    addresses = [0, *(one.data_ptr() for one in words), 0]
-    return torch.tensor(addresses, device=DEVICE), words
+def index_of(program: Program) -> tuple[torch.Tensor, Any]:
+    """An index whose row 1 is the program, and what must live as long as it does."""
+    words = torch.from_numpy(words_of(program)).to(DEVICE)
+    return torch.tensor([0, words.data_ptr(), 0, 0], device=DEVICE), (words, program)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -171,7 +170,7 @@ def test_each_program_does_what_its_formula_says(
 ) -> None:
     torch.manual_seed(width)
     for name, program in programs(width, tokens).items():
-        index, _words = index_of(program)
+        index, _kept = index_of(program)
         rows = torch.arange(tokens + 2, dtype=torch.int32, device=DEVICE) % 2
         hidden = randn(tokens, width).to(dtype)
         residual = randn(tokens, width).to(dtype) if has_residual else None
@@ -197,7 +196,7 @@ def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
     torch.manual_seed(0)
     tokens, width = 6, 96
     for name, program in programs(width, tokens).items():
-        index, _words = index_of(program)
+        index, _kept = index_of(program)
         rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
         stream = randn(tokens, width)
         gates = [torch.zeros(tokens, 4, device=DEVICE) for _ in range(2)]
@@ -223,7 +222,7 @@ def test_what_acts_on_nothing_changes_no_bit() -> None:
         ),
     )
     for program in idle:
-        index, _words = index_of(program)
+        index, _kept = index_of(program)
         hidden, residual = randn(2, width).bfloat16(), randn(2, width).bfloat16()
         found, beside = hidden.clone(), residual.clone()
         rows = torch.ones(2, dtype=torch.int32, device=DEVICE)
@@ -234,7 +233,7 @@ def test_what_acts_on_nothing_changes_no_bit() -> None:
 
 def test_a_rank_that_does_not_lead_has_nothing_of_the_result() -> None:
     width = 64
-    index, _words = index_of((Instruction(Kind.REPLACE, unit(width), c0=1.0),))
+    index, _kept = index_of((Instruction(Kind.REPLACE, unit(width), c0=1.0),))
     whole, residual = randn(2, width), randn(2, width)
     part, beside = whole / 2, residual.clone()
     rows = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
