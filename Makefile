@@ -13,12 +13,13 @@ MODULES = $(shell find vllm -name '*.py' | sort | \
 	sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' -e 's|^|-m |')
 CPP = $(shell find csrc tests/csrc -name '*.h' -o -name '*.cpp')
 INSTALLED := $(VENV)/.installed-$(DEVICE)
-INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
-	fork/metadata.py $(wildcard requirements/*.txt)
+INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
+	fork/building/packaging.py fork/building/metadata.py \
+	$(wildcard requirements/*.txt)
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess test-real parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess test-real interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -56,13 +57,22 @@ type: venv
 
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not gpu and not soak and not parity and not multiprocess and not real"
+		-m "not gpu and not soak and not parity and not multiprocess \
+		and not interop and not real"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
 
 test-multiprocess: venv  ## Models over several processes, features in combination
 	$(BIN)/python -m pytest -m "multiprocess and not gpu"
+
+.venv-interop/.installed: requirements/interop.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install -r requirements/interop.txt
+	@touch $@
+
+interop: venv .venv-interop/.installed  ## SAEs against SAELens, in its own environment
+	$(BIN)/python -m pytest -m interop tests/interop
 
 test-real: venv  ## The rest of what is tested on the real model
 	$(BIN)/python -m pytest -m "real and not gpu"
