@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.capture_dataset._collecting import ROOT, contents
-from tests.engines.reference import Reference, relative_error
+from tests.support.hf_reference import Reference, relative_error
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import Plan, collect
 from vllm.capture_dataset.manifest import Manifest

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.reference import Reference, relative_error
-from tests.engines.server import Server
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.server import Server
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import Plan, collect
 from vllm.capture_dataset.progress import Progress
