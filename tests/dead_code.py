@@ -27,6 +27,7 @@ IGNORED_NAMES = [
     "split_*",  # the weave writes calls of it
     "HostMemory",  # named by an entry point
     "to_numpy",  # for users
+    "sample_cosines",
     "load_module",
     "crc32c_reference",  # tests check other code with these
     "hang",
@@ -35,7 +36,7 @@ IGNORED_NAMES = [
     "vocabulary",
     "_*",  # overrides of upstream's, and validators, which are found by decorators
 ]
-IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@app.*"]
+IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@closed.*", "@app.*"]
 
 
 def unused() -> list[str]:
