@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumers.storage.files import Bytes, raw_bytes
+from vllm.v1.capture.delivery.row_bytes import Bytes, raw_bytes
 from vllm.v1.capture.consumers.storage.quantize import (
     decode_full8,
     dequantize,
