@@ -237,7 +237,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--sizes", nargs="+", type=int, choices=SHAPES, default=[8, 268])
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, choices=SHAPES, default=[8, 268]
+    )
     parser.add_argument("--memory-gib", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=WORK / "storage.json")
     args = parser.parse_args()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled encoders of rows, from `csrc/`, where the fork has them.
+"""Compiled encoders and copies of rows, from `csrc/`, where the fork has them.
 
 Everything here has a Python form that gives the same bytes; the tests compare them.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
@@ -52,6 +53,14 @@ class Library(Protocol):
     ) -> bytes:
         """The topk8 records of rows."""
 
+    def gather_rows(
+        self,
+        copies: Sequence[tuple[int, int, int, int, int, int, int]],
+        row_bytes: int,
+        threads: int,
+    ) -> None:
+        """`csrc/rows/gather.h`, with addresses."""
+
 
 @cache
 def library() -> Library | None:
@@ -60,8 +69,8 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are encoded by Python code, as the fork was built without its "
-            "native library or that does not fit here: %s",
+            "Captured rows are copied and encoded by Python code, as the fork was "
+            "built without its native library or that does not fit here: %s",
             error,
         )
         return None

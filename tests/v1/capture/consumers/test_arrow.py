@@ -18,7 +18,8 @@ from tests.v1.capture.consumers._drive import deliver, rows_of
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     example_hidden_states_connector as connector,
 )
-from vllm.v1.capture.consumers.arrow import ArrowConsumer, rows_of as rows_of_table
+from vllm.v1.capture.consumers.arrow import ArrowConsumer
+from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
 from vllm.v1.capture.consumers.storage import files
 from vllm.v1.capture.errors import CaptureValidationError
 

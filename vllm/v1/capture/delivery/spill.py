@@ -5,7 +5,6 @@ Rows are appended to files without a name, so nothing is left behind however the
 process ends. A file is given up as soon as its last rows have been released.
 """
 
-import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence

@@ -105,8 +105,10 @@ def _rows(values: pa.Array, dtype: torch.dtype, width: int) -> torch.Tensor:
         size = len(values) * width
         bits = np.frombuffer(values.buffers()[1], np.int16)
         first = values.offset * width
-        return torch.from_numpy(bits[first : first + size].copy()).view(dtype).view(
-            len(values), width
+        return (
+            torch.from_numpy(bits[first : first + size].copy())
+            .view(dtype)
+            .view(len(values), width)
         )
     flat = torch.from_numpy(values.flatten().to_numpy(zero_copy_only=False).copy())
     return flat.to(dtype).view(len(values), width)

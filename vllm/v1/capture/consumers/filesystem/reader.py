@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.consumers.storage.encode import crc32c
 from vllm.v1.capture.consumers.storage.codecs import codec_of
+from vllm.v1.capture.consumers.storage.encode import crc32c
 from vllm.v1.capture.plan import Tap
 
 

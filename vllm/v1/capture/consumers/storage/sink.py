@@ -248,8 +248,8 @@ class StorageSink:
             self._waiting.set()
         if not self._put(partial(self._publish, request)):
             request.settle_error(
-                f"the queue of requests to write stayed full for {self._limits.timeout_seconds:g}"
-                " s (timeout_seconds)"
+                "the queue of requests to write stayed full for "
+                f"{self._limits.timeout_seconds:g} s (timeout_seconds)"
             )
             self._budget.release(request.rows.discard())
 
