@@ -15,6 +15,7 @@ import torch
 from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
+from vllm.v1.capture.consumers.storage import sink
 from vllm.v1.capture.consumers.storage.rows import RequestRows
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
@@ -224,6 +225,29 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     assert not spilled
     assert {result.status for result in answers.values()} == {"ok"}
     assert len(answers) == 6
+
+
+def test_spilled_rows_are_counted_said_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sink.logger, "warning", lambda *what: said.append(what))
+    consumer = FilesystemConsumer(
+        None, {"root": str(tmp_path), "buffer_bytes": 2048, "default_layout": "packed"}
+    )
+    rows = request_rows(0)  # of 3 KiB
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 20, 100)
+    for tap, tensor in rows.items():
+        lane.submit(chunks_of("r", tap, tensor, 3))
+    lane.finish(ending_of("r", rows, answers))
+    lane.close(20)
+    assert answers["r"].status == "ok"
+    assert lane.counters().rewritten_bytes >= 1024
+    assert len(said) == 1 and "written twice" in said[0][0]
+    for tap, tensor in read_request(tmp_path, "default", "r").items():
+        assert torch.equal(tensor, rows[tap])
+    assert not (tmp_path / ".incomplete").exists()
 
 
 def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
