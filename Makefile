@@ -95,6 +95,7 @@ test-gpu:  ## What needs a GPU
 wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--compression=deflated .
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client
 
 models: $(INSTALLED)  ## The page of supported models, from the list and the proofs
 	$(BIN)/python -m fork models --device $(DEVICE) --markdown > docs/.supported_models

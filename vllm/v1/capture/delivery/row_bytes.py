@@ -4,13 +4,12 @@
 import ctypes
 import os
 from collections.abc import Iterable
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
+from vllm.v1.capture.native import Bytes
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 

@@ -198,18 +198,6 @@ class SpillStore:
             self._files.release(rows)
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make `folder` and write to it once.
-
-    Raises:
-        OSError: rows could not be spilled there.
-
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _unnamed_file(folder) as file:
-        file.write(b"\0")
-
-
 def _whole(rows: SpilledRows) -> torch.Tensor:
     if not rows.num_rows:
         return torch.empty(0, rows.width, dtype=rows.dtype)

@@ -140,6 +140,7 @@ def rows_as_json(payload: RowsByTap) -> list[dict[str, Any]]:
             "layer": layer,
             "hook": hook,
             "positions": payload.positions[layer, hook],
+            "token_ids": payload.token_ids[layer, hook],
             "dtype": str(rows.dtype).removeprefix("torch."),
             "shape": list(rows.shape),
             **_encoded(rows, payload.encoding),
