@@ -13,8 +13,7 @@ from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import Room
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.frontend.path_locks import Claims
-from vllm.v1.capture.frontend.path_locks_shared import other_servers
+from vllm.v1.capture.frontend.path_locks import Claims, other_servers
 from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
 from vllm.v1.capture.frontend.status import CaptureStatus
@@ -69,7 +68,7 @@ class CaptureFrontend(NoCapture):
         self._live = live
         self._requests = RequestsUnderWay(
             Claims(
-                admission.consumers,
+                admission.capabilities,
                 other_servers(self._servers),
             ),
             self._stages,
@@ -131,10 +130,8 @@ class CaptureFrontend(NoCapture):
             tracked = self._requests.begin(
                 parent, state.request_index, state.request_id, plan.instances
             )
-            consumers = self._admission.consumers
-            tracked.waits = any(
-                getattr(consumers[name], "waits", False) for name in named
-            )
+            capabilities = self._admission.capabilities
+            tracked.waits = any(capabilities[name].waits for name in named)
             tracked.held = self._room.take(plan, params.max_tokens)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)

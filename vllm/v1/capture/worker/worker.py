@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.context import capture_context, remembers_specs
+from vllm.v1.capture.capabilities import (
+    ConsumerCapabilities,
+    consumer_capabilities,
+    truncates,
+)
+from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Opening
-from vllm.v1.capture.delivery.spill import SpillStore, prepare_folder
+from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.dispatch.request import (
     LAYER_CONVENTION,
@@ -29,7 +34,7 @@ from vllm.v1.capture.registry import (
     consumer_class,
 )
 from vllm.v1.capture.shutdown import flush_seconds
-from vllm.v1.capture.staging.blocks import StepView, TrueStarts, local_groups
+from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import Slots
 from vllm.v1.capture.staging.step_layout import Placed, Placement
@@ -38,10 +43,11 @@ from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Sending
 from vllm.v1.capture.worker.stats_reporter import Reporter
+from vllm.v1.residual.step_view import StepView, TrueStarts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.capture.wire import CaptureEnd
+    from vllm.v1.capture.plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -101,14 +107,10 @@ class WorkerCapture:
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         self._early = frozenset(
-            name
-            for name, lane in self._lanes.items()
-            if getattr(lane.sink, "truncates", False)
+            name for name, lane in self._lanes.items() if lane.can.truncates
         )
         self._at_once = {LIVE} | {
-            name
-            for name in self._early
-            if not getattr(self._lanes[name].sink, "batches_steps", False)
+            name for name in self._early if not self._lanes[name].can.batches_steps
         }
         """Who wants rows as soon as a step has computed them."""
         self._common = {
@@ -158,16 +160,16 @@ class WorkerCapture:
             ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
         )
         sinks: dict[str, Any] = {}
-        built: dict[str, Any] = {}
+        built: dict[str, ConsumerCapabilities] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
                 # The instance itself is the front end's: here is none.
-                truncates = getattr(kind, "truncates", False)
-                sinks[name] = forward(name, truncates=truncates)
+                sinks[name] = forward(name, truncates=truncates(kind))
                 continue
-            consumer = built[name] = build_consumer(entry, vllm_config)
-            if remembers_specs(consumer):
+            consumer = build_consumer(entry, vllm_config)
+            built[name] = consumer_capabilities(consumer)
+            if built[name].remembers_specs:
                 self._remembering[name] = consumer
             sinks[name] = as_sink(consumer)
         check_folders(built)
@@ -176,7 +178,7 @@ class WorkerCapture:
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
         spill = None
         if config.overload_policy == "spill":
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
             spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
             name: SinkLane(

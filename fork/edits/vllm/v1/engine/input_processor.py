@@ -9,6 +9,10 @@ EDITS = [
         why="Requests in the form of vllm-lens.",
     ),
     add_import(
+        "from vllm.entrypoints.serve.utils.residual_fields import refuse_args",
+        why="Knows the keys.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
@@ -25,11 +29,13 @@ EDITS = [
         scope="InputProcessor.process_inputs",
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="""
+refuse_args(sampling_params.extra_args)
 lens_requests.translate(sampling_params, self.vllm_config)
 self.steering.admit(sampling_params, prompt_len, resumable)
 self.capture.admit(request_id, sampling_params, prompt_len, resumable)
 """,
-        why="The prompt's length and max_tokens are final, and nothing is sent yet. "
-        "Capture comes last, as it keeps names for what it admits.",
+        why="The prompt's length and max_tokens are final, and nothing is sent yet. A "
+        "key that nobody reads is an error. Capture comes last, as it keeps names for "
+        "what it admits.",
     ),
 ]
