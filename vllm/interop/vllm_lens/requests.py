@@ -20,8 +20,7 @@ INSTANCE = "vllm_lens"
 
 STREAM = "output_residual_stream"
 VECTORS = "apply_steering_vectors"
-HOOKS = "apply_hooks"
-KEYS = frozenset({STREAM, VECTORS, HOOKS})
+KEYS = frozenset({STREAM, VECTORS})
 
 HOOK_POINT = "post_block"
 
@@ -50,13 +49,6 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
             "(LLM(vllm_lens_api=True)), or use the fields capture and "
             "steering_vectors",
             parameter=f"extra_args.{given}",
-        )
-    if HOOKS in args:
-        raise CaptureValidationError(
-            "extra_args.apply_hooks: functions are not run here; use "
-            "apply_steering_vectors or steering_vectors to change the stream, and "
-            "output_residual_stream or capture to read it",
-            parameter="extra_args.apply_hooks",
         )
     model = config.model_config
     num_layers = model.get_total_num_hidden_layers()
