@@ -97,11 +97,21 @@ class Staging:
     """
 
     def __init__(
-        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch_rows: int = 0,
     ) -> None:
+        """Allocate; rows of a step that are only read out need `scratch_rows`."""
         self.ring = RowRing(num_rows)
         # Recorded graphs hold the address: allocated once, never replaced.
-        self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        self.rows = torch.empty(
+            num_rows + scratch_rows, width, dtype=dtype, device=device
+        )
+        self.scratch = num_rows
+        """The first of the rows that never leave the device; each step's own."""
         row_bytes = width * dtype.itemsize
         self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
         self._page_rows = PAGE_BYTES // row_bytes
