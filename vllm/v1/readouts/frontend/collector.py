@@ -28,7 +28,7 @@ class Collector:
         self._joined[part.name].add(part)
 
     def results(
-        self, num_tokens: int, delta: bool, finished: bool
+        self, num_tokens: int, delta: bool, finished: bool, fired: bool = False
     ) -> dict[str, ReadoutResult]:
         """Results for an output.
 
@@ -36,10 +36,12 @@ class Collector:
             num_tokens: generated so far, as far as they count.
             delta: whether an output before the last has only what is new.
             finished: whether it is the last, which has everything.
+            fired: whether a readout has ended the request.
 
         """
-        # The last token is not fed back, so it has no row.
-        stop = self._num_prompt_tokens + max(num_tokens - 1, 0)
+        # The last token is not fed back, so it has no row; one that fired was.
+        fed = num_tokens if fired else max(num_tokens - 1, 0)
+        stop = self._num_prompt_tokens + fed
         if not delta or finished:
             whole = {name: one.whole(stop) for name, one in self._joined.items()}
             if finished:

@@ -47,7 +47,10 @@ req_state.readouts = readout_collector.collector_for(request.sampling_params)
 readouts = None
 if self.readouts is not None:
     readouts = self.readouts.results(
-        self.detokenizer.num_output_tokens(), delta, finished
+        self.detokenizer.num_output_tokens(),
+        delta,
+        finished,
+        readout_collector.ended_by(stop_reason),
     )
 """,
         why="An output in parts carries the results for its tokens.",
