@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.engines.captured import CapturedEngine
 from tests.steering.sae import _layouts
+from tests.support.captured import CapturedEngine
 from vllm import RequestOutput, SamplingParams
 from vllm.steering.sae import SparseAutoencoder, load_sae
 from vllm.v1.readouts.modules import save_probe, save_translator

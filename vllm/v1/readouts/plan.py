@@ -93,7 +93,7 @@ class ReadoutPart(msgspec.Struct, array_like=True):
     """Token position of the first row; the others follow it."""
     count: int
     """Rows that the values are about."""
-    arrays: dict[str, np.ndarray]  # type: ignore[type-arg]
+    arrays: dict[str, np.ndarray]
     """NumPy arrays by name: `[count, ...]`, but for reduced rows."""
     reduced: bool = False
     """Whether the arrays hold one value for all rows."""

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support.captured import CapturedEngine, asking, prompt
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm.steering.sae import encode
-from vllm.v1.capture.sending import Sending
+from vllm.v1.capture.worker.offload import Sending
 
 pytestmark = pytest.mark.e2e
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.captured import CapturedEngine, prompt
+from tests.support.captured import CapturedEngine, prompt
 from tests.v1.readouts._reading import read_out
 
 pytestmark = pytest.mark.e2e

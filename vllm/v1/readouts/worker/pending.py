@@ -94,7 +94,7 @@ class OutputWithReadouts(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """The output; waits for the device."""
         output = self._output.get_output()
-        output.readouts = self._pending.collect()  # type: ignore[attr-defined]
+        output.readouts = self._pending.collect()
         return output
 
 
@@ -111,5 +111,5 @@ def attach(output: Any, pending: PendingReadouts | None) -> Any:
     if isinstance(output, AsyncModelRunnerOutput):
         return OutputWithReadouts(output, pending)
     if isinstance(output, ModelRunnerOutput) and output.req_ids:
-        output.readouts = pending.collect()  # type: ignore[attr-defined]
+        output.readouts = pending.collect()
     return output

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from vllm.v1.capture.placement import Layout, Placed
 from vllm.v1.capture.plan import OPEN_END
-from vllm.v1.capture.rows import LocalGroup
+from vllm.v1.capture.staging.blocks import LocalGroup
+from vllm.v1.capture.staging.step_layout import Layout, Placed
 from vllm.v1.readouts.plan import Readout
 from vllm.v1.readouts.worker.layout import (
     Indices,

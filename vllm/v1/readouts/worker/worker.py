@@ -11,8 +11,8 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.placement import Placed
-from vllm.v1.capture.rows import LocalGroup, StepView
+from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.step_layout import Placed
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.plan import Readout, ReadoutPlan
 from vllm.v1.readouts.worker.custom import CustomReadouts

@@ -5,7 +5,7 @@ from fork.language import add_argument, add_import, after, before, last, replace
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.disabled import NO_CAPTURE",
+        "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
     add_import(
@@ -14,7 +14,7 @@ EDITS = [
     ),
     last(
         scope="RequestState.__init__",
-        insert="self.readouts = None",
+        insert="self.readouts: readout_collector.Collector | None = None",
         why="Set when the request reads out.",
     ),
     after(

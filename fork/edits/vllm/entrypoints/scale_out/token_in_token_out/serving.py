@@ -5,7 +5,7 @@ from fork.language import add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import http as capture_http",
+        "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
     before(

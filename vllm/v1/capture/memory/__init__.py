@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for captured rows, and copies into it."""
