@@ -224,7 +224,7 @@ class WorkerCapture:
             self.readouts.add_request(
                 req_id, plan.readouts, groups, plan.num_prompt_tokens
             )
-        if self._takes_rows and lanes:
+        if self._takes_rows and (lanes or plan.readouts is None):
             if client_specs and self._remembering:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
             self._reporter.know(plan.reply_to)
