@@ -64,11 +64,16 @@ _steering: SteeringTiers | None = None
         argument="capture_wait=capture_wait",
         why="Passes the request's wish to wait on.",
     ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="capture_stream: bool = False",
+        why="A response over HTTP carries rows before its last chunk if asked to.",
+    ),
     add_argument(
         scope="SamplingParams.from_optional",
         call="SamplingParams",
-        argument="capture_stream=False",
-        why="A response over HTTP carries rows only in its last chunk.",
+        argument="capture_stream=capture_stream",
+        why="Passes the request's wish on.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",

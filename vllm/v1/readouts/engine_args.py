@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.config.readouts import ReadoutConfig
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import describe_module, load_module
+from vllm.v1.readouts.plan import Tap
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -82,15 +83,24 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
     )
 
 
-def described_file(name: str, path: str, width: int, wanted: str) -> dict[str, Any]:
+def described_file(
+    name: str, path: str, width: int, wanted: str = "", tap: Tap | None = None
+) -> dict[str, Any]:
     """What front ends must know of a file, which is read whole.
+
+    Args:
+        name: for messages.
+        path: the file or folder.
+        width: of the model's rows.
+        wanted: `sae` or `module`, if it must be one; empty if either will do.
+        tap: the place of an SAE that does not say it.
 
     Raises:
         ReadoutValidationError: it is not what it says, or for another width.
 
     """
-    info = describe_module(name, path, load_module(name, path))
-    if (info.kind == "sae") != (wanted == "sae"):
+    info = describe_module(name, path, load_module(name, path, tap))
+    if wanted and (info.kind == "sae") != (wanted == "sae"):
         option = "--sae" if info.kind == "sae" else "--readout-modules"
         raise fail(
             f"{name}: {path!r} holds a {info.kind}; give it as {option}", name, path

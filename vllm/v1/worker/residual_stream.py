@@ -417,6 +417,25 @@ def with_readouts(worker: Any, grammar_output: Any) -> Any:
     return runner.residual.with_readouts(runner.sample_tokens(grammar_output))
 
 
+def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
+    """For `collective_rpc`: load a probe, translator or SAE."""
+    worker.model_runner.residual.modules.load(name, path, tap)
+
+
+def unload_module(worker: Any, name: str) -> None:
+    """For `collective_rpc`: forget one."""
+    worker.model_runner.residual.modules.unload(name)
+
+
+def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
+    """For `collective_rpc`: rows that were read out and the time it took, by kind."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return {}
+    rows, seconds = readouts.rows_read, readouts.seconds
+    return {kind: {"rows": rows[kind], "seconds": seconds[kind]} for kind in rows}
+
+
 def hook_points_of(worker: Any) -> HookPoints:
     """For `collective_rpc`: the hook points of a worker's layers."""
     points: HookPoints = worker.model_runner.residual.hook_points

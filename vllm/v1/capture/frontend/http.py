@@ -16,13 +16,22 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
+from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend import admission as steering_admission
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
+READOUT_FIELDS = ("readouts", "stop_when")
+
+FIELDS = (
+    "capture",
+    "capture_wait",
+    "capture_stream",
+    *READOUT_FIELDS,
+    *steering_admission.FIELDS,
+)
 """Fields of the generation requests; other requests refuse them."""
 
 
@@ -86,6 +95,8 @@ def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
 
 
 def _error(name: str) -> type[VLLMValidationError]:
+    if name in READOUT_FIELDS:
+        return ReadoutValidationError
     return CaptureValidationError if "capture" in name else SteeringValidationError
 
 
@@ -189,8 +200,10 @@ def _plain(payload: Any) -> Any:
 def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> None:
     """Put the results of a final output into the chunk that ends its stream.
 
+    A chunk before it gets the rows of its tokens, where the request asked for them.
+
     A final output may end several samples. Each is a `part` of it with a chunk of its
     own, and the chunk of the last one is the stream's last.
     """
-    if output.finished and output.capture_results and part is output.outputs[-1]:
+    if output.capture_results and part is output.outputs[-1]:
         chunk.capture_results = as_json(output.capture_results)

@@ -46,6 +46,9 @@ class WorkerModules:
         """Forget a module; requests in flight must not need it any more."""
         self._modules.pop(name, None)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
     @property
     def nbytes(self) -> int:
         """Of all tensors."""

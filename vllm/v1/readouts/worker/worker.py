@@ -89,7 +89,12 @@ class WorkerReadouts:
     ) -> None:
         """A request that reads out is scheduled."""
         local = {tap for group in groups for tap in group.taps}
-        here = tuple(one for one in plan.readouts if local.issuperset(one.staged))
+        here = tuple(
+            one
+            for one in plan.readouts
+            # One whose module was taken away since says at its end what is missing.
+            if local.issuperset(one.staged) and self._has_module(one)
+        )
         keys = tuple(self._key(one) for one in here)
         self._requests[req_id] = ReadingRequest(
             here, groups, keys, num_prompt_tokens, {}
@@ -98,6 +103,10 @@ class WorkerReadouts:
     def remove(self, req_id: str) -> None:
         """A request has ended."""
         self._requests.pop(req_id, None)
+
+    def _has_module(self, readout: Readout) -> bool:
+        named = readout.kind in ("probe", "lens", "sae") and readout.module
+        return not named or named in self.modules
 
     def _key(self, readout: Readout) -> JobKey:
         """What the readouts of one job have in common; begins with the operation."""
