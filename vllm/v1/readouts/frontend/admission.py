@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.capture.plan import Ranges, union
 from vllm.v1.capture.selectors import plain
 from vllm.v1.capture.types import CaptureContext
@@ -78,6 +79,7 @@ class ReadoutAdmission:
         for name, spec in raw.items():
             _check_name(name)
             readouts.append(parse_readout(name, spec, ctx, server))
+        self._check_stages(readouts)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = raw
         return ReadoutPlan(tuple(readouts), stops)
@@ -89,6 +91,23 @@ class ReadoutAdmission:
             self._max_top_k,
             lens_refusal="",
         )
+
+    def _check_stages(self, readouts: list[Readout]) -> None:
+        """Refuse layers of earlier pipeline stages, whose results reach no output."""
+        if self._stages == 1:
+            return
+        layers = self._model_config.get_total_num_hidden_layers()
+        first, stop = get_pp_indices(layers, self._stages - 1, self._stages)
+        for readout in readouts:
+            for layer, _ in readout.staged:
+                if layer < first:
+                    raise fail(
+                        f"readouts.{readout.name}: with {self._stages} pipeline stages "
+                        f"only the layers {first} to {stop - 1} of the last one can be "
+                        f"read out, and this needs layer {layer}",
+                        f"readouts.{readout.name}",
+                        layer,
+                    )
 
     def _check_enabled(self, params: "SamplingParams") -> None:
         if not self.enabled:

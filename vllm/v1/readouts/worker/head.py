@@ -33,14 +33,19 @@ class Head:
     its own, and so are quantised weights.
     """
 
-    def __init__(self, model: nn.Module, last_layer: nn.Module | None) -> None:
+    def __init__(
+        self, model: nn.Module, last_layer: nn.Module | None, vocab_size: int
+    ) -> None:
         """Find the norm that follows `last_layer`; None if it is not in this process.
 
         Args:
             model: as it was loaded.
             last_layer: a module of the last decoder block.
+            vocab_size: of the model, over all ranks.
 
         """
+        # The same on all ranks, which must ask for logits equally often.
+        self._rows_at_once = max(LOGIT_BYTES // (4 * vocab_size), 1)
         self.refusal = ""
         """Why there is no lens; empty if there is one."""
         self._model: Any = model
@@ -71,16 +76,11 @@ class Head:
         Yields which rows and float32 `[rows, vocabulary]`. With several tensor-parallel
         ranks all of them must ask; those that get no logits yield nothing.
         """
-        width: int = 0
-        start = 0
-        while start < len(rows):
-            step = LOGIT_BYTES // (4 * width) if width else 1
-            span = slice(start, min(start + max(step, 1), len(rows)))
+        for start in range(0, len(rows), self._rows_at_once):
+            span = slice(start, min(start + self._rows_at_once, len(rows)))
             logits = self.logits(rows[span])
             if logits is not None:
                 yield span, logits.float().log_softmax(dim=-1)
-                width = logits.shape[-1]
-            start = span.stop
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Logits `[n, vocabulary]` of rows; None on a rank that gets none."""

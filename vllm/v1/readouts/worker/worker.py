@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tp_group,
+)
 from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import LocalGroup, StepView
@@ -60,10 +63,12 @@ class WorkerReadouts:
         """Find the model's head; `last_layer` is None where another stage has it."""
         parallel = vllm_config.parallel_config
         self.modules = modules
-        self.head = Head(model, last_layer)
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self.head = Head(model, last_layer, vocab_size)
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
         self._shared = parallel.tensor_parallel_size > 1
+        self._has_rows = get_tensor_model_parallel_rank() == 0
         self._custom = CustomReadouts(vllm_config)
         self._requests: dict[str, ReadingRequest] = {}
         self._program: Program | None = None
@@ -149,21 +154,26 @@ class WorkerReadouts:
             program = self._program = make_program(
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
-        if not program.jobs:
+        jobs = program.jobs
+        if not self._has_rows:  # Other ranks have shards of the head, and no rows.
+            jobs = [job for job in jobs if job.key[0] == "lens"]
+        if not jobs:
             return
         further = placed.shift - program.shift
-        gathered = [self._gathered(job, staging, first_row) for job in program.jobs]
+        gathered = [self._gathered(job, staging, first_row) for job in jobs]
         results: list[JobResult] = []
         done = None
         if self._beside is None:
-            results = self._results(program.jobs, gathered, further)
+            results = self._results(jobs, gathered, further)
         else:
             self._beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._beside):
-                results = self._results(program.jobs, gathered, further)
+                results = self._results(jobs, gathered, further)
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside or torch.cuda.current_stream())
+        if not self._has_rows:
+            return
         starts = {req: at + further for req, at in program.starts.items()}
         self._pending = PendingReadouts(results, starts, done, list(gathered))
 
@@ -182,7 +192,9 @@ class WorkerReadouts:
                 until = entry.start + entry.count
                 self._requests[entry.req_id].reduced[entry.readout.name] = until
             return found
-        rows = staging.index_select(0, job.index + first_row)
+        if job.kept.get("first_row") != first_row:
+            job.kept["first_row"], job.kept["index"] = first_row, job.index + first_row
+        rows = staging.index_select(0, job.kept["index"])
         if self._shared and job.key[0] == "lens":
             rows = get_tp_group().broadcast(rows, src=0)
         return rows
