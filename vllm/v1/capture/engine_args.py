@@ -7,9 +7,9 @@ from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
+from vllm.entrypoints.serve.utils.residual_fields import refuse_variables
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.capture.delivery.spill import prepare_folder
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
@@ -104,6 +104,7 @@ def capture_config(
         ValueError: a consumer is unknown, badly written or not a consumer.
 
     """
+    refuse_variables()
     entries: list[Any] = []
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
@@ -199,7 +200,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
         return
     if config.overload_policy == "spill":
         try:
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
         except OSError as error:
             raise CaptureValidationError(
                 f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "

@@ -25,13 +25,13 @@ from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import StepView
-from vllm.v1.capture.wire import CaptureEnd
+from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.residual_graphs import (
@@ -95,11 +95,6 @@ class ResidualStream:
     def with_readouts(self, output: Any) -> Any:
         """What the runner has sampled, with what the step's requests have read out."""
         return output
-
-    @property
-    def runs_eagerly(self) -> bool:
-        """Whether the step that was planned can run neither compiled nor recorded."""
-        return self.steering is not None and self.steering.runs_eagerly
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
@@ -272,8 +267,6 @@ def open_residual_stream(
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(vllm_config, taps, width, dtype, device)
     made = {tap: _tap(tap, capture, steering) for tap in taps}
-    if steering is not None:
-        steering.attach(made)
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
     logger.info(
@@ -291,6 +284,7 @@ def open_residual_stream(
         families_at_start(
             {} if capture is None else capture.addresses,
             {} if steering is None else steering.addresses,
+            {} if steering is None else steering.program_addresses,
             may_record,
         ),
         one_family=one_family,
@@ -312,8 +306,8 @@ def _tap(
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
-    table, rows = (None, None) if steering is None else steering.tensors(tap)
-    return ResidualTap(slots, base, staging, table, rows)
+    steers = () if steering is None else steering.tensors(tap)
+    return ResidualTap(slots, base, staging, *steers)
 
 
 def _check_supported(

@@ -38,6 +38,8 @@ class NoCapture:
                     name,
                     getattr(params, name),
                 )
+        if params.capture == {}:
+            params.capture = None  # Nothing is asked for.
         if params.capture is not None:
             raise fail(
                 "capture: this server has no capture consumers; start it with "

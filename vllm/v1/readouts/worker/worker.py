@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import Placed
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.plan import Readout, ReadoutPlan
@@ -40,6 +40,7 @@ from vllm.v1.readouts.worker.program import (
     make_program,
 )
 from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.residual.step_view import StepView
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
