@@ -9,7 +9,7 @@ EDITS = [
         why="Declares and reads the arguments.",
     ),
     add_import(
-        "from vllm.v1.steering.engine_args import "
+        "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
     ),
@@ -42,7 +42,7 @@ steering_api_key: list[str] | None = None
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="steering_config=steering_config(self)",
+        argument="steering_config=steering_config(self, model_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     before(

@@ -43,17 +43,17 @@ def _open(engine: "LLMEngine | AsyncLLM", send: EndsSender, streams: bool) -> No
         for entry in config.consumers
     }
     consumers.update(ready_instances(config))
-    check_folders(consumers)
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
     admission = Admission(engine.vllm_config, consumers, points)
+    check_folders(admission.capabilities)
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
         engine.vllm_config,
         admission,
         send,
-        LiveRows(consumers if streams else {}),
+        LiveRows(admission.capabilities if streams else {}),
         lambda: not getattr(resources, "engine_dead", False),
     )
     engine.input_processor.capture = frontend
