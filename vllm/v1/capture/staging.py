@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.pinned import Pages, pin
-from vllm.v1.capture.recycling import kept_bytes
 
 
 class Segment(NamedTuple):
@@ -82,6 +82,8 @@ class RowRing:
         return head if head + num_rows <= tail else None
 
 
+PINNED_SHARE = 0.75
+"""Of the host memory for rows; the rest is for rows that are copied once more."""
 PAGE_BYTES = 8 << 20
 """What is worth a page."""
 PIECE_BYTES = 16 << 20
@@ -110,9 +112,11 @@ class Staging:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             if num_rows // 2 >= self._page_rows:
-                largest = min(num_rows // 2 * row_bytes, kept_bytes())
-                self._pages = Pages(largest, kept_bytes(), partial(pin, device=device))
-            memory = np.empty((num_rows, row_bytes), dtype=np.uint8)
+                most = int(BUDGET.limit * PINNED_SHARE)
+                largest = min(num_rows // 2 * row_bytes, most)
+                self._pages = Pages(largest, most, partial(pin, device=device))
+            memory = np.zeros((num_rows, row_bytes), dtype=np.uint8)
+            BUDGET.claim("staging", memory.nbytes)
             pin(memory, device)
             self.host_rows = torch.from_numpy(memory).view(dtype)
         else:
@@ -136,8 +140,13 @@ class Staging:
         if self._pages is None or segment.num_rows < self._page_rows:
             return None
         rows = self.rows[segment.start : segment.start + segment.num_rows]
-        page = self._pages.take(len(rows), rows.shape[1], rows.dtype)
+        page = self._pages.take(rows.shape, rows.dtype)
         return None if page is None else (page, self._copy([(page, rows)]))
+
+    def trim(self) -> None:
+        """Give host memory back that was not needed since the last time."""
+        if self._pages is not None:
+            self._pages.trim()
 
     def _copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]

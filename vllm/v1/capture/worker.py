@@ -16,6 +16,7 @@ from vllm.v1.capture.context import capture_context, remembers_specs
 from vllm.v1.capture.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.forwarding import ForwardingSink, LiveSink
 from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.packets import Opening
 from vllm.v1.capture.placement import Placed, Placement
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
@@ -72,6 +73,7 @@ class WorkerCapture:
         device: torch.device,
     ) -> None:
         config = self._config = vllm_config.capture_config
+        BUDGET.limit = config.host_memory_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._dtype = dtype
@@ -132,6 +134,7 @@ class WorkerCapture:
             stage.pipeline_rank,
             self._lanes,
             self._outbox,
+            self._staging.trim,
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
