@@ -22,7 +22,8 @@ from tests.engines.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-PROMPT = list(range(20, 140))
+PROMPT = list(range(10, 250))
+HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def server(capture_server: Server) -> Server:
 
 
 def body(**more: Any) -> dict[str, Any]:
-    spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt", **more}
+    hooks = more.pop("hooks", ["post_block"])
+    spec = {"hooks": dict.fromkeys(hooks, "all"), "positions": "all_prompt", **more}
     return {
         "model": "tiny",
         "prompt": PROMPT,
@@ -146,7 +148,7 @@ def test_a_chat_stream_carries_rows_too(server: Server) -> None:
 
 
 def test_rows_come_without_a_copy_and_their_memory_comes_back(server: Server) -> None:
-    fetch(server, "application/safetensors")
+    fetch(server, "application/safetensors", hooks=HOOKS)
     deadline = monotonic() + 30
     while True:
         (memory,) = server.get("/v1/capture").body["host_memory"]
@@ -160,7 +162,7 @@ def test_rows_come_without_a_copy_and_their_memory_comes_back(server: Server) ->
 
 def test_a_client_that_hangs_up_harms_nobody(server: Server) -> None:
     where = urlsplit(server.url)
-    text = json.dumps(body()).encode()
+    text = json.dumps(body(hooks=HOOKS)).encode()
     for _ in range(3):
         with socket.create_connection((where.hostname, where.port)) as client:
             client.sendall(

@@ -25,7 +25,7 @@ from vllm.v1.serial_utils import OOBTensorConsumer
 
 logger = init_logger(__name__)
 
-LEAST_LENT = 32 << 10
+LEAST_LENT = 4 << 10
 """Bytes below which a tensor is cheaper to send than to map."""
 ANNOUNCE, RETIRE = 1, 2
 HEAD = struct.Struct("<QQQ")
