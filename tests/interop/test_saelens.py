@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Against SAELens itself, which lives in an environment of its own: `make interop`."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.steering.sae import decode, encode, load_sae
+
+pytestmark = pytest.mark.interop
+
+PYTHON = os.environ.get("INTEROP_PYTHON", ".venv-interop/bin/python")
+SCRIPT = Path(__file__).with_name("saelens_reference.py")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("saelens")
+    # Without our PYTHONPATH: their torch may be another.
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run([PYTHON, str(SCRIPT), str(out)], check=True, env=clean)
+    return out
+
+
+ARCHITECTURES = [
+    "standard",
+    "gated",
+    "jumprelu",
+    "topk",
+    "topk_rescaled",
+    "abstopk",
+    "constant_norm",
+    "layer_norm",
+    "transcoder",
+    "skip_transcoder",
+    "jumprelu_transcoder",
+    "jumprelu_skip_transcoder",
+]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_activations_and_reconstructions_are_saelens_own(
+    saved: Path, name: str
+) -> None:
+    sae = load_sae(saved / name)
+    reference = torch.load(saved / name / "reference.pt")
+    found = encode(sae, reference["rows"])
+    assert torch.equal(found != 0, reference["activations"] != 0)
+    torch.testing.assert_close(found, reference["activations"], atol=1e-5, rtol=1e-5)
+    restored = decode(sae, found, reference["rows"])
+    torch.testing.assert_close(restored, reference["restored"], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of a sparse autoencoder, in float32: the reference for kernels.
+
+Formulas: ReLU and tied conventions of SAELens (`sae_lens.saes`, 6.54); JumpReLU,
+arXiv 2407.14435; top-k, arXiv 2406.04093; gated, arXiv 2404.16014, folded into a
+threshold by `vllm.steering.sae.fold`.
+"""
+
+import torch
+
+from vllm.steering.sae.record import SparseAutoencoder
+
+
+def normalised(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[n, d_in]` as the encoder takes them, float32."""
+    rows = rows.float()
+    if sae.input_norm == "constant_norm_rescale":
+        return rows * (sae.d_in**0.5 / rows.norm(dim=-1, keepdim=True))
+    if sae.input_norm == "layer_norm":
+        centred = rows - rows.mean(dim=-1, keepdim=True)
+        return centred / (centred.std(dim=-1, keepdim=True) + 1e-5)
+    return rows
+
+
+def preactivations(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
+    """What the selection decides about, `[n, d_sae]` float32."""
+    return normalised(sae, rows) @ sae.w_enc.float() + sae.b_enc
+
+
+def select(sae: SparseAutoencoder, hidden: torch.Tensor) -> torch.Tensor:
+    """Activations `[n, d_sae]`: 0 for what is not active.
+
+    Args:
+        sae: whose selection it is.
+        hidden: what `preactivations` returned.
+
+    """
+    if sae.selection == "threshold":
+        assert sae.threshold is not None
+        return torch.where(hidden > sae.threshold, hidden, 0).relu()
+    assert sae.k is not None
+    if sae.selection == "groupmax":
+        groups = hidden.relu().unflatten(-1, (sae.k, -1))
+        best = groups.max(dim=-1, keepdim=True)
+        kept = torch.zeros_like(groups).scatter_(-1, best.indices, best.values)
+        return kept.flatten(-2)
+    by = hidden.abs() if sae.selection == "abstopk" else hidden
+    chosen = by.topk(sae.k, dim=-1).indices
+    values = hidden.gather(-1, chosen)
+    if sae.selection == "topk":
+        values = values.relu()
+    return torch.zeros_like(hidden).scatter_(-1, chosen, values)
+
+
+def encode(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
+    """Activations of all features, `[n, d_sae]` float32.
+
+    Args:
+        sae: on the device of the rows.
+        rows: `[n, d_in]`, of any floating dtype.
+
+    """
+    return select(sae, preactivations(sae, rows))
+
+
+def decode(
+    sae: SparseAutoencoder, activations: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """The reconstruction `[n, d_out]`, float32, in units of the rows.
+
+    Args:
+        sae: on the device of the rows.
+        activations: `[n, d_sae]`, as `encode` returns them.
+        rows: `[n, d_in]`, whose norm or mean the reconstruction is given back, and
+            which a skip transcoder adds a part of.
+
+    """
+    out = activations @ sae.w_dec.float() + sae.b_dec
+    rows = rows.float()
+    if sae.is_transcoder:  # SAELens restores nothing where the width may differ.
+        return out if sae.w_skip is None else out + rows @ sae.w_skip.float()
+    if sae.input_norm == "constant_norm_rescale":
+        return out * (rows.norm(dim=-1, keepdim=True) / sae.d_in**0.5)
+    if sae.input_norm == "layer_norm":
+        std = rows.std(dim=-1, keepdim=True)
+        return out * std + rows.mean(dim=-1, keepdim=True)
+    return out

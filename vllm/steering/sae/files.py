@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading tensors and settings from the files of an SAE; no code in them is run."""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.v1.steering.errors import SteeringValidationError, fail
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def bad_file(path: Path, why: object) -> SteeringValidationError:
+    """The error for a file that is not what it should be."""
+    return fail(f"path: {str(path)!r}: {why}", "path", str(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        SteeringValidationError: the file is missing or holds no object.
+
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise bad_file(path, f"is no JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise bad_file(path, "must hold an object")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a `.safetensors`, `.npz`, `.pt` or `.pth` file, on the CPU.
+
+    Raises:
+        SteeringValidationError: the file is missing, broken, or holds other things.
+
+    """
+    if not path.is_file():
+        raise bad_file(path, "there is no such file")
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    return _npz(path) if path.suffix == ".npz" else _pickled(path)
+
+
+def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise bad_file(path, f"is no safetensors file: {error}") from None
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as opened:
+            return {name: torch.from_numpy(opened[name]) for name in opened.files}
+    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+        raise bad_file(path, f"is no archive of arrays: {error}") from None
+
+
+def _pickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        # `weights_only` refuses whatever is not plain data.
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        raise bad_file(path, f"is no file of tensors: {error}") from None
+    if not isinstance(found, dict):
+        raise bad_file(path, "must hold tensors by name")
+    tensors = {str(k): v for k, v in found.items() if isinstance(v, torch.Tensor)}
+    return tensors
+
+
+def take(tensors: Tensors, path: Path, *names: str) -> torch.Tensor:
+    """The tensor with the first of these names that there is.
+
+    Raises:
+        SteeringValidationError: there is none of them, or it holds NaN or infinity.
+
+    """
+    found = take_optional(tensors, path, *names)
+    if found is None:
+        raise bad_file(path, f"has no {' or '.join(names)}; it has {sorted(tensors)}")
+    return found
+
+
+def take_optional(tensors: Tensors, path: Path, *names: str) -> torch.Tensor | None:
+    """As `take`, and None where there is none of them."""
+    for name in names:
+        if name in tensors:
+            found = tensors[name]
+            if not found.is_floating_point():
+                found = found.float()
+            if not bool(torch.isfinite(found).all()):
+                raise bad_file(path, f"{name} holds NaN or infinity")
+            return found
+    return None

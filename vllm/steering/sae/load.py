@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a path to an SAE: which layout it has, and what the user adds to it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from vllm.steering.sae.dictionary_learning import (
+    is_dictionary_learning,
+    read_dictionary_learning,
+)
+from vllm.steering.sae.files import bad_file
+from vllm.steering.sae.fold import RawSAE, folded
+from vllm.steering.sae.gemma_scope import is_gemma_scope, read_gemma_scope
+from vllm.steering.sae.goodfire import is_goodfire, read_goodfire
+from vllm.steering.sae.llama_scope import is_llama_scope, read_llama_scope
+from vllm.steering.sae.qwen_scope import is_qwen_scope, read_qwen_scope
+from vllm.steering.sae.record import SparseAutoencoder
+from vllm.steering.sae.saelens import is_saelens, read_saelens_sae
+from vllm.steering.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.steering.plan import Tap
+
+LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
+    # SAELens before the layouts whose file names it shares one of.
+    "saelens": (is_saelens, read_saelens_sae),
+    "sparsify": (is_sparsify, read_sparsify),
+    "gemma_scope": (is_gemma_scope, read_gemma_scope),
+    "llama_scope": (is_llama_scope, read_llama_scope),
+    "dictionary_learning": (is_dictionary_learning, read_dictionary_learning),
+    "qwen_scope": (is_qwen_scope, read_qwen_scope),
+    "goodfire": (is_goodfire, read_goodfire),
+}
+"""By name: whether a path has the layout, and what reads it."""
+
+FILES = frozenset(
+    [
+        "ae.pt",
+        "cfg.json",
+        "config.json",
+        "hyperparams.json",
+        "params.npz",
+        "params.safetensors",
+        "sae.safetensors",
+        "sae_weights.safetensors",
+    ]
+)
+"""Files that stand for the folder that they are in."""
+
+_EXPECTED = (
+    "SAELens (cfg.json and sae_weights.safetensors), sparsify (cfg.json and "
+    "sae.safetensors), Gemma Scope (params.npz or params.safetensors), Llama Scope "
+    "(hyperparams.json and checkpoints/final.safetensors, or config.json and "
+    "sae_weights.safetensors), dictionary_learning (config.json and ae.pt), Qwen Scope "
+    "(a file layerN.sae.pt) or Goodfire (a file NAME-SAE-lN.pth)"
+)
+
+
+def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
+    """The sparse autoencoder or transcoder in a file or folder, on the CPU.
+
+    Args:
+        path: a folder, or a file inside one; a file alone for Qwen Scope and Goodfire.
+        tap: `(layer, hook point)` that it reads, where the file does not say it.
+            A transcoder writes where its file says.
+
+    Raises:
+        SteeringValidationError: there is nothing at the path, it has none of the known
+            layouts, it is not what it says, or its architecture cannot be computed
+            from one token's row.
+
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise bad_file(place, "there is no such file or folder")
+    inside = place.name in FILES
+    for candidate in (place, place.parent) if inside else (place,):
+        for layout, (fits, read) in LAYOUTS.items():
+            if fits(candidate):
+                name = candidate.absolute().name
+                return _at(folded(read(candidate), name, layout), tap)
+    raise bad_file(place, f"is no SAE of a known layout: {_EXPECTED}")
+
+
+def _at(sae: SparseAutoencoder, tap: Tap | None) -> SparseAutoencoder:
+    if tap is None:
+        return sae
+    reads = replace(sae.reads, tap=tap)
+    return replace(sae, reads=reads, writes=sae.writes if sae.is_transcoder else reads)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen Scope: `layerN.sae.pt`, top-k SAEs of the stream that leaves a block.
+
+The file has W_enc `[d_sae, d_in]` and W_dec `[d_in, d_sae]`; k is the number after
+`L0_` in the name of the repository, which a folder above the file must bear. The
+decoder bias is not subtracted from the row that is encoded.
+"""
+
+import re
+from pathlib import Path
+
+from vllm.steering.sae.files import bad_file, read_tensors, take
+from vllm.steering.sae.fold import RawSAE
+from vllm.steering.sae.places import numbered, residual_after
+
+_FILE = r"layer(\d+)\.sae\.pt$"
+
+
+def is_qwen_scope(path: Path) -> bool:
+    """Whether a file is named as theirs are."""
+    return path.is_file() and re.fullmatch(_FILE, path.name) is not None
+
+
+def read_qwen_scope(path: Path, k: int | None = None) -> RawSAE:
+    """The SAE in a file of Qwen Scope.
+
+    Args:
+        path: the file.
+        k: active features of a row, if no folder above the file says it.
+
+    Raises:
+        SteeringValidationError: k is not known.
+
+    """
+    tensors = read_tensors(path)
+    whole = str(path.absolute())
+    active = k or numbered(r"L0_(\d+)", whole)
+    if active is None:
+        raise bad_file(
+            path,
+            "the number of active features is in the repository's name only; keep the "
+            "file in a folder named as the repository, such as "
+            "SAE-Res-Qwen3-1.7B-Base-W32K-L0_50, or give k",
+        )
+    layer = numbered(_FILE, path.name)
+    model = re.search(r"SAE-Res-(.+?)-W\d+K", whole)
+    return RawSAE(
+        w_enc=take(tensors, path, "W_enc").T,
+        w_dec=take(tensors, path, "W_dec").T,
+        b_enc=take(tensors, path, "b_enc"),
+        b_dec=take(tensors, path, "b_dec"),
+        selection="topk",
+        k=active,
+        reads=residual_after(layer, f"stream after layer {layer}"),
+        model="" if model is None else f"Qwen/{model[1]}",
+    )

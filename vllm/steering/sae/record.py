@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a sparse autoencoder, whatever file it came from."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.plan import Tap
+
+Selection: TypeAlias = Literal["threshold", "topk", "abstopk", "groupmax"]
+"""Which features of a row are active: those above a threshold, the k largest, the k
+largest in absolute value (signs kept), or the largest of each of k equal groups."""
+
+InputNorm: TypeAlias = Literal["none", "constant_norm_rescale", "layer_norm"]
+"""What is done to a row before it is encoded and cannot be folded, in SAELens' words:
+nothing, `x * sqrt(d_in) / |x|`, or `(x - mean) / (std + 1e-5)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SAEPlace:
+    """Where an SAE reads or writes."""
+
+    name: str = ""
+    """In the words of the file, for people; empty if the file does not say."""
+    tap: Tap | None = None
+    """`(layer, hook point)` here; None where it is none of our hook points."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SparseAutoencoder:
+    """An encoder and a decoder, with every foldable convention folded in.
+
+    For a row x `[d_in]`, normalised as `input_norm` says:
+    `h = x @ w_enc + b_enc`, then `relu(h)` where `selection` holds and 0 elsewhere
+    (`abstopk`: `h` itself), and `a @ w_dec + b_dec` is the reconstruction.
+    """
+
+    name: str
+    """Of the file or folder."""
+    layout: str
+    """Which form it was read from, such as `saelens` or `gemma_scope`."""
+    w_enc: torch.Tensor
+    """`[d_in, d_sae]`."""
+    b_enc: torch.Tensor
+    """float32 `[d_sae]`; what the decoder bias subtracts from the input is in it."""
+    w_dec: torch.Tensor
+    """`[d_sae, d_out]`, in units of the row that is read or written."""
+    b_dec: torch.Tensor
+    """float32 `[d_out]`."""
+    selection: Selection
+    threshold: torch.Tensor | None = None
+    """float32 `[d_sae]`, with `threshold` alone: active is `h > threshold`."""
+    k: int | None = None
+    """Features of a row that are active, with the other selections."""
+    input_norm: InputNorm = "none"
+    w_skip: torch.Tensor | None = None
+    """`[d_in, d_out]`, which a skip transcoder adds to what it writes."""
+    reads: SAEPlace = SAEPlace()
+    writes: SAEPlace = SAEPlace()
+    """The same place as `reads`, but for transcoders."""
+    model: str = ""
+    """The model that the file names; empty if it names none."""
+
+    def __post_init__(self) -> None:
+        d_in, d_sae = _matrix(self, "w_enc")
+        rows, d_out = _matrix(self, "w_dec")
+        expected: dict[str, tuple[int, ...]] = {"b_enc": (d_sae,), "b_dec": (d_out,)}
+        if self.threshold is not None:
+            expected["threshold"] = (d_sae,)
+        if self.w_skip is not None:
+            expected["w_skip"] = (d_in, d_out)
+        if rows != d_sae:
+            raise _wrong(self, "W_dec", (rows, d_out), f"has {d_sae} rows as W_enc")
+        for name, shape in expected.items():
+            found = tuple(getattr(self, name).shape)
+            if found != shape:
+                raise _wrong(self, name, found, f"has the shape {list(shape)}")
+        self._check_selection(d_sae)
+
+    def _check_selection(self, d_sae: int) -> None:
+        if self.selection == "threshold":
+            if self.threshold is None:
+                raise _wrong(self, "threshold", None, "is needed")
+        elif self.k is None or not 1 <= self.k <= d_sae:
+            raise _wrong(self, "k", self.k, f"is 1 to {d_sae}")
+        elif self.selection == "groupmax" and d_sae % self.k:
+            raise _wrong(self, "k", self.k, f"divides {d_sae} features")
+
+    @property
+    def d_in(self) -> int:
+        """Width of the rows that are encoded."""
+        return int(self.w_enc.shape[0])
+
+    @property
+    def d_sae(self) -> int:
+        """Number of features."""
+        return int(self.w_enc.shape[1])
+
+    @property
+    def d_out(self) -> int:
+        """Width of what is written: `d_in`, but for transcoders."""
+        return int(self.w_dec.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        tensors = (self.w_enc, self.b_enc, self.w_dec, self.b_dec)
+        optional = (self.threshold, self.w_skip)
+        return sum(one.nbytes for one in (*tensors, *optional) if one is not None)
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it writes elsewhere than it reads."""
+        return self.reads != self.writes
+
+
+def _matrix(sae: SparseAutoencoder, name: str) -> tuple[int, int]:
+    tensor: torch.Tensor = getattr(sae, name)
+    if tensor.ndim != 2 or not tensor.numel():
+        raise _wrong(sae, name, tuple(tensor.shape), "is a matrix")
+    return int(tensor.shape[0]), int(tensor.shape[1])
+
+
+def _wrong(
+    sae: SparseAutoencoder, part: str, found: object, rule: str
+) -> SteeringValidationError:
+    return fail(
+        f"path: {part} of the SAE {sae.name!r} is {found!r}, but it {rule}",
+        "path",
+        sae.name,
+    )
