@@ -13,8 +13,9 @@ MODULES = $(shell find vllm -name '*.py' | sort | \
 	sed -e 's|/__init__\.py$$||' -e 's|\.py$$||' -e 's|/|.|g' -e 's|^|-m |')
 CPP = $(shell find csrc tests/csrc -name '*.h' -o -name '*.cpp')
 INSTALLED := $(VENV)/.installed-$(DEVICE)
-INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml fork/packaging.py \
-	fork/metadata.py $(wildcard requirements/*.txt)
+INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
+	fork/building/packaging.py fork/building/metadata.py \
+	$(wildcard requirements/*.txt)
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 

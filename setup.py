@@ -9,6 +9,6 @@ from setuptools import setup
 # A PEP 517 front end does not put the project's folder on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fork.packaging import setup_arguments
+from fork.building.packaging import setup_arguments
 
 setup(**setup_arguments())

@@ -27,10 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.child import ENVIRONMENT, Child, answers, requests  # noqa: E402
-from benchmarks.host_memory import NAME, plug_in  # noqa: E402
-from benchmarks.llamas import MODELS, describe, model_folder  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.child import ENVIRONMENT, Child, answers, requests  # noqa: E402
+from benchmarks.harness.host_memory import NAME, plug_in  # noqa: E402
+from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "bandwidth"
 TURNS = ("upstream", "plain", "captured")
@@ -141,7 +141,7 @@ def child(role: str, settings: dict[str, Any]) -> None:
         "threads": torch.get_num_threads(),
     }
     if role == "stages":
-        from benchmarks.stages import measure
+        from benchmarks.harness.stages import measure
 
         size = MODELS[settings["model"]]
         answer(about)

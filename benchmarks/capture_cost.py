@@ -26,11 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.goals import CAPTURE_COST as TARGETS  # noqa: E402
-from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.reports import summary  # noqa: E402
-from benchmarks.served import Cost, Server  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.goals import CAPTURE_COST as TARGETS  # noqa: E402
+from benchmarks.harness.models import random_llama, random_prompts  # noqa: E402
+from benchmarks.harness.reports import summary  # noqa: E402
+from benchmarks.harness.served import Cost, Server  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 CAPTURES = WORK / "captures"

@@ -31,10 +31,10 @@ from typing import Any, Protocol
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.child import ENVIRONMENT, Child  # noqa: E402
-from benchmarks.decode_graphs import PLAIN  # noqa: E402
-from benchmarks.llamas import MODELS, describe  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.child import ENVIRONMENT, Child  # noqa: E402
+from benchmarks.harness.decode_graphs import PLAIN  # noqa: E402
+from benchmarks.harness.llamas import MODELS, describe  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "decode_step"
 BATCHES = (1, 8, 32, 128, 256)
@@ -71,7 +71,7 @@ class Engine(Child):
         super().__init__(
             [
                 sys.executable,
-                ROOT / "benchmarks" / "decode_graphs.py",
+                ROOT / "benchmarks" / "harness" / "decode_graphs.py",
                 model,
                 features,
                 ",".join(map(str, batches)),

@@ -33,11 +33,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
-from benchmarks.host_memory import plug_in  # noqa: E402
-from benchmarks.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
-from vllm.v1.capture import copying, strided  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.host_memory import NAME as HOST_MEMORY  # noqa: E402
+from benchmarks.harness.host_memory import plug_in  # noqa: E402
+from benchmarks.harness.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
+from vllm.v1.capture.memory import parallel_copy, row_copy  # noqa: E402
 from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
@@ -165,7 +165,7 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
-        for module, name in ((copying, "_copy_some"), (strided, "_gather")):
+        for module, name in ((parallel_copy, "_copy_some"), (row_copy, "_gather")):
             setattr(module, name, partial(self._timed, getattr(module, name)))
 
     def _timed(self, copy: Callable[..., None], *what: Any) -> None:

@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `fork` and `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.engine_process import EngineProcess  # noqa: E402
-from benchmarks.environments import make_upstream_environment  # noqa: E402
-from benchmarks.equality import Equality, check_processes, compare  # noqa: E402
-from benchmarks.models import demo_model, random_prompts, tiny_models  # noqa: E402
-from benchmarks.reports import summary  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.engine_process import EngineProcess  # noqa: E402
+from benchmarks.harness.environments import make_upstream_environment  # noqa: E402
+from benchmarks.harness.equality import Equality, check_processes, compare  # noqa: E402
+from benchmarks.harness.models import demo_model, random_prompts, tiny_models  # noqa: E402
+from benchmarks.harness.reports import summary  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 TELLING = 0.1

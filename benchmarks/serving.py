@@ -43,17 +43,17 @@ from typing import Any, NamedTuple, TypeAlias
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.child import Child  # noqa: E402
-from benchmarks.host_memory import NAME as HOST_MEMORY  # noqa: E402
-from benchmarks.host_memory import plug_in  # noqa: E402
-from benchmarks.llamas import MODELS, describe, model_folder  # noqa: E402
-from benchmarks.served import Server  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.child import Child  # noqa: E402
+from benchmarks.harness.host_memory import NAME as HOST_MEMORY  # noqa: E402
+from benchmarks.harness.host_memory import plug_in  # noqa: E402
+from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
+from benchmarks.harness.served import Server  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "serving"
 HOOKS = ("pre_attn", "post_attn", "post_block")
 MODULE_FORMAT = "clearbox-steering-v1"
-"""As `vllm.v1.steering.files` names it; this process may have no vLLM to import."""
+"""As `vllm.v1.steering.spec.files` has it; this process may have no vLLM to import."""
 COLUMNS = {
     "mean_tpot_ms": "TPOT",
     "mean_ttft_ms": "TTFT",
@@ -158,7 +158,7 @@ class Client:
         """Start it; `model` has the tokenizer."""
         self._model = model
         self._child = Child(
-            [side.python, ROOT / "benchmarks" / "client.py"],
+            [side.python, ROOT / "benchmarks" / "harness" / "client.py"],
             WORK / "client.log",
             {**os.environ, **side.environment},
         )

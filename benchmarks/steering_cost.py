@@ -32,13 +32,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.admission_time import measure_admission  # noqa: E402
-from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
-from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.reports import summary  # noqa: E402
-from benchmarks.served import Cost, Server  # noqa: E402
-from vllm.v1.steering.files import save_module  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.admission_time import measure_admission  # noqa: E402
+from benchmarks.harness.goals import STEERING_COST as TARGETS  # noqa: E402
+from benchmarks.harness.models import random_llama, random_prompts  # noqa: E402
+from benchmarks.harness.reports import summary  # noqa: E402
+from benchmarks.harness.served import Cost, Server  # noqa: E402
+from vllm.v1.steering.spec.files import save_module  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 LAYERS, WIDTH, CONFIGS = 12, 768, 16

@@ -22,11 +22,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
-from benchmarks.child import Child, answers, requests  # noqa: E402
-from benchmarks.goals import STEERING_COST as TARGETS  # noqa: E402
-from benchmarks.models import random_llama, random_prompts  # noqa: E402
-from benchmarks.served import ENVIRONMENT  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.child import Child, answers, requests  # noqa: E402
+from benchmarks.harness.goals import STEERING_COST as TARGETS  # noqa: E402
+from benchmarks.harness.models import random_llama, random_prompts  # noqa: E402
+from benchmarks.harness.served import ENVIRONMENT  # noqa: E402
 from benchmarks.steering_cost import (  # noqa: E402
     CONFIGS,
     LAYERS,

@@ -30,9 +30,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
-from benchmarks import reports  # noqa: E402
+from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
-from vllm.v1.capture.lane import Ending, SinkLane  # noqa: E402
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane  # noqa: E402
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"

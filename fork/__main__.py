@@ -7,8 +7,8 @@ import sys
 from importlib import import_module
 
 import fork.commands
-from fork.builder import Faulty
-from fork.failure import BuildFailure
+from fork.building.builder import Faulty
+from fork.errors import BuildFailure
 
 
 def main(arguments: list[str] | None = None) -> int:

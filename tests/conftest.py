@@ -44,8 +44,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     What they let launch is forgotten behind each.
     """
-    from vllm.model_executor.layers.residual_additions import Ahead
-    from vllm.model_executor.layers.residual_ops import Launch
+    from vllm.model_executor.layers.residual.capture_op import Launch
+    from vllm.model_executor.layers.residual.steer_op import Ahead
 
     monkeypatch.setattr(Launch, "taps", frozenset())
     monkeypatch.setattr(Launch, "families", (frozenset(),))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from fork.architectures.registry import LIBRARY, NOT_GENERATING, REGISTRY, names
 from fork.architectures.sources import Sources
-from fork.failure import BuildFailure
-from fork.faults import Fault
-from fork.keeping import keep, recall
-from fork.release import Release
-from fork.stamps import architectures_digest, digest_of, weave_digest
+from fork.errors import BuildFailure
+from fork.upstream.release import Release
 from fork.weave.rules import MODELS
-from fork.weaver import WovenFile
+from fork.weaving.cache import keep, recall
+from fork.weaving.faults import Fault
+from fork.weaving.stamps import architectures_digest, digest_of, weave_digest
+from fork.weaving.weaver import WovenFile
 
 _ORIGIN = "fork/weave/rules.py"
 

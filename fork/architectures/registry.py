@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fork.architectures.sources import Place
-from fork.failure import BuildFailure
+from fork.errors import BuildFailure
 
 REGISTRY = "vllm/model_executor/models/registry.py"
 TEXT, MULTIMODAL, LIBRARY = "text", "multimodal", "transformers"

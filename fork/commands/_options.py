@@ -5,10 +5,10 @@ import argparse
 import os
 from pathlib import Path
 
-from fork.builder import Order
-from fork.failure import BuildFailure
+from fork.building.builder import Order
+from fork.errors import BuildFailure
 from fork.paths import HERE
-from fork.upstream import DEVICES, default_device
+from fork.upstream.pins import DEVICES, default_device
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:

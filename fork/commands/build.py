@@ -5,7 +5,7 @@ import argparse
 import time
 from pathlib import Path
 
-from fork.builder import build_tree
+from fork.building.builder import build_tree
 from fork.commands._options import add_build_options, order_from
 
 

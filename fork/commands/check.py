@@ -6,14 +6,14 @@ import json
 import sys
 from contextlib import redirect_stdout
 
-from fork.builder import Order, open_release
-from fork.checking import Report, check
+from fork.building.builder import Order, open_release
+from fork.building.check import Report, check
 from fork.commands._options import add_build_options, order_from
-from fork.failure import BuildFailure
-from fork.fetch import fetch_release, wheel_version
+from fork.errors import BuildFailure
 from fork.progress import step
-from fork.release import Release, unpack
-from fork.upstream import load_upstream, machine_name
+from fork.upstream.fetch import fetch_release, wheel_version
+from fork.upstream.pins import load_upstream, machine_name
+from fork.upstream.release import Release, unpack
 
 _RELEASES = "vllm"
 """Project with a wheel of every release; its Python files serve all devices."""

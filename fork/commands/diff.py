@@ -5,9 +5,9 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from fork.builder import build
+from fork.building.builder import build
+from fork.building.diff import FileDiff, difference
 from fork.commands._options import add_build_options, order_from
-from fork.difference import FileDiff, difference
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from fork.architectures.library import installed
 from fork.architectures.page import lines, page
 from fork.architectures.reports import reports
-from fork.builder import open_release
+from fork.building.builder import open_release
 from fork.commands._options import add_build_options, order_from
 
 

@@ -23,7 +23,7 @@ _RUNS = """@property
 def hook_points_runs(self) -> dict[int, str]:
     return {{int(run): attention.layer_name for run, attention in {runs}}}
 """
-_IMPORT = "from vllm.model_executor.layers import residual_tap\n"
+_IMPORT = "from vllm.model_executor.layers.residual import tap as residual_tap\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import stages
 from benchmarks.bandwidth import evaluated
-from benchmarks.charts import chart_of
-from benchmarks.host_memory import NAME, HostMemory, plug_in
-from benchmarks.llamas import MODELS
-from benchmarks.reports import engine_facts, summary
+from benchmarks.harness import stages
+from benchmarks.harness.charts import chart_of
+from benchmarks.harness.host_memory import NAME, HostMemory, plug_in
+from benchmarks.harness.llamas import MODELS
+from benchmarks.harness.reports import engine_facts, summary
 from vllm.v1.capture.registry import build_consumer, consumer_names
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize
 

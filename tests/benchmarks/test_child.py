@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.child import Child
+from benchmarks.harness.child import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 TWICE = """
 import sys
 sys.path.append(sys.argv[1])
-from benchmarks.child import answers, requests
+from benchmarks.harness.child import answers, requests
 answer = answers()
 print("a library says hello")
 answer("ready")

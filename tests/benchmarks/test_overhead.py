@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.equality import check_processes, first_difference
-from benchmarks.models import tiny_models
+from benchmarks.harness.equality import check_processes, first_difference
+from benchmarks.harness.models import tiny_models
+from benchmarks.harness.reports import summary
 from benchmarks.overhead import _round
-from benchmarks.reports import summary
 
 OUTPUT = {
     "tokens": [1, 2],

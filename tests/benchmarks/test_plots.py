@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import reports
-from benchmarks.charts import Goal, Mark, Row, chart_of
 from benchmarks.decode_step import SETTLE, compare
-from benchmarks.plots import draw, plot_beside
+from benchmarks.harness import reports
+from benchmarks.harness.charts import Goal, Mark, Row, chart_of
+from benchmarks.harness.plots import draw, plot_beside
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = sorted(RESULTS.glob("*.json"))

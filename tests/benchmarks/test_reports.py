@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reports
+from benchmarks.harness import reports
 
 DRIVER = """#!/bin/sh
 case "$*" in

@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks.admission_time import measure_admission
-from benchmarks.served import Cost
+from benchmarks.harness.admission_time import measure_admission
+from benchmarks.harness.served import Cost
 from benchmarks.steering_cost import Load, Round, bodies, ratios
 
 

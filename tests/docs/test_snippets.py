@@ -63,7 +63,7 @@ assert (ours == rows).all() and len(rows) > 10
 def test_the_guide_to_rows_in_the_response(tmp_path: Path) -> None:
     offline, live, read = blocks(ROOT / "docs" / "capture-rows.md", "python")
     check = """
-from vllm.v1.capture.http import rows_as_json
+from vllm.v1.capture.frontend.http import rows_as_json
 for encoding in (None, "zstd"):
     rows.encoding = encoding
     for entry in rows_as_json(rows):

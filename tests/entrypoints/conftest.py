@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.models import llama
-from tests.engines.server import Server
+from tests.support.models import llama
+from tests.support.server import Server
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.engines.server import Server
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

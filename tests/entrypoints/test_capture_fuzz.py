@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case
 
-from tests.engines.server import Server
 from tests.entrypoints.fuzz import body_of, drawn, only, status_of
-from vllm.v1.capture.http import FIELDS
+from tests.support.server import Server
+from vllm.v1.capture.frontend.http import FIELDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

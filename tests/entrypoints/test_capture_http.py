@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.reference import Reference, relative_error
-from tests.engines.server import Server
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.server import Server
 from vllm.v1.capture.consumers.filesystem import read_per_file, read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

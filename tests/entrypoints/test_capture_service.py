@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.engines.server import Server
+from tests.support.server import Server
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.engines.server import Server
+from tests.support.server import Server
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

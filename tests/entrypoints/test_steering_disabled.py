@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.server import Server
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

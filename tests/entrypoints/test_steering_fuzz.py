@@ -17,9 +17,9 @@ from schemathesis.checks import not_a_server_error
 
 from tests.entrypoints.test_steering_routes import VECTORS, application, post
 from tests.v1.steering._ranks import Core
-from vllm.v1.steering.caching import EngineSteering
-from vllm.v1.steering.entries import KEYS
+from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.plan import NO_STEERING
+from vllm.v1.steering.spec.entry import KEYS
 
 HEADERS = {"Authorization": "Bearer new"}
 core = Core()

@@ -17,13 +17,13 @@ from fastapi.testclient import TestClient
 from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Client, Core, frontend
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.steering import api_router, authority
-from vllm.v1.steering.admission import FIELDS
-from vllm.v1.steering.caching import EngineSteering
-from vllm.v1.steering.engines import Engines
+from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend import NO_STEERING_FRONTEND
+from vllm.v1.steering.frontend.admission import FIELDS
+from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
+from vllm.v1.steering.frontend.dp_engines import Engines
+from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
-from vllm.v1.steering.serving import AsyncSteeringControl
 
 KEYS = ["old", "new"]
 ONE = [1.0, 2.0, -3.0, 4.0]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.environments import make_upstream_environment
-from benchmarks.equality import check_processes, compare
-from benchmarks.models import demo_model
+from benchmarks.harness.engine_process import EngineProcess
+from benchmarks.harness.environments import make_upstream_environment
+from benchmarks.harness.equality import check_processes, compare
+from benchmarks.harness.models import demo_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

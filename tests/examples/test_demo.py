@@ -185,7 +185,7 @@ def test_both_tones_have_as_many_stories() -> None:
 
 
 def test_a_packed_vector_is_the_vector() -> None:
-    from vllm.v1.steering.vectors import SteeredModel, parse_vectors
+    from vllm.v1.steering.spec.parse import SteeredModel, parse_vectors
 
     vector = np.array([1.0, -2.0], np.float32)
     model = SteeredModel({toning.LAYER: [toning.HOOK]}, 2, torch.float32)

@@ -12,8 +12,8 @@ import pytest
 from tests.v1.steering import _engine  # noqa: F401 - sets the environment
 from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import load_vectors
-from vllm.v1.steering.identity import identity_of_path
-from vllm.v1.steering.provenance import Source
+from vllm.v1.steering.spec.model_identity import identity_of_path
+from vllm.v1.steering.spec.provenance import Source
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "steering"

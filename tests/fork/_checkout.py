@@ -6,7 +6,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork.builder import Order
+from fork.building.builder import Order
 from fork.paths import Checkout
 
 VERSION = "1.2.3"

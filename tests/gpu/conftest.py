@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine
-from tests.engines.models import save
-from tests.engines.reference import Reference
+from tests.support.captured import CapturedEngine
+from tests.support.hf_reference import Reference
+from tests.support.models import save
 
 GRAPHS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from vllm.model_executor.layers import residual_additions
-from vllm.model_executor.layers.residual_additions import Ahead
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual import steer_op
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.steer_op import Ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_engine")]
 
@@ -155,6 +155,6 @@ def test_a_pass_that_is_no_recording_begins_nothing() -> None:
 def test_what_is_begun_is_never_on_the_stream_that_records() -> None:
     """PyTorch lends 32 streams in turn."""
     target = torch.zeros(4, 64, device="cuda")
-    beside = residual_additions._stream_beside(target.device)
+    beside = steer_op._stream_beside(target.device)
     for _ in range(40):
         assert torch.cuda.Stream() != beside

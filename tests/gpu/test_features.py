@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.adapters import adapter
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.models import save
-from tests.engines.reference import Reference
 from tests.gpu.conftest import BF16, OpenEngine
+from tests.support.adapters import adapter
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference
+from tests.support.models import save
 from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.gpu

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.reference import Reference, Stream, relative_error
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference, Stream, relative_error
 from vllm import SamplingParams
-from vllm.model_executor.layers import residual_additions
+from vllm.model_executor.layers.residual import steer_op
 from vllm.v1.worker import residual_graphs
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +80,7 @@ def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str
         for name, options in GRAPHS.items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residual_additions, "WIDE", 0)
+        patch.setattr(steer_op, "WIDE", 0)
         made[LATE] = run(open_engine(llama, reference=reference))
     return made
 

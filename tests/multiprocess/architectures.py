@@ -8,8 +8,8 @@ from typing import Any
 
 import transformers
 
-from tests.engines.models import VOCABULARY, save
-from tests.engines.reference import Places, decoder
+from tests.support.hf_reference import Places, decoder
+from tests.support.models import VOCABULARY, save
 
 LAYERS = 4
 HIDDEN = 64

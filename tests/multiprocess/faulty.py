@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.multiprocess.launch import FAULT
-from vllm.v1.steering.worker import WorkerSteering
+from vllm.v1.steering.worker.worker import WorkerSteering
 
 opened = WorkerSteering.__init__
 stage = WorkerSteering.stage_global

@@ -15,7 +15,7 @@ FAULT = "CLEARBOX_TEST_FAULT"
 names fails to change its steering, in workers with the extension `faulty`."""
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    import tests.engines.interpreted  # noqa: F401
+    import tests.support.interpreted  # noqa: F401
 
 
 def main() -> None:

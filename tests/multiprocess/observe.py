@@ -18,7 +18,7 @@ from tests.multiprocess.apart import carry_out
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Here, since workers import this module anew before they import vllm.
-    import tests.engines.interpreted  # noqa: F401
+    import tests.support.interpreted  # noqa: F401
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 EVERYWHERE = dict.fromkeys(HOOKS, "all")
@@ -72,7 +72,7 @@ STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn"
 
 def observe(order: Order) -> dict[str, Any]:
     """Rows, log-probabilities, results and files of an engine's requests."""
-    from tests.engines.captured import CapturedEngine, prompt
+    from tests.support.captured import CapturedEngine, prompt
 
     storage = [
         f"filesystem:root={order.root}/files",
@@ -108,7 +108,7 @@ def observe(order: Order) -> dict[str, Any]:
 
 
 def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
-    from tests.engines.captured import asking
+    from tests.support.captured import asking
 
     params = [
         asking("all", None, NEW_TOKENS, logprobs=-1, detokenize=False, **f)

@@ -17,7 +17,7 @@ from typing import Any
 from tests.multiprocess.apart import carry_out
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    import tests.engines.interpreted  # noqa: F401
+    import tests.support.interpreted  # noqa: F401
 
 EVERYWHERE = {hook: "all" for hook in ("pre_attn", "post_attn", "post_block")}
 NEW_TOKENS = 6
@@ -48,7 +48,7 @@ class Order:
 
 async def serve(order: Order) -> dict[str, Any]:
     """What requests at the same time are answered, output by output."""
-    from tests.engines.captured import Keeper, prompt
+    from tests.support.captured import Keeper, prompt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

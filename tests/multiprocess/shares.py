@@ -93,7 +93,7 @@ class Order:
 
 # Here, since processes of the engine import this module anew before they import vllm.
 if os.environ.get("CLEARBOX_TEST_INTERPRETED") == "1":
-    import tests.engines.interpreted  # noqa: F401
+    import tests.support.interpreted  # noqa: F401
 if os.environ.get("CLEARBOX_TEST_ON_CPU") == "1":
     complete_on_cpu()
 if os.environ.get("CLEARBOX_TEST_ONE_ENGINE") == "1":
@@ -131,7 +131,7 @@ Asked = Mapping[str, Sequence[tuple[list[int], Any]]]
 
 def asked(width: int) -> Asked:
     """All requests."""
-    from tests.engines.captured import asking, prompt
+    from tests.support.captured import asking, prompt
 
     common = {"logprobs": -1, "detokenize": False, "capture_wait": True}
     prompts = [prompt(length, seed=length) for length in LENGTHS]
@@ -155,7 +155,7 @@ def asked(width: int) -> Asked:
 
 def observe(order: Order) -> dict[str, Any]:
     """Rows, tokens and log-probabilities of one engine's requests."""
-    from tests.engines.captured import CapturedEngine
+    from tests.support.captured import CapturedEngine
 
     options = dict(order.options)
     engine = CapturedEngine(
@@ -176,7 +176,7 @@ def observe(order: Order) -> dict[str, Any]:
 
 async def observe_engines(order: Order) -> dict[str, Any]:
     """The same of several engines, between which the requests alternate."""
-    from tests.engines.captured import Keeper
+    from tests.support.captured import Keeper
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

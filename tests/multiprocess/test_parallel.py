@@ -11,7 +11,6 @@ import pyarrow.dataset
 import pytest
 import torch
 
-from tests.engines.reference import Reference, Tap, relative_error
 from tests.multiprocess.architectures import ARCHITECTURES, HIDDEN, LAYERS
 from tests.multiprocess.observe import (
     HOOKS,
@@ -24,6 +23,7 @@ from tests.multiprocess.observe import (
     steering,
 )
 from tests.multiprocess.record import record
+from tests.support.hf_reference import Reference, Tap, relative_error
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [

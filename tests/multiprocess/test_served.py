@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.models import llama
-from tests.engines.reference import Reference, relative_error
 from tests.multiprocess.serve import EVERYWHERE, NEW_TOKENS, Order, run
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.models import llama
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.models import VOCABULARY, save
-from tests.engines.reference import Reference, relative_error
 from tests.multiprocess.shares import LAYERS, NEW_TOKENS, Order, run
 from tests.parity.families.llama import YARN
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.models import VOCABULARY, save
 
 pytestmark = [
     pytest.mark.e2e,

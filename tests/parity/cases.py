@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from tests.engines.models import randomise
 from tests.parity.needs import Need
 from tests.parity.recipe import PLAIN, Recipe
 from tests.parity.substitutes import Substitute
 from tests.parity.twins import Twin
+from tests.support.models import randomise
 
 VOCABULARY = 256
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}

@@ -76,7 +76,7 @@ def _logits(output: Any) -> torch.Tensor:
 
 def run(case: Case, model: Path, **options: Any) -> Answers:
     """Start an engine, capture everything, steer every tap in a request of its own."""
-    from tests.engines.captured import Keeper
+    from tests.support.captured import Keeper
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
 

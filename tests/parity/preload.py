@@ -12,8 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import transformers.models.auto.modeling_auto  # noqa: F401
 
-import tests.engines.captured
-import tests.parity.comparison  # noqa: F401
+import tests.parity.comparison
+import tests.support.captured  # noqa: F401
 import vllm.v1.engine.llm_engine
 from vllm.platforms import current_platform
 

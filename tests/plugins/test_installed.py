@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.apart import run_tests
+from tests.support.subprocess import run_tests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

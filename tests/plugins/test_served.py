@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 import torch
 
-from tests.engines.models import llama
-from tests.engines.reference import Reference, relative_error
-from tests.engines.server import Server
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.models import llama
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.engines.captured import CapturedEngine, asking
-from tests.engines.reference import Reference, row_errors
+from tests.support.captured import CapturedEngine, asking
+from tests.support.hf_reference import Reference, row_errors
 from tests.support.real_model import PROSE, real_model
 from vllm import SamplingParams
 

@@ -19,7 +19,7 @@ from vllm.steering.convert import (
 )
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model" / "weights"
 SAID = Provenance(model="m", model_type="llama", num_layers=99, origin="by hand")

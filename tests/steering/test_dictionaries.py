@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from vllm.steering.dictionaries import read_dictionary, write_dictionary
 from vllm.steering.vectors import vector_set
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.vectors import HOOKS
+from vllm.v1.steering.spec.parse import HOOKS
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 ONE, TWO = [1.0, -2.0, 0.5], [4.0, 5.0, 6.0]

@@ -12,7 +12,7 @@ from tests.steering import _foreign
 from vllm.steering.gguf import read_gguf, write_gguf
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 WIDTH = 8
 UINT32, INT32, STRING = 4, 5, 8

@@ -16,7 +16,7 @@ from vllm.steering.tables import (
 )
 from vllm.steering.vectors import vector_set
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 
 def cell(layer: int, scale: float, score: float = math.nan) -> Cell:

@@ -2,7 +2,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.engines.models import TOKENIZER
+from tests.support.models import TOKENIZER
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -205,7 +205,7 @@ class CaptureConfig:
 
         factors: dict[str, object] = {"capture": 0, "mlp_points": self.mlp_points}
         if self.enabled:
-            from vllm.model_executor.layers.residual_form import form
+            from vllm.model_executor.layers.residual.cache_key import form
 
             factors |= {"capture": self.staging_bytes, "form": form()}
         return hash_factors(factors)

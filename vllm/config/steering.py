@@ -31,6 +31,6 @@ class SteeringConfig:
 
         if not self.enabled:
             return hash_factors({"steering": 0})
-        from vllm.model_executor.layers.residual_form import form
+        from vllm.model_executor.layers.residual.cache_key import form
 
         return hash_factors({"steering": self.num_rows, "form": form()})

@@ -15,7 +15,7 @@ from vllm.steering.saelens import CONFIG, read_saelens
 from vllm.steering.vectors import VectorSet, load_vectors
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.provenance import Provenance, Source
+from vllm.v1.steering.spec.provenance import Provenance, Source
 
 OURS = (".safetensors", ".json")
 DICTIONARIES = (".pt", ".pth", ".npz")
@@ -120,7 +120,7 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
         SteeringValidationError: there is no such model, or the vectors do not fit it.
 
     """
-    from vllm.v1.steering.identity import identity_of_path
+    from vllm.v1.steering.spec.model_identity import identity_of_path
 
     try:
         identity = identity_of_path(model)

@@ -22,7 +22,7 @@ import numpy as np
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 ARCHITECTURE = "controlvector"
 HOOK = "post_block"

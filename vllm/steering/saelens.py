@@ -14,7 +14,7 @@ from typing import Any
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 

@@ -12,9 +12,9 @@ from vllm.steering.extract import ask
 from vllm.steering.pairs import Prompt
 from vllm.steering.vectors import VectorSet
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.identity import identity_of
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.provenance import Source
+from vllm.v1.steering.spec.model_identity import identity_of
+from vllm.v1.steering.spec.provenance import Source
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

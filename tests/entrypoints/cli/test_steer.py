@@ -21,7 +21,7 @@ from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import vector_set
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.provenance import Provenance
+from vllm.v1.steering.spec.provenance import Provenance
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "examples" / "demo_model" / "weights"

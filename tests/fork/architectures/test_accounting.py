@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fork.architectures.accounting import architecture_faults, unknown_architectures
-from fork.release import Release
-from fork.weaver import WovenFile
+from fork.upstream.release import Release
+from fork.weaving.weaver import WovenFile
 from tests.fork.architectures._release import EMPTY, MODELS, TABLES, write
 
 LAYERS = {

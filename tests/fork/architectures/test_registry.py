@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from fork.architectures.registry import names
-from fork.failure import BuildFailure
+from fork.errors import BuildFailure
 from tests.fork.architectures._release import MODELS, TABLES, write
 
 

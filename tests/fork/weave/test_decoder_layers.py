@@ -136,7 +136,7 @@ def test_the_points_are_recorded_on_the_class() -> None:
 
 def test_the_import_comes_before_the_first_class() -> None:
     text = woven(mini.PLAIN + "import late\n").source or ""
-    line = "from vllm.model_executor.layers import residual_tap"
+    line = "from vllm.model_executor.layers.residual import tap as residual_tap"
     assert text.count(line) == 1
     assert text.index(line) < text.index("class ")
 

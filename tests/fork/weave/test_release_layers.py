@@ -11,7 +11,7 @@ import pytest
 from fork.architectures.library import installed
 from fork.architectures.page import page
 from fork.architectures.reports import ArchitectureReport, reports, unaccounted
-from fork.builder import Order, open_release
+from fork.building.builder import Order, open_release
 from fork.paths import HERE
 from fork.weave.decoder_layers import WeaveResult, weave_module
 from fork.weave.layer_class import Module

@@ -12,8 +12,8 @@ import row_stream
 import torch
 from reference_plugin import Norms
 
-from tests.engines.captured import CapturedEngine, prompt
-from tests.engines.models import llama
+from tests.support.captured import CapturedEngine, prompt
+from tests.support.models import llama
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.capture.errors import (
     CaptureValidationError,

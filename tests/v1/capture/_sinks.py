@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.lane import Ending, SinkLane
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,

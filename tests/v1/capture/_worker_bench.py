@@ -16,20 +16,20 @@ from tests.v1.capture._simulation import WIDTH, Life
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import HOOKS
 from vllm.config.capture import CaptureConfig
-from vllm.model_executor.layers.residual_ops import Launch
-from vllm.model_executor.layers.residual_point import ResidualTap
-from vllm.v1.capture.channel import (
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     CountersMessage,
     EndMessage,
     Inbox,
     rows_address,
 )
-from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.rows import StepView
-from vllm.v1.capture.staging import Segment, Staging
 from vllm.v1.capture.wire import CaptureEnd
-from vllm.v1.capture.worker import Stage, WorkerCapture
+from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
 STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.plugins import install
+from tests.support.plugins import install
 from tests.v1.capture._sinks import KeepingConsumer, RecordingSink
 from vllm.config.capture import ConsumerConfig
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer

@@ -9,17 +9,17 @@ import msgspec
 import torch
 
 from vllm.config.steering import SteeringConfig
-from vllm.v1.steering import engine as engines
-from vllm.v1.steering import names
-from vllm.v1.steering.admission import SteeringAdmission
-from vllm.v1.steering.engines import Engines
-from vllm.v1.steering.frontend import SteeringFrontend
-from vllm.v1.steering.identity import ModelIdentity
-from vllm.v1.steering.modules import SteeringModules
-from vllm.v1.steering.scheduling import SteeringScheduling
-from vllm.v1.steering.serving import AsyncSteeringControl
-from vllm.v1.steering.vectors import SteeredModel
-from vllm.v1.steering.worker import WorkerSteering
+from vllm.v1.steering.core import engine as engines
+from vllm.v1.steering.core import name_log
+from vllm.v1.steering.core.scheduler import SteeringScheduling
+from vllm.v1.steering.frontend.admission import SteeringAdmission
+from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
+from vllm.v1.steering.frontend.dp_engines import Engines
+from vllm.v1.steering.frontend.frontend import SteeringFrontend
+from vllm.v1.steering.frontend.modules import SteeringModules
+from vllm.v1.steering.spec.model_identity import ModelIdentity
+from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.worker.worker import WorkerSteering
 
 LAYERS, WIDTH = 2, 4
 POINTS = ("pre_attn", "post_attn", "post_block")
@@ -93,7 +93,7 @@ class Client:
         """Errors come as their texts, and answers some time after the call."""
         self.calls.append((engine, method))
         await asyncio.sleep(0)
-        module = names if hasattr(names, method) else engines
+        module = name_log if hasattr(name_log, method) else engines
         try:
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
             found = getattr(module, method)(self.cores[engine], *sent)

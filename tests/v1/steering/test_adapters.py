@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.adapters import RANK, adapter
-from tests.engines.models import llama
+from tests.support.adapters import RANK, adapter
+from tests.support.models import llama
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import logprobs, params, tokens
 from vllm.lora.request import LoRARequest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from tests.engines.apart import run_tests
+from tests.support.subprocess import run_tests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -14,7 +14,7 @@ def run_interpreted(which: str, *files: str) -> None:
     # without the compiler, which finds no target there: upstream's Cohere asks for it.
     run_tests(
         "-p",
-        "tests.engines.interpreted",
+        "tests.support.interpreted",
         "-k",
         which,
         *files,

@@ -14,7 +14,7 @@ import torch
 
 from examples.demo import serving
 from vllm.v1.capture.consumers.filesystem import read_request
-from vllm.v1.steering.files import save_module
+from vllm.v1.steering.spec.files import save_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

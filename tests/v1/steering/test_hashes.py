@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm.v1.steering.caching import EngineSteering, extra_keys
+from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.operations import operation
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.models import llama
-from tests.engines.reference import Reference
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference
+from tests.support.models import llama
 from vllm import LLM, ModelRegistry
 
 pytestmark = pytest.mark.e2e

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.captured import CapturedEngine, asking
-from tests.engines.models import save
-from tests.engines.reference import Reference, Stream, first, relative_error
+from tests.support.captured import CapturedEngine, asking
+from tests.support.hf_reference import Reference, Stream, first, relative_error
+from tests.support.models import save
 
 pytestmark = pytest.mark.e2e
 

@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.config.steering import SteeringConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.v1.worker import residual_graphs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.residual_graphs import (

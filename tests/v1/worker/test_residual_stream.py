@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.residual_ops import Launch
+from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.v1.worker.residual_graphs import NOTHING, GraphFamilies
 from vllm.v1.worker.residual_stream import OpenResidualStream
 

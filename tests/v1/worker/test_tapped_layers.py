@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from vllm.model_executor.layers import residual_tap
+from vllm.model_executor.layers.residual import tap
 from vllm.model_executor.models.gemma3n import Gemma3nDecoderLayer
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
@@ -31,7 +31,7 @@ class Strange(nn.Module):
         return self.gadget(hidden_states)  # type: ignore[no-any-return]
 
 
-@residual_tap.tapped("pre_attn", "post_block", "mlp_in", "mlp_out")
+@tap.tapped("pre_attn", "post_block", "mlp_in", "mlp_out")
 class Woven(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states

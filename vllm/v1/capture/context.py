@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.geometry import torch_dtype
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.residual.sizes import torch_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

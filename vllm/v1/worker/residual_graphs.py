@@ -17,8 +17,8 @@ import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual_additions import Ahead
-from vllm.model_executor.layers.residual_ops import NOBODY, Launch
+from vllm.model_executor.layers.residual.capture_op import NOBODY, Launch
+from vllm.model_executor.layers.residual.steer_op import Ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

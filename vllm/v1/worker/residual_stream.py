@@ -20,17 +20,17 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.layers import residual_tap
-from vllm.model_executor.layers.residual_calls import ask_before_calls
-from vllm.model_executor.layers.residual_ops import Launch
-from vllm.model_executor.layers.residual_point import ResidualTap
+from vllm.model_executor.layers.residual import tap as residual_tap
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
+from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.geometry import torch_dtype
-from vllm.v1.capture.rows import StepView
+from vllm.v1.capture.staging.blocks import StepView
 from vllm.v1.capture.wire import CaptureEnd
-from vllm.v1.capture.worker import Stage, WorkerCapture
+from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.plan import SteeringTiers, Tap
-from vllm.v1.steering.worker import WorkerSteering
+from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.residual_graphs import (
     NOTHING,
     GraphFamilies,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from vllm.model_executor.layers import residual_tap
-from vllm.model_executor.layers.late_weave import NotWoven, weave_layer
+from vllm.model_executor.layers.residual import tap
+from vllm.model_executor.layers.residual.runtime_weave import NotWoven, weave_layer
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.residual_weave.rules import NOT_TAPPED, REFUSED
 
@@ -54,7 +54,7 @@ def find_tapped_layers(
     refusals = dict.fromkeys(_weave_the_rest(decoder, num_layers) if weaves else ())
     modules: dict[Place, tuple[nn.Module, int]] = {}
     for name, module in decoder.named_modules():  # a parent comes before its parts
-        points = residual_tap.hook_points(module)
+        points = tap.hook_points(module)
         if not mlp_points:
             points = tuple(point for point in points if point not in MLP_POINTS)
         if not points:
@@ -100,7 +100,7 @@ def _stacks(decoder: nn.Module, num_layers: int) -> Iterator[nn.ModuleList]:
 
 
 def _is_tapped(layer: nn.Module) -> bool:
-    return any(residual_tap.hook_points(part) for part in layer.modules())
+    return any(tap.hook_points(part) for part in layer.modules())
 
 
 def _woven_now(layer: nn.Module) -> Iterator[str]:
@@ -133,5 +133,5 @@ def _runs(module: nn.Module, name: str) -> dict[int, str]:
 def _reasons_against(module: nn.Module) -> Iterator[str]:
     """Configurations in which a layer's points would not be what they say."""
     for reason in getattr(module, "hook_points_unless", ()):
-        points = ", ".join(residual_tap.hook_points(module))
+        points = ", ".join(tap.hook_points(module))
         yield f"{type(module).__name__}: {reason} (otherwise it has {points})"

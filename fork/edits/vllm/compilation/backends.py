@@ -5,7 +5,8 @@ from fork.language import add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.model_executor.layers.residual_ahead import begin_additions_early",
+        "from vllm.model_executor.layers.residual.overlap_pass import "
+        "begin_additions_early",
         why="What looks through the traced graph.",
     ),
     before(

@@ -5,11 +5,12 @@ from fork.language import add_argument, add_field, add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.cli import add_capture_arguments, capture_config",
+        "from vllm.v1.capture.engine_args import add_capture_arguments, capture_config",
         why="Declares and reads the arguments.",
     ),
     add_import(
-        "from vllm.v1.steering.cli import add_steering_arguments, steering_config",
+        "from vllm.v1.steering.engine_args import "
+        "add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
     ),
     add_field(

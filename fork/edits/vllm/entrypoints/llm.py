@@ -5,7 +5,7 @@ from fork.language import add_import, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering import api as steering_api",
+        "from vllm.v1.steering.frontend import api as steering_api",
         why="What the methods below do.",
     ),
     last(

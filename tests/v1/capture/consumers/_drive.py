@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.lane import Ending, SinkLane
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import (
     CaptureChunk,

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
-from vllm.v1.capture.channel import ResultMessage
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.inline import InlineConsumer
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.http import as_json
+from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.transport.zmq_channel import ResultMessage
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 TAPS = {(0, "pre_attn"): 3, (2, "post_block"): 5}

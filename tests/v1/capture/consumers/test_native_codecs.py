@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.v1.capture.consumers.storage import checksum, native, quantize
+from vllm.v1.capture import native
+from vllm.v1.capture.consumers.storage import checksum, quantize
 from vllm.v1.capture.consumers.storage.files import raw_bytes
-from vllm.v1.capture.consumers.storage.native import DTYPES, Library
+from vllm.v1.capture.native import DTYPES, Library
 
 
 def compiled() -> Library:

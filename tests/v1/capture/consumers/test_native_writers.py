@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.capture.consumers.storage.jobs import Append, Job, Publication
-from vllm.v1.capture.consumers.storage.native import FaultyDisk, library
 from vllm.v1.capture.consumers.storage.writers import (
     NativeWriters,
     PythonWriters,
     WriterLimits,
     Writers,
 )
+from vllm.v1.capture.native import FaultyDisk, library
 
 WAIT = 30.0
 
@@ -229,7 +229,7 @@ def test_a_full_queue_takes_nothing_and_a_cancelled_job_leaves_nothing(
 
 EXITING = """
 import threading, time
-from vllm.v1.capture.consumers.storage.native import library
+from vllm.v1.capture.native import library
 
 native = library()
 pool = native.WriterPool(2, 1 << 20, 1 << 20)

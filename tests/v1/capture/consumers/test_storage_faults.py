@@ -16,10 +16,10 @@ from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, row
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import files, sink, writers
-from vllm.v1.capture.consumers.storage.native import FaultyDisk, library
 from vllm.v1.capture.consumers.storage.rows import RequestRows
 from vllm.v1.capture.consumers.storage.writers import NativeWriters, WriterLimits
-from vllm.v1.capture.lane import SinkLane
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.native import FaultyDisk, library
 from vllm.v1.capture.types import CaptureResult
 
 TAPS = [(layer, "post_block") for layer in range(4)]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import asynchronous
-from tests.engines.captured import CapturedEngine
-from tests.engines.models import llama
+from tests.support import asynchronous
+from tests.support.captured import CapturedEngine
+from tests.support.models import llama
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ import torch
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from tests.engines import asynchronous
-from tests.engines.adapters import RANK, adapter
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.reference import Reference, Stream, relative_error
+from tests.support import asynchronous
+from tests.support.adapters import RANK, adapter
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference, Stream, relative_error
 from vllm.lora.request import LoRARequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]

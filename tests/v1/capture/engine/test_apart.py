@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from tests.engines.apart import run_tests
+from tests.support.subprocess import run_tests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -16,14 +16,14 @@ def test_drafts() -> None:
 @pytest.mark.multiprocess
 def test_drafts_that_are_known_on_the_device_only() -> None:
     file = f"{HERE}/apart/test_drafts_ahead.py"
-    run_tests("-p", "tests.engines.interpreted", file, timeout=1200)
+    run_tests("-p", "tests.support.interpreted", file, timeout=1200)
 
 
 def test_the_v2_runner() -> None:
     # Under Triton's interpreter, which must be chosen before vllm is imported.
     names = ["rows_rule", "prefix_cache", "ends", "tight_memory"]
     files = [f"{HERE}/test_{name}.py" for name in names]
-    run_tests("-p", "tests.engines.interpreted", "-k", "async", *files)
+    run_tests("-p", "tests.support.interpreted", "-k", "async", *files)
 
 
 def test_engine_core_in_another_process() -> None:

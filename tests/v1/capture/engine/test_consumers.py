@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, Keeper, asking, prompt
-from tests.engines.plugins import MEAN, install
-from tests.engines.reference import relative_error
+from tests.support.captured import CapturedEngine, Keeper, asking, prompt
+from tests.support.hf_reference import relative_error
+from tests.support.plugins import MEAN, install
 from vllm import SamplingParams
 from vllm.v1.capture.consumers.filesystem import (
     FilesystemCaptureRequest,

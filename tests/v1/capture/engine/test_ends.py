@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.reference import relative_error
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import relative_error
 from vllm.v1.capture.types import CaptureResult
 
 pytestmark = pytest.mark.e2e

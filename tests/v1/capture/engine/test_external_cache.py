@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import outside
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support import outside
+from tests.support.captured import CapturedEngine, asking, prompt
 from vllm import SamplingParams
-from vllm.v1.steering import external
+from vllm.v1.steering.core import external_caches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -33,8 +33,8 @@ def stored(
         },
     }
     with pytest.MonkeyPatch.context() as patch:
-        known = external.BY_BLOCK_HASH | {outside.NAME}
-        patch.setattr(external, "BY_BLOCK_HASH", known)
+        known = external_caches.BY_BLOCK_HASH | {outside.NAME}
+        patch.setattr(external_caches, "BY_BLOCK_HASH", known)
         engine = CapturedEngine(
             model,
             kv_transfer_config=transfer,

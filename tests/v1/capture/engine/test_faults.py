@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.plugins import install
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.plugins import install
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.e2e

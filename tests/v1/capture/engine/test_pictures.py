@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.pictures import (
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.pictures import (
     IMAGE_TOKENS,
     WIDTH,
     PictureReference,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support.captured import CapturedEngine, asking, prompt
 
 pytestmark = pytest.mark.e2e
 

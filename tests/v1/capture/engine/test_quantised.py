@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.quantised import SCHEMES, quantised
-from tests.engines.reference import Reference
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import Reference
+from tests.support.quantised import SCHEMES, quantised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 

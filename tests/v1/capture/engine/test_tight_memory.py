@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines import asynchronous
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support import asynchronous
+from tests.support.captured import CapturedEngine, asking, prompt
 
 pytestmark = pytest.mark.e2e
 

@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from vllm.v1.capture.channel import Outbox, ResultMessage
+from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.reclaim import collect_all
 from vllm.v1.capture.payload import RowsByTap
-from vllm.v1.capture.recycling import ROWS
+from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 
 WIDTH = 1024

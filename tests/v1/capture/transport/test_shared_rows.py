@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.capture.channel import Inbox, Message, ResultMessage
 from vllm.v1.capture.transport import borrower, lender
+from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
 
 WAIT = 60.0
 ROWS = 64
@@ -185,7 +185,7 @@ def test_what_a_killed_front_end_held_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(
         "import sys, time\n"
-        "from vllm.v1.capture.channel import Inbox\n"
+        "from vllm.v1.capture.transport.zmq_channel import Inbox\n"
         "held = []\n"
         "def keep(message):\n"
         "    held.append(message.result().payload)\n"

@@ -11,7 +11,7 @@ from vllm.entrypoints.cli.steer.options import (
     start_engine,
 )
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.vectors import HOOKS
+from vllm.v1.steering.spec.parse import HOOKS
 
 
 def add_arguments(parser: Any) -> None:

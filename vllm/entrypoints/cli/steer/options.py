@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.vectors import HOOKS
+from vllm.v1.steering.spec.parse import HOOKS
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

@@ -16,8 +16,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm.logger import init_logger
-from vllm.v1.capture.http import Deferred
-from vllm.v1.capture.http import as_json as results_as_json
+from vllm.v1.capture.frontend.http import Deferred
+from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.transport.bodies import FORMS, Piece, as_json, form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, Handout

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from vllm.v1.capture.disabled import NoCapture
+from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 
 router = APIRouter(prefix="/v1/capture")

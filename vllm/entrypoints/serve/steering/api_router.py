@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.steering import schema
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.serving import AsyncSteeringControl
+from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 
 logger = init_logger(__name__)
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.cli import API_KEY_VARIABLE, given_values
+from vllm.v1.steering.engine_args import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

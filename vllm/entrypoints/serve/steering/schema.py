@@ -7,10 +7,10 @@ full at admission: this is for clients, and for fuzzing.
 
 from typing import Any
 
-from vllm.v1.steering.entries import KEYS
 from vllm.v1.steering.operations import OP_NAMES
-from vllm.v1.steering.provenance import COUNTS, LAYER_CONVENTION, TEXTS
-from vllm.v1.steering.vectors import _PACKED_DTYPES, HOOKS, PACKED_KEYS
+from vllm.v1.steering.spec.entry import KEYS
+from vllm.v1.steering.spec.parse import _PACKED_DTYPES, HOOKS, PACKED_KEYS
+from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
 
 Schema = dict[str, Any]
 

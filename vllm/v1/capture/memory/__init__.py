@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for captured rows: how much there may be, and where it lies."""
+"""Host memory for captured rows, and copies into it."""

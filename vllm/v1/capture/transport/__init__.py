@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers to the front ends: messages over a socket, rows by handle."""
+"""Rows, results and counters from workers to front ends."""

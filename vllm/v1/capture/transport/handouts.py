@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.copying import copy_all
 from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.memory.parallel_copy import copy_all
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)

@@ -5,7 +5,7 @@ from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.scheduling import cacheable_tokens, note_forgone",
+        "from vllm.v1.capture.core.scheduler import cacheable_tokens, note_forgone",
         why="Knows where reuse must end.",
     ),
     after(

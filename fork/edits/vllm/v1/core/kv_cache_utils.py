@@ -5,7 +5,7 @@ from fork.language import add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering import caching as steering_caching",
+        "from vllm.v1.steering.core import prefix_cache as steering_caching",
         why="Knows what steers a block.",
     ),
     before(

@@ -5,19 +5,19 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import attaching as capture_attaching",
+        "from vllm.v1.capture.frontend import attach as capture_attaching",
         why="Opens the front end.",
     ),
     add_import(
-        "from vllm.v1.steering import api as steering_api",
+        "from vllm.v1.steering.frontend import api as steering_api",
         why="What the methods below do.",
     ),
     add_import(
-        "from vllm.v1.steering import refusals as steering_refusals",
+        "from vllm.v1.steering.core import refusals as steering_refusals",
         why="What the calls below do.",
     ),
     add_import(
-        "from vllm.v1.steering import serving as steering_serving",
+        "from vllm.v1.steering.frontend import async_frontend as steering_serving",
         why="Opens the front end.",
     ),
     last(

@@ -5,19 +5,19 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import engine as capture_engine",
+        "from vllm.v1.capture.core import engine as capture_engine",
         why="What the calls below do.",
     ),
     add_import(
-        "from vllm.v1.steering import engine as steering_engine",
+        "from vllm.v1.steering.core import engine as steering_engine",
         why="What the calls below do.",
     ),
     add_import(
-        "from vllm.v1.steering import names as named_steering",
+        "from vllm.v1.steering.core import name_log as named_steering",
         why="What the calls below do.",
     ),
     add_import(
-        "from vllm.v1.steering import passing as passed_vectors",
+        "from vllm.v1.steering import vector_cache as passed_vectors",
         why="What the calls below do.",
     ),
     after(

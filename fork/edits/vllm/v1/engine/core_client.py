@@ -9,7 +9,7 @@ SYNCHRONOUS = (
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering.passing import SentVectors",
+        "from vllm.v1.steering.vector_cache import SentVectors",
         why="What the engines have of vectors.",
     ),
     last(

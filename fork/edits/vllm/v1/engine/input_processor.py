@@ -5,11 +5,11 @@ from fork.language import add_import, after, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.disabled import NO_CAPTURE",
+        "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
     add_import(
-        "from vllm.v1.steering.frontend import NO_STEERING_FRONTEND",
+        "from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND",
         why="The front end of steering, when there is none.",
     ),
     last(

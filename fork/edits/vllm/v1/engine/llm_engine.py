@@ -5,11 +5,11 @@ from fork.language import add_import, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import attaching as capture_attaching",
+        "from vllm.v1.capture.frontend import attach as capture_attaching",
         why="Opens the front end.",
     ),
     add_import(
-        "from vllm.v1.steering.frontend import SteeringControl",
+        "from vllm.v1.steering.frontend.frontend import SteeringControl",
         why="Opens the front end.",
     ),
     before(

@@ -5,7 +5,7 @@ from fork.language import add_argument, add_import, after, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.disabled import NO_CAPTURE",
+        "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
     ),
     last(

@@ -5,7 +5,7 @@ from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture import stopping",
+        "from vllm.v1.capture import shutdown as capture_shutdown",
         why="How long that may take.",
     ),
     after(
@@ -18,7 +18,7 @@ EDITS = [
         scope="CoreEngineProcManager.shutdown",
         anchor="shutdown(self.processes, timeout=process_timeout)",
         insert="""
-process_timeout = stopping.process_seconds(self._vllm_config, process_timeout)
+process_timeout = capture_shutdown.process_seconds(self._vllm_config, process_timeout)
 """,
         why="Upstream kills at once unless --shutdown-timeout asks for more.",
     ),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import asynchronous
-from tests.engines.captured import prompt
-from tests.engines.models import llama
-from tests.engines.reference import Reference, relative_error
+from tests.support import asynchronous
+from tests.support.captured import prompt
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.models import llama
 from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support.captured import CapturedEngine, asking, prompt
 
 pytestmark = pytest.mark.e2e
 

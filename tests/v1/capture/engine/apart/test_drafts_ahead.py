@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import asynchronous
-from tests.engines.captured import CapturedEngine, asking, prompt
+from tests.support import asynchronous
+from tests.support.captured import CapturedEngine, asking, prompt
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 pytestmark = pytest.mark.e2e

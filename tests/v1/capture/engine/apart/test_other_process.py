@@ -7,10 +7,10 @@ from time import monotonic, sleep
 
 import pytest
 
-from tests.engines import asynchronous
-from tests.engines.captured import CapturedEngine, asking, prompt
-from tests.engines.models import llama
-from tests.engines.reference import relative_error
+from tests.support import asynchronous
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import relative_error
+from tests.support.models import llama
 from vllm import SamplingParams
 from vllm.v1.capture.consumers.filesystem import read_request
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
-from vllm.v1.capture.consumers.arrow.safetensors_layout import write_safetensors
+from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
 from vllm.v1.capture.consumers.arrow.shard import TableShard
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
@@ -15,11 +15,11 @@ from vllm.v1.capture.consumers.storage.names import (
     place_of,
     places_of,
 )
-from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import ShardSet
 from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
 from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.capture.consumers.filesystem.layout import Writing, codec_for
+from vllm.v1.capture.consumers.filesystem.layouts import Writing, codec_for
 from vllm.v1.capture.consumers.filesystem.packed import write_packed
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.per_file import write_per_file
@@ -18,10 +18,10 @@ from vllm.v1.capture.consumers.storage.names import (
     place_of,
     places_of,
 )
-from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
 from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.selectors import fail, parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 

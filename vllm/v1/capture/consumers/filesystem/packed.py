@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.v1.capture.consumers.filesystem.layout import Writing, stage_suffix
+from vllm.v1.capture.consumers.filesystem.layouts import Writing, stage_suffix
 from vllm.v1.capture.consumers.filesystem.per_file import publication, said
 from vllm.v1.capture.consumers.filesystem.sidecar import entry, request_facts
 from vllm.v1.capture.consumers.storage.files import Bytes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout `per_file`: one file of rows per key, with its JSON beside it."""
 
-from vllm.v1.capture.consumers.filesystem.layout import Writing
+from vllm.v1.capture.consumers.filesystem.layouts import Writing
 from vllm.v1.capture.consumers.filesystem.sidecar import key_json
 from vllm.v1.capture.consumers.storage.files import Bytes
 from vllm.v1.capture.consumers.storage.jobs import Publication

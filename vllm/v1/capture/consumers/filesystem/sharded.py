@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
-from vllm.v1.capture.consumers.filesystem.layout import Writing, stage_suffix
+from vllm.v1.capture.consumers.filesystem.layouts import Writing, stage_suffix
 from vllm.v1.capture.consumers.filesystem.packed import keys_in_turn
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.per_file import said

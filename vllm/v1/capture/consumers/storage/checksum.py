@@ -8,7 +8,7 @@ test vectors.
 from functools import cache
 
 from vllm.v1.capture.consumers.storage.files import Bytes
-from vllm.v1.capture.consumers.storage.native import library
+from vllm.v1.capture.native import library
 
 _REFLECTED = 0x82F63B78
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumers.storage.files import Bytes, raw_bytes
-from vllm.v1.capture.consumers.storage.native import DTYPES, library
+from vllm.v1.capture.native import DTYPES, library
 
 Array = np.ndarray[Any, Any]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Generic, TypeVar
 
-from vllm.v1.capture.consumers.storage.pool import Task
 from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
 
 IDLE_SECONDS = 0.1

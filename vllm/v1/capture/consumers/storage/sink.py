@@ -13,9 +13,9 @@ from zlib import crc32
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.memory import MemoryBudget
-from vllm.v1.capture.consumers.storage.pool import Task, TaskPool
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.threads import Task, TaskPool
 from vllm.v1.capture.consumers.storage.writers import (
     WriterLimits,
     Writers,

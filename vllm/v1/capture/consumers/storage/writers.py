@@ -16,7 +16,7 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.jobs import Job, Permit, Publication, run
-from vllm.v1.capture.consumers.storage.native import Pool, library
+from vllm.v1.capture.native import Pool, library
 
 logger = init_logger(__name__)
 

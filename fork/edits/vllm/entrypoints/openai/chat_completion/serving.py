@@ -24,7 +24,7 @@ EDITS = [
         why="Encodes rows off the event loop.",
     ),
     add_import(
-        "from vllm.v1.capture import http as capture_http",
+        "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
     add_argument(

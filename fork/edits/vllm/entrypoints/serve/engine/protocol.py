@@ -5,7 +5,7 @@ from fork.language import add_import, first
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.http import refuse_unsupported",
+        "from vllm.v1.capture.frontend.http import refuse_unsupported",
         why="Knows the fields.",
     ),
     first(

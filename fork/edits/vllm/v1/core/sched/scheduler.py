@@ -5,11 +5,13 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.scheduling import capture_scheduling, loadable_tokens",
+        "from vllm.v1.capture.core.scheduler import "
+        "capture_scheduling, loadable_tokens",
         why="The scheduler's part of capture.",
     ),
     add_import(
-        "from vllm.v1.steering.scheduling import steering_scheduling, take_vectors_off",
+        "from vllm.v1.steering.core.scheduler import "
+        "steering_scheduling, take_vectors_off",
         why="The scheduler's part of steering.",
     ),
     last(

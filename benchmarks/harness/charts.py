@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report's plot shows: rows of figures with goals, by the script it is of."""
+
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import goals
+from benchmarks.harness.goals import Goal
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A figure with its range."""
+
+    median: float
+    low: float
+    high: float
+    interval: tuple[float, float] | None = None
+    """That holds the true median at 95 %."""
+    label: str = ""
+    """Where a row has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case."""
+
+    label: str
+    marks: tuple[Mark, ...]
+    goal: Goal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Rows on one axis."""
+
+    unit: str
+    rows: tuple[Row, ...]
+    is_ratio: bool = True
+
+    def text_of(self, row: Row) -> str:
+        """A row's figures in words: median and range, or the range of medians."""
+
+        def text(value: float) -> str:
+            return f"{value:.3f}" if self.is_ratio else f"{value:.1f}"
+
+        if len(row.marks) > 1:
+            medians = [mark.median for mark in row.marks]
+            return f"{text(min(medians))} to {text(max(medians))}"
+        (mark,) = row.marks
+        if mark.low == mark.high:
+            return text(mark.median)
+        return f"{text(mark.median)} ({text(mark.low)} to {text(mark.high)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """All that one report shows."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def chart_of(report: Report) -> Chart:
+    """What is drawn of a report; the command in it says which script wrote it.
+
+    Raises:
+        ValueError: it is not a report of these scripts.
+    """
+    found = re.search(r"(\w+)\.py\b", str(report.get("command", "")))
+    if found is None or found[1] not in _CHARTS:
+        raise ValueError(
+            f"nothing is drawn of what {report.get('command')!r} reports; there are "
+            f"plots for {sorted(_CHARTS)}"
+        )
+    title, make = _CHARTS[found[1]]
+    place = report.get("device") or report.get("gpu")
+    place = place or report.get("machine", {}).get("cpu", "")
+    date = str(report.get("date", ""))[:10]
+    panels = tuple(panel for panel in make(report) if panel.rows)
+    return Chart(f"{title}\n{place}, {date}", panels)
+
+
+def mark(summary: Mapping[str, Any], scale: float = 1.0) -> Mark:
+    """Of what `reports.summary` made."""
+    low, high = summary["interval"]
+    return Mark(
+        summary["median"] * scale,
+        summary["smallest"] * scale,
+        summary["largest"] * scale,
+        (low * scale, high * scale),
+    )
+
+
+def spread(values: list[float]) -> Mark:
+    """Of all values that were measured."""
+    return Mark(statistics.median(values), min(values), max(values))
+
+
+def _overhead(report: Report) -> list[Panel]:
+    rows = [
+        Row("throughput", (mark(report["ratio"]),), Goal(1.0, at_most=False)),
+        Row("by CPU time", (mark(report["cpu_ratio"]),), Goal(1.0, at_most=False)),
+        Row("upstream / upstream (noise)", (mark(report["control"]),)),
+    ]
+    return [Panel("fork / upstream, both features off", tuple(rows))]
+
+
+def _decode_step(report: Report) -> list[Panel]:
+    aims = goals.DECODE_STEP.get(report["model"].partition(":")[0], {})
+    variants = dict(report["variants"])
+    noise = "upstream"
+    if "upstream again" in variants:  # Reports of before upstream ran beside the fork.
+        del variants["upstream"]
+        noise = "upstream again"
+    several = len(variants) > 2  # more than upstream and one
+    rows = []
+    for name, variant in variants.items():
+        ranges = variant.get("range", {})
+        for case, by_batch in variant["ratio"].items():
+            label = case if case != "plain" else "nobody captures or steers"
+            if name == noise:
+                label = "upstream / upstream (noise)"
+            elif several:
+                label = f"{name}: {label}"
+            marks = []
+            for batch, ratio in by_batch.items():
+                low, high = ranges.get(case, {}).get(batch, (ratio, ratio))
+                marks.append(Mark(ratio, low, high, label=f"batch {batch}"))
+            goal = aims.get(case) if name != noise else None
+            rows.append(Row(label, tuple(marks), goal))
+    return [Panel("GPU time of a decode step / upstream", tuple(rows))]
+
+
+def _serving(report: Report) -> list[Panel]:
+    panels = []
+    units = {
+        "mean_tpot_ms": "time per output token / upstream",
+        "mean_ttft_ms": "time to first token / upstream",
+        "total_token_throughput": "throughput / upstream",
+    }
+    for figure, unit in units.items():
+        rows = []
+        for case in report["rounds"][0]:
+            if "prompts" in case and figure == "mean_tpot_ms":
+                continue
+            both = [each[case] for each in report["rounds"]]
+            ratios = [each["fork"][figure] / each["upstream"][figure] for each in both]
+            rows.append(Row(case, (spread(ratios),), goals.SERVING[figure].get(case)))
+        panels.append(Panel(unit, tuple(rows)))
+    return [*panels, _start(report)]
+
+
+def _start(report: Report) -> Panel:
+    """Start and memory, the fork's over upstream's."""
+    labels = {
+        "seconds": "seconds until ready",
+        "graph_gib": "memory of graphs",
+        "peak_gpu_gib": "peak of all tensors' memory",
+        "kv_cache_tokens": "room for tokens in the KV cache",
+    }
+    theirs, ours = (report["start"].get(side, {}) for side in ("upstream", "fork"))
+    aims = goals.SERVING["start"]
+    rows = [
+        Row(label, (spread([ours[name] / theirs[name]]),), aims.get(name))
+        for name, label in labels.items()
+        if theirs.get(name) and ours.get(name)
+    ]
+    return Panel("start and memory / upstream", tuple(rows))
+
+
+def _bandwidth(report: Report) -> list[Panel]:
+    stages = [Row(name, (mark(one, 1e-9),)) for name, one in report["stages"].items()]
+    stages.append(Row("an engine's prompts", (mark(report["bytes_per_second"], 1e-9),)))
+    aims = {"captured / upstream": goals.PREFILL}
+    ratios = [
+        Row(name, (mark(one),), aims.get(name)) for name, one in report["ratio"].items()
+    ]
+    return [
+        Panel("throughput of prompts", tuple(ratios)),
+        Panel("GB/s", tuple(stages), is_ratio=False),
+        _start(report),
+    ]
+
+
+def _storage(report: Report) -> list[Panel]:
+    rows = [
+        Row(layout, (spread([one["ratio"] for one in rounds]),), goals.STORAGE[layout])
+        for layout, rounds in report["layouts"].items()
+    ]
+    return [Panel("throughput / plain sequential writer", tuple(rows))]
+
+
+def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
+    def make(report: Report) -> list[Panel]:
+        panels = []
+        for clock, unit in (("wall", "time"), ("cpu", "CPU time")):
+            rows = [
+                Row(label, (mark(report[clock][mode]),), _aim(aims, mode))
+                for mode, label in labels.items()
+            ]
+            panels.append(Panel(f"{unit} / without the feature", tuple(rows)))
+        return panels
+
+    return make
+
+
+def _steering_steps(report: Report) -> list[Panel]:
+    rows = []
+    for mode, cost in report["cost"].items():
+        starts = [statistics.median(found[mode]) for found in report["starts"].values()]
+        one = Mark(cost, min(starts), max(starts))
+        rows.append(Row(_STEERED[mode], (one,), _aim(goals.STEERING_COST, mode)))
+    unit = "CPU time of a decode step / without steering; the range is of two starts"
+    return [Panel(unit, tuple(rows))]
+
+
+def _host_cost(report: Report) -> list[Panel]:
+    clocks = {
+        "engine_thread_us": "the engine's thread",
+        "all_threads_us": "all threads",
+        "dispatcher_us": "the dispatcher's thread",
+    }
+    return [
+        Panel(
+            f"µs a step, {label}",
+            tuple(Row(n, (mark(c[clock]),)) for n, c in report["cases"].items()),
+            is_ratio=False,
+        )
+        for clock, label in clocks.items()
+    ]
+
+
+def _aim(aims: Mapping[str, float], mode: str) -> Goal | None:
+    return Goal(aims[mode]) if mode in aims else None
+
+
+_CAPTURED = {
+    "idle": "nobody captures",
+    "last": "last prompt token, all layers",
+    "four": "everything at four layers",
+    "control": "the same server twice (noise)",
+}
+_STEERED = {
+    "idle": "nobody is steered",
+    "one": "one layer",
+    "all": "all layers and hook points",
+    "control": "the same server twice (noise)",
+}
+_CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
+    "overhead": ("Throughput with both features off", _overhead),
+    "decode_step": ("Decode step, by graph replay", _decode_step),
+    "serving": ("Serving", _serving),
+    "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
+    "storage": ("The filesystem consumer", _storage),
+    "capture_cost": (
+        "Capture on a CPU server",
+        _cost(_CAPTURED, goals.CAPTURE_COST),
+    ),
+    "steering_cost": (
+        "Steering on a CPU server",
+        _cost(_STEERED, goals.STEERING_COST),
+    ),
+    "steering_steps": ("Steering, per decode step on a CPU", _steering_steps),
+    "host_cost": ("Capture on the host, without a model", _host_cost),
+}

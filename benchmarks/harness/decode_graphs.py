@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose graphs of decode steps are replayed, in a process of its own.
+
+    python benchmarks/harness/decode_graphs.py MODEL FEATURES BATCHES
+
+What `decode_step.py` starts, with upstream's vLLM and with the fork's. Its first answer
+tells of the engine; then it is asked for cases at batch sizes, and answers with the
+milliseconds of one replay, or to record all graphs anew.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# For `benchmarks`; at the end, as the checkout has a folder `vllm` too.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness.child import answers, requests
+from benchmarks.harness.llamas import model_folder
+
+PLAIN = "plain"
+"""The case in which nothing is captured or steered, which upstream has as well."""
+CONFIGS = 64
+ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
+WARM_UP, REPLAYS = 5, 10
+
+
+class Graphs:
+    """An engine, and the graphs of its decode steps."""
+
+    def __init__(self, model: str, features: str, batches: list[int]) -> None:
+        """Start the engine; `features`: what is on, of "capture steering"."""
+        from vllm import LLM
+
+        extra: dict[str, Any] = {}
+        if "capture" in features:
+            extra["capture_consumers"] = ["logging"]
+        if "steering" in features:
+            extra["enable_steering"] = True
+            extra["max_steering_configs"] = CONFIGS
+        begin = time.perf_counter()
+        self._llm = LLM(
+            model=model_folder(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=256,
+            gpu_memory_utilization=0.4,
+            kv_cache_memory_bytes=8 << 30,  # the other engine is on the GPU as well
+            compilation_config={"cudagraph_capture_sizes": batches},
+            **extra,
+        )
+        self._start_seconds = time.perf_counter() - begin
+        self._runner = (
+            self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        )
+        self._batches = batches
+        self._has_features = bool(features)
+        self._cases: dict[str, Case] = {}
+        self._prepared: tuple[str, int] | None = None
+        self._tokens = self._find_cases()
+
+    def about(self) -> dict[str, Any]:
+        """What is reported of the engine."""
+        import torch
+
+        return {
+            "cases": list(self._cases),
+            "tokens": self._tokens,
+            "start_seconds": self._start_seconds,
+            "peak_memory_bytes": torch.cuda.memory_stats()["reserved_bytes.all.peak"],
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+
+    def record(self) -> list[list[int]]:
+        """Record all graphs anew, in other memory; greedy tokens with them.
+
+        Two recordings of the same work differ by up to 1.4 %, as the time of a matrix
+        product depends on where its operands lie and how its blocks are placed. Those
+        before are not to be replayed, of prompts neither: what they read may be gone.
+        """
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        self._runner.cudagraph_manager.release_graphs()
+        CUDAGraphWrapper.clear_all_graphs()
+        self._runner.capture_model()
+        return self._find_cases()
+
+    def milliseconds(self, case: str, batch: int) -> float:
+        """Of one replay, the mean of many."""
+        import torch
+
+        chosen = self._cases[case]
+        if self._prepared != (case, batch):
+            chosen.prepare(self._runner, batch)
+            self._prepared = case, batch
+        graph = chosen.graphs[batch]
+        for _ in range(WARM_UP):
+            graph.replay()
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end) / REPLAYS
+        return milliseconds
+
+    def _find_cases(self) -> list[list[int]]:
+        """Take the graphs that there are, and record those of other cases."""
+        plain = {
+            one.num_tokens: graph
+            for one, graph in self._runner.cudagraph_manager.graphs.items()
+            if one.uniform_token_count == 1 and not getattr(one, "tapped", 0)
+        }
+        made = cases(self._runner, self._batches) if self._has_features else ()
+        self._cases |= {case.name: case for case in (Case(PLAIN, plain), *made)}
+        self._prepared = None
+        # After the graphs were recorded: recording leaves dummy lengths in the
+        # inputs, and a replay computes on what it finds there.
+        generated = self._generate()
+        self._draw_tokens()
+        return generated
+
+    def _draw_tokens(self) -> None:
+        """Give each row of the largest batch another token.
+
+        Where rows are alike the GPU's products take less power, so that its clock is
+        higher: with 256 rows and a width of 4096 by a tenth.
+        """
+        import torch
+
+        draw = torch.Generator().manual_seed(6)
+        drawn = torch.randint(32000, (max(self._batches),), generator=draw)
+        self._runner.input_buffers.input_ids[: len(drawn)] = drawn
+
+    def _generate(self) -> list[list[int]]:
+        """Greedy tokens of some random prompts."""
+        import torch
+
+        from vllm import SamplingParams
+
+        draw = torch.Generator().manual_seed(5)
+        prompts: list[Any] = [
+            {"prompt_token_ids": torch.randint(32000, (20,), generator=draw).tolist()}
+            for _ in range(16)
+        ]
+        params = SamplingParams(
+            temperature=0, max_tokens=48, ignore_eos=True, detokenize=False
+        )
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step captures or steers, and the graphs that serve it."""
+
+    name: str
+    graphs: dict[int, Any]
+    captured: list[Any] = field(default_factory=list)
+    steered: list[Any] = field(default_factory=list)
+    configs: int = 0
+
+    def prepare(self, runner, batch) -> None:  # type: ignore[no-untyped-def]
+        """Put into the memory that graphs read what a step would put there."""
+        import torch
+
+        if self.name == PLAIN:
+            return  # Its graphs read nothing of ours.
+        capture, steering = runner.residual._capture, runner.residual.steering
+        if capture is not None:
+            capture._slots.of_taps.fill_(-1)
+            capture._slots.base.zero_()
+            if self.captured:
+                columns = [capture._columns[tap] for tap in self.captured]
+                rows = torch.arange(batch * len(columns), dtype=torch.int32)
+                rows = rows.remainder(capture._staging.rows.shape[0])
+                rows = rows.view(batch, len(columns)).to(capture._slots.of_taps.device)
+                capture._slots.of_taps[columns, :batch] = rows.T
+        if steering is not None:
+            steering.row_index.zero_()
+            if self.steered:
+                for tap in self.steered:
+                    steering.tables.at(tap)[1:].normal_(0, 1e-3)
+                generator = torch.Generator().manual_seed(7)
+                steering.row_index.copy_(
+                    torch.randint(
+                        3,
+                        3 + 2 * self.configs,
+                        steering.row_index.shape,
+                        dtype=torch.int32,
+                        generator=generator,
+                    )
+                )
+
+
+def cases(runner, batches):  # type: ignore[no-untyped-def]
+    """What the features do, in the graphs that serve such steps.
+
+    Of steps that do little there are two kinds of graphs: those recorded when the
+    engine starts, and those recorded once enough steps have wanted them.
+    """
+    capture, steering = runner.residual._capture, runner.residual.steering
+    taps = sorted((capture or steering).addresses)
+    layers = sorted({layer for layer, _ in taps})
+    one = [(layers[len(layers) // 2], "post_block")]
+    behind = [tap for tap in taps if tap[1] == "post_block"]
+    at_start = ", in a graph of the start"
+
+    def graphs(addresses, where, exact=True):  # type: ignore[no-untyped-def]
+        ops = frozenset(addresses[tap] for tap in where)
+        return {batch: graph_for(runner, batch, ops, exact) for batch in batches}
+
+    if capture is not None:
+        known = capture.addresses
+        yield Case("nothing captured" + at_start, graphs(known, behind))
+        yield Case("one layer captured" + at_start, graphs(known, one, False), one)
+        yield Case("one layer captured", graphs(known, one), one)
+        yield Case("all layers captured", graphs(known, behind), behind)
+        yield Case("all layers and hooks captured", graphs(known, taps), taps)
+    if steering is not None:
+        known = steering.addresses
+        some = "one layer steered, 16 configs"
+        yield Case(some + at_start, graphs(known, one, False), [], one, 16)
+        yield Case(some, graphs(known, one), [], one, 16)
+        for configs in (16, CONFIGS):
+            name = f"all layers and hooks steered, {configs} configs"
+            yield Case(name, graphs(known, taps), [], taps, configs)
+
+
+def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
+    """The graph of the start that has these ops, or an exact one, recorded now."""
+    from vllm.model_executor.layers.residual.capture_op import Launch
+
+    manager = runner.cudagraph_manager
+    plain = next(
+        one
+        for one in manager.graphs
+        if (one.num_tokens, one.uniform_token_count, one.tapped) == (batch, 1, 0)
+    )
+    if exact and ops not in Launch.families:
+        Launch.families = (*Launch.families, ops)
+    sizes = {
+        family: len(launched)
+        for family, launched in enumerate(Launch.families)
+        if ops <= launched
+    }
+    if not exact:
+        sizes = {
+            f: n for f, n in sizes.items() if replace(plain, tapped=f) in manager.graphs
+        }
+    chosen = replace(plain, tapped=min(sizes, key=sizes.__getitem__))
+    if chosen not in manager.graphs:
+        manager.residual_recorder(chosen)
+    return manager.graphs[chosen]
+
+
+def main() -> None:
+    """Start the engine and answer."""
+    answer = answers()
+    model, features, batches = sys.argv[1:]
+    graphs = Graphs(model, features, [int(batch) for batch in batches.split(",")])
+    answer(graphs.about())
+    for request in requests():
+        answer(graphs.milliseconds(**request) if request else graphs.record())
+
+
+if __name__ == "__main__":
+    main()

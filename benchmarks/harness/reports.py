@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all reports have in common: where, by what command, and how they are written."""
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.plots import plot_beside
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+def begun() -> dict[str, Any]:
+    """Date and command, for the head of a report."""
+    script = Path(sys.argv[0]).name
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+    }
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON; also one that is not complete yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON, and beside it the plot."""
+    save(report, path)
+    print(f"Written to {path}")
+    plot_beside(report, path)
+
+
+def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
+    """The CPU, and how busy it was."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average_before": load_before,
+        "load_average_after": os.getloadavg(),
+    }
+
+
+def ask_gpu(field: str) -> str | None:
+    """What the driver says of the first GPU that is seen; None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        # Numbers or names, with commas, as the driver's tool takes them.
+        command += ["--id", seen]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = found.stdout.splitlines()
+    return lines[0].strip() if found.returncode == 0 and lines else None
+
+
+def gpu_memory_gib() -> float | None:
+    """How much of the GPU's memory all processes together hold."""
+    used = ask_gpu("memory.used")  # in MiB
+    return None if used is None or not used.isdigit() else int(used) / 1024
+
+
+def engine_facts(log: str) -> dict[str, float]:
+    """What an engine's log says of its start: graphs, weights, room for tokens."""
+    patterns = {
+        "graph_seconds": r"Graph capturing finished in (\d+) secs",
+        "graph_gib": r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB",
+        "weights_gib": r"Model loading took ([\d.]+) GiB",
+        "kv_cache_tokens": r"KV cache size: ([\d,]+) tokens",
+    }
+    found = {name: re.findall(pattern, log) for name, pattern in patterns.items()}
+    # The last one: those before it only measured.
+    return {
+        name: float(values[-1].replace(",", ""))
+        for name, values in found.items()
+        if values
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, spread, and the interval that holds the true median at 95 %.
+
+    The interval is distribution-free: between two of the ordered values. With fewer
+    than six there is none so sure, and it is the whole range.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    skip, below = 0, 0.5**count
+    while 2 * (below + comb(count, skip + 1) * 0.5**count) <= 0.05:
+        skip += 1
+        below += comb(count, skip) * 0.5**count
+    return {
+        "median": statistics.median(ordered),
+        "smallest": ordered[0],
+        "largest": ordered[-1],
+        "interval": [ordered[skip], ordered[-1 - skip]],
+    }
+
+
+def print_starts(starts: Mapping[str, Mapping[str, float]]) -> None:
+    """How the sides of a comparison began, by their names."""
+    for side, found in starts.items():
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        print(f"start of {side}: {figures}")

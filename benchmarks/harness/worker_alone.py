@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's part of capture without a model: steps whose rows are whatever is there.
+
+Importing this needs the fork.
+"""
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.config.capture import CaptureConfig, parse_consumer
+from vllm.v1.capture.plan import CapturePlan, Reader, Tap, TapGroup
+from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
+from vllm.v1.capture.wire import CaptureEnd
+from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+
+WAIT = 120.0
+HOOKS = ("pre_attn", "post_attn", "post_block")
+
+
+class WorkerAlone:
+    """One worker's capture, and the front end that hears of its results."""
+
+    def __init__(
+        self, consumer: str, layers: int, width: int, device: torch.device
+    ) -> None:
+        """Start it; rows have `width` values in bfloat16, `consumer` gets them."""
+        self._instance = consumer.partition(":")[0]
+        capture = CaptureConfig(consumers=[parse_consumer(consumer)])
+        self.rows_per_step = capture.rows_per_step(width * torch.bfloat16.itemsize)
+        config: Any = SimpleNamespace(
+            capture_config=capture,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+            model_config=SimpleNamespace(served_model_name="m", model="m"),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+            use_v2_model_runner=False,
+        )
+        self._answers: list[ResultMessage] = []
+        self._inbox = Inbox(self._hear)
+        taps = [(layer, hook) for layer in range(layers) for hook in HOOKS]
+        stage = Stage(0, 0, 1)
+        self._worker = WorkerCapture(config, stage, taps, width, torch.bfloat16, device)
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, ResultMessage):
+            self._answers.append(message)
+
+    def leave_out_the_copy(self, left_out: bool) -> None:
+        """From now on take rows as if they had come to the host already."""
+        staging: Any = self._worker._staging
+        if left_out:
+            staging._copy = lambda pairs: None
+        else:
+            vars(staging).pop("_copy", None)
+
+    def open(
+        self,
+        ids: Sequence[str],
+        prompt: int,
+        taps: Sequence[Tap],
+        positions: tuple[int, int],
+    ) -> None:
+        """Requests that read the positions from the first to below the last."""
+        ranges = (positions,)
+        group = TapGroup(tuple(taps), ranges, (Reader(self._instance, ranges),))
+        for req_id in ids:
+            plan = CapturePlan(req_id, prompt, (group,), self._inbox.address)
+            self._worker.add_request(req_id, plan, list(range(prompt)), {})
+
+    def step(
+        self,
+        ids: Sequence[str],
+        computed: int | Sequence[int],
+        scheduled: int | Sequence[int],
+    ) -> None:
+        """Each request computes so many tokens, after so many."""
+        self.run(view_of(ids, computed, scheduled))
+
+    def run(self, view: StepView) -> None:
+        """What a step calls, without its pass."""
+        self._worker.plan_step(view)
+        self._worker.begin_step(view.num_rows)
+        self._worker.end_step()
+
+    @property
+    def dispatcher_thread(self) -> int:
+        """The thread's number in this process."""
+        number = self._worker._dispatcher._thread.ident
+        assert number is not None, "the dispatcher runs from its beginning"
+        return number
+
+    @property
+    def consumer_thread(self) -> int:
+        """The number of the thread that feeds the consumer."""
+        number = self._worker._lanes[self._instance]._thread.ident
+        assert number is not None, "it runs from the beginning"
+        return number
+
+    def end(self, ids: Sequence[str], generated: int) -> None:
+        """The requests end, with so many tokens that they generated."""
+        tokens, address = list(range(generated)), self._inbox.address
+        self._worker.end_requests(
+            [
+                CaptureEnd(req_id, address, tokens, 0, "length", [self._instance])
+                for req_id in ids
+            ]
+        )
+
+    def answers(self, count: int) -> list[ResultMessage]:
+        """The results, once so many are there.
+
+        Raises:
+            RuntimeError: one is missing, or says that rows are.
+        """
+        deadline = time.monotonic() + WAIT
+        while len(self._answers) < count and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        found, self._answers = self._answers, []
+        if len(found) != count or any(one.status != "ok" for one in found):
+            raise RuntimeError(f"{count} results were to come, got {found}")
+        return found
+
+    def close(self) -> None:
+        """Stop."""
+        self._worker.close()
+        self._inbox.close()
+
+
+def thread_seconds(number: int) -> float:
+    """CPU time that a thread of this process has taken so far."""
+    return time.clock_gettime(time.pthread_getcpuclockid(number))
+
+
+def view_of(
+    ids: Sequence[str], computed: int | Sequence[int], scheduled: int | Sequence[int]
+) -> StepView:
+    """A step in which each request computes so many tokens, after so many."""
+    counts = np.zeros(len(ids), dtype=np.int64) + scheduled
+    starts = np.zeros(len(ids), dtype=np.int64) + computed
+    return StepView(ids, starts, counts, int(counts.sum()))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trial weave of a release shows, and no more than that."""
+
+from dataclasses import dataclass
+
+from fork.architectures.accounting import architecture_faults
+from fork.building.contents import added_files, shadowing_faults
+from fork.paths import Checkout
+from fork.upstream.release import Release
+from fork.weaving.edit_files import edit_paths
+from fork.weaving.faults import Fault
+from fork.weaving.weaver import WovenFile, has_layer_weave, weave_release
+
+TESTED = (
+    "each edit's anchor matches as often as it says, each woven file compiles, each "
+    "architecture leads to decoder layers or has a reason, and no added file shadows "
+    "an upstream one; nothing was imported or run"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """The outcome for one file."""
+
+    module: str
+    what: str
+    """`edits`, `decoder layers`, `added` or `architectures`."""
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome for a release."""
+
+    version: str
+    files: tuple[FileReport, ...]
+    layer_files: int
+    """Files that the decoder-layer weave changed."""
+    layers_tried: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing failed."""
+        return not any(file.faults for file in self.files)
+
+    @property
+    def summary(self) -> str:
+        """What was tried and how it went."""
+        failed = sum(bool(file.faults) for file in self.files)
+        edits = sum(file.what == "edits" for file in self.files)
+        layers = f"{self.layer_files} files with decoder layers woven"
+        if not self.layers_tried:
+            layers = "the decoder-layer weave is absent and was not tried"
+        verdict = "all fit" if self.fits else f"{failed} files do not fit"
+        return (
+            f"vLLM {self.version}: {verdict} ({edits} edit files; {layers}). "
+            f"Tested: {TESTED}."
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as JSON takes it."""
+        return {
+            "upstream": self.version,
+            "fits": self.fits,
+            "tested": TESTED,
+            "layers_tried": self.layers_tried,
+            "layer_files": self.layer_files,
+            "files": [
+                {
+                    "module": file.module,
+                    "what": file.what,
+                    "fits": not file.faults,
+                    "faults": [fault.as_dict() for fault in file.faults],
+                }
+                for file in self.files
+            ],
+        }
+
+
+def check(checkout: Checkout, release: Release, jobs: int) -> Report:
+    """Weave a release as a trial."""
+    edits = set(edit_paths(checkout.edits))
+    woven = weave_release(checkout, release, jobs)
+    files = [
+        FileReport(
+            w.module, "edits" if w.module in edits else "decoder layers", w.faults
+        )
+        for w in woven
+        if w.module in edits or w.faults
+    ]
+    shadowing = shadowing_faults(added_files(checkout), release)
+    files += [FileReport(fault.module, "added", (fault,)) for fault in shadowing]
+    unlisted = tuple(architecture_faults(release, woven))
+    if unlisted:
+        files.append(FileReport(unlisted[0].module, "architectures", unlisted))
+    return Report(
+        version=release.version,
+        files=tuple(sorted(files, key=lambda file: file.module)),
+        layer_files=_count_layer_files(woven, edits),
+        layers_tried=has_layer_weave(),
+    )
+
+
+def _count_layer_files(woven: list[WovenFile], edits: set[str]) -> int:
+    return sum(w.source is not None and w.module not in edits for w in woven)

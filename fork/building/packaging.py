@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `setup.py` needs: the built tree as a setuptools distribution."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from setuptools import Distribution
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+from fork.building.builder import Built, Order, build_tree
+from fork.building.contents import Added
+from fork.building.metadata import NAME, license_files
+from fork.errors import BuildFailure
+from fork.paths import HERE
+from fork.upstream.pins import default_device
+from fork.upstream.release import HARD_LINKED_BYTES
+
+
+def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every type
+    """Build the tree; the keywords for `setuptools.setup`.
+
+    Raises:
+        SystemExit: if the build fails, with its sentences.
+    """
+    device = _default_device()
+    tree = HERE.tree(device)
+    try:
+        built = build_tree(Order(device=device), tree)
+    except BuildFailure as failure:
+        raise SystemExit(f"fork: {failure}") from None
+    metadata = built.metadata
+    return {
+        "version": metadata.version,
+        "description": metadata.summary,
+        "python_requires": metadata.requires_python,
+        "install_requires": metadata.install_requires(),
+        "extras_require": metadata.extras_require(),
+        "entry_points": {
+            group: [f"{name} = {target}" for name, target in points.items()]
+            for group, points in metadata.entry_points.items()
+        },
+        "packages": [NAME],
+        # One source folder: an editable install becomes a plain path entry.
+        "package_dir": {"": os.path.relpath(tree, HERE.root)},
+        "distclass": BinaryDistribution,
+        "cmdclass": _commands(built, device),
+    }
+
+
+def _default_device() -> str:
+    try:
+        return default_device()
+    except BuildFailure as failure:
+        raise SystemExit(f"fork: {failure}") from None
+
+
+class BinaryDistribution(Distribution):
+    """A distribution with compiled libraries that setuptools did not build."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether it installs beside platform-specific packages."""
+        return True
+
+
+def _commands(built: Built, device: str) -> dict[str, type]:
+    class CopyTree(build_py):
+        """Copy the whole tree, data and libraries included, links resolved."""
+
+        def run(self) -> None:
+            if not self.editable_mode:
+                target = Path(self.build_lib)
+                shutil.rmtree(target / NAME, ignore_errors=True)
+                copy_contents(built, HERE.tree(device), target)
+
+        def get_source_files(self) -> list[str]:
+            return []
+
+        def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+            package = (p for p in built.contents if p.startswith(f"{NAME}/"))
+            return [str(Path(self.build_lib) / path) for path in package]
+
+    class TaggedWheel(bdist_wheel):
+        """A wheel with upstream's tag and with both licences.
+
+        It is stored unless --compression says otherwise: deflating half a gigabyte of
+        libraries takes longer than the rest of the build.
+        """
+
+        def initialize_options(self) -> None:
+            super().initialize_options()
+            self.compression = "stored"
+
+        def get_tag(self) -> tuple[str, str, str]:
+            python, abi, platform = built.release.tags.split("-")
+            return python, abi, platform
+
+        def write_wheelfile(self, wheelfile_base: str, *args: Any, **more: Any) -> None:
+            super().write_wheelfile(wheelfile_base, *args, **more)
+            for name, path in license_files(built.release, HERE).items():
+                target = Path(wheelfile_base) / "licenses" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+    return {"build_py": CopyTree, "bdist_wheel": TaggedWheel}
+
+
+def copy_contents(built: Built, tree: Path, target: Path) -> None:
+    """Write the package without links into the checkout, libraries hard-linked."""
+    for path, content in built.contents.items():
+        if not path.startswith(f"{NAME}/"):
+            continue
+        source = content.path if isinstance(content, Added) else tree / path
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source, target / path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.stat().st_size >= HARD_LINKED_BYTES:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system
+            pass
+        else:
+            return
+    shutil.copy2(source, target)

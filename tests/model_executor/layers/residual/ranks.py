@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensor-parallel ranks do in `test_residual_split`, each with upstream's groups.
+
+    python -m tests.model_executor.layers.residual.ranks FOLDER RANKS...
+
+It fails if a rank found a hook point over shares to differ from one over all tokens.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.synchronize import Barrier
+
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    init_distributed_environment,
+    initialize_model_parallel,
+    tensor_model_parallel_all_gather,
+)
+from vllm.model_executor.layers.residual import tap as residual_tap
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.row_edits import RowEdit
+from vllm.model_executor.models.utils import sequence_parallel_chunk
+
+WIDTH, ROWS, VECTORS, BASE = 6, 40, 4, 3
+MOST_TOKENS = 13
+PADDING = 8
+"""Rows behind a batch's, which padding may reach, as `WorkerSteering` has them."""
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass
+class Step:
+    """A random step: the whole stream, and what its hook point does."""
+
+    hidden: torch.Tensor  # [T, H]
+    residual: torch.Tensor | None
+    tap: ResidualTap
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hidden)
+
+    def whole(self) -> Pair:
+        """What a hook point makes of all tokens in one process."""
+        return self.tap(self.hidden, self.residual)
+
+    def shares(self) -> Pair:
+        """This rank's share of the stream, split by upstream's function."""
+        return sequence_parallel_chunk(self.hidden), (
+            None if self.residual is None else sequence_parallel_chunk(self.residual)
+        )
+
+    def gathered(self, pair: Pair) -> torch.Tensor:
+        """The stream `[T, H]` of all ranks' pairs; checks that padding is as it was."""
+        hidden, residual = pair
+        stream = hidden if residual is None else hidden + residual
+        whole = tensor_model_parallel_all_gather(stream.contiguous(), 0)
+        assert (whole[self.num_tokens :] == 0).all(), "padding was changed"
+        return whole[: self.num_tokens]
+
+
+def step(seed: int, dtype: torch.dtype, full: bool = False) -> Step:
+    """The same on all ranks; `full` if it has as many tokens as there are slots."""
+    torch.manual_seed(seed)
+    tokens = MOST_TOKENS if full else int(torch.randint(1, MOST_TOKENS, ()))
+    hidden = torch.randn(tokens, WIDTH).to(dtype)
+    residual = torch.randn(tokens, WIDTH).to(dtype) if seed % 3 else None
+    slots = torch.full((MOST_TOKENS, 2), -1, dtype=torch.int32)
+    wanted = torch.rand(tokens) < 0.6
+    if get_tensor_model_parallel_rank() == 0:
+        places = torch.randperm(ROWS, generator=torch.Generator())[:tokens].int()
+        slots[:tokens, 1] = torch.where(wanted, places, -1)
+    table = torch.randn(VECTORS, WIDTH).to(dtype)
+    table[0] = -0.0
+    rows = torch.zeros(MOST_TOKENS + PADDING, dtype=torch.int32)
+    rows[:tokens] = torch.randint(VECTORS, (tokens,)).int()
+    staging = torch.zeros(ROWS + BASE, WIDTH, dtype=dtype)
+    base = torch.tensor([BASE], dtype=torch.int32)
+    tap = ResidualTap(slots[:, 1], base, staging, table, rows)
+    Launch.taps = frozenset({slots[:, 1].data_ptr(), table.data_ptr()})
+    return Step(hidden, residual, tap)
+
+
+def edits(one: Step, seed: int) -> list[RowEdit]:
+    """Operations on random tokens of a step, wherever they are."""
+    torch.manual_seed(seed)
+
+    def edit(op: str) -> RowEdit:
+        rows = torch.randperm(one.num_tokens)[: seed % 4 + 1].sort().values
+        return RowEdit(rows, op, torch.randn(WIDTH), 1.5, -0.5, 0.5, False)
+
+    return [edit("replace"), edit("project_out"), edit("clamp")]
+
+
+def taken(one: Step, visit: Callable[[], Pair]) -> tuple[Pair, torch.Tensor]:
+    """What a visit returns, and the rows that it copied."""
+    assert one.tap.staging is not None
+    one.tap.staging.zero_()
+    return visit(), one.tap.staging.clone()
+
+
+def check(one: Step, visit: Callable[[torch.Tensor, torch.Tensor | None], Pair]) -> int:
+    """A visit with shares does what the hook point does with all tokens."""
+    share = one.shares()
+    (hidden, residual), rows = taken(one, one.whole)
+    expected = hidden if residual is None else hidden + residual
+    found, copied = taken(one, lambda: visit(*share))
+    torch.testing.assert_close(one.gathered(found), expected)
+    assert torch.equal(copied, rows), "other rows were captured"
+    return int((rows != 0).any(1).sum())
+
+
+def run(rank: int, ranks: int, folder: str, done: Barrier) -> None:
+    """Join the other ranks and check random steps."""
+    # Different names: so upstream takes gloo, whose ranks wait for one another without
+    # using a processor.
+    os.environ["VLLM_DIST_IDENT"] = f"{os.getpid()}"
+    with set_current_vllm_config(VllmConfig()):
+        store = f"file://{folder}/store-{ranks}"
+        init_distributed_environment(ranks, rank, store, rank, "gloo")
+        initialize_model_parallel(ranks)
+    captured = 0
+    compiled = torch.compile(
+        lambda tap, *pair: tap.on_split(*pair),
+        backend="aot_eager",
+        dynamic=True,
+        fullgraph=True,
+    )
+    for seed in range(40):
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        captured += check(one := step(seed, dtype, full=seed > 35), one.tap.on_split)
+        one.tap.edits = edits(one, seed)
+        check(one, one.tap.on_split)
+    for seed in range(8):
+        one = step(seed, torch.float32)
+        check(one, lambda *pair, tap=one.tap: compiled(tap, *pair))  # type: ignore[misc]
+    assert (captured > 40) == (rank == 0), f"rank {rank} took {captured} rows"
+    check_lone()
+    check_idle()
+    done.wait()  # A rank that left would close connections that others still read.
+
+
+def check_lone() -> None:
+    """The share of a single token reaches all ranks; other shares stay."""
+    layer = torch.nn.Module()
+    layer.residual_taps = {}  # type: ignore[assignment]
+    for tokens in (1, 5):
+        torch.manual_seed(tokens)
+        whole = torch.randn(2, tokens, WIDTH)
+        given = tuple(sequence_parallel_chunk(half) for half in whole)
+        found = residual_tap.lone_token(layer, tokens, *given)
+        for one, before, half in zip(found, given, whole, strict=True):
+            assert torch.equal(one, half) if tokens == 1 else one is before
+
+
+def check_idle() -> None:
+    """Where nothing launches, no rank waits for another: only rank 0 comes here."""
+    one = step(1, torch.float32)
+    share = one.shares()
+    Launch.taps = frozenset()
+    if get_tensor_model_parallel_rank() == 0:
+        found, rows = taken(one, lambda: one.tap.on_split(*share))
+        assert found[0] is share[0] and found[1] is share[1]
+        assert (rows == 0).all()
+
+
+def main(ranks: int, folder: str) -> None:
+    """Run the ranks, as copies of this process: importing takes longer than they do."""
+    context = multiprocessing.get_context("fork")
+    done = context.Barrier(ranks)
+    started = [
+        context.Process(target=run, args=(rank, ranks, folder, done))
+        for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    # Asked once a turn: one may end at any time, and nothing ends a wait for none.
+    while running := [one.sentinel for one in started if one.exitcode is None]:
+        wait(running)
+        if any(process.exitcode for process in started):
+            for process in started:
+                process.terminate()  # It would wait for the one that failed.
+    if any(process.exitcode for process in started):
+        sys.exit(f"of {ranks} ranks one failed")
+
+
+if __name__ == "__main__":
+    for number in sys.argv[2:]:
+        main(int(number), sys.argv[1])

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops compiled code calls, by the lines that Inductor writes and by what runs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._inductor.codegen.custom_extern_kernel_codegen import (
+    CUSTOM_EXTERN_KERNEL_CODEGEN,
+)
+from torch._inductor.utils import run_and_get_code
+from torch.nn.functional import linear
+
+from tests.model_executor.layers.residual.tracing import traced, treated
+from vllm.model_executor.layers.residual import split_ops  # noqa: F401  (has two ops)
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.inductor_guard import (
+    CONDITIONS,
+    ask_before_calls,
+)
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.worker.residual_graphs import GraphFamilies
+
+WIDTH, TOKENS = 8, 5
+STRANGE = frozenset({1})
+"""Of another engine: no tensor here has this address."""
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew() -> Iterator[None]:
+    """And leaves Inductor's table as it was."""
+    with (
+        patch.dict(CUSTOM_EXTERN_KERNEL_CODEGEN),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        yield
+
+
+@pytest.fixture
+def tap() -> ResidualTap:
+    table, rows = torch.randn(3, WIDTH), torch.tensor([0, 1, 2, 1, 0]).int()
+    slots, base = torch.arange(TOKENS).int(), torch.zeros(1).int()
+    return ResidualTap(slots, base, torch.zeros(TOKENS, WIDTH), table, rows)
+
+
+def compiled(tap: ResidualTap) -> Callable[..., Any]:
+    weights = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
+
+    def model(hidden: torch.Tensor) -> torch.Tensor:
+        residual = hidden * 2
+        hidden = linear(linear(hidden, weights[0]).tanh(), weights[1])
+        hidden, residual = tap(hidden, residual)
+        return hidden + residual
+
+    return traced(model, treated, compiled=True)
+
+
+def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
+    ask_before_calls()
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled(tap), torch.randn(TOKENS, WIDTH))
+    calls = [line.strip() for line in code.splitlines() if "torch.ops.vllm." in line]
+    begun = [line.partition("(")[0] for line in calls if not line.startswith("#")]
+    assert sorted(set(begun)) == [
+        "Launch.taps and torch.ops.vllm.capture_rows.default",
+        "Launch.taps and torch.ops.vllm.steer_rows.default",
+        "Launch.whole and torch.ops.vllm.steer_rows_ahead.default",
+    ]
+
+
+def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> None:
+    """An op that is called among an engine's tensors, but not with one, says so."""
+    ask_before_calls()
+    assert tap.table is not None and tap.slots is not None and tap.staging is not None
+    run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
+    with torch.no_grad():
+        Launch.known = STRANGE
+        plain = run(hidden)
+        Launch.taps = STRANGE
+        with pytest.raises(RuntimeError, match="other memory than its own"):
+            run(hidden)
+        Launch.taps = frozenset({tap.slots.data_ptr(), tap.table.data_ptr()})
+        steered = run(hidden)
+    assert tap.rows is not None
+    torch.testing.assert_close(steered, plain + tap.table[tap.rows])
+    torch.testing.assert_close(tap.staging, plain)
+
+
+def test_until_the_first_step_every_op_looks_at_what_it_is_given(
+    tap: ResidualTap,
+) -> None:
+    ask_before_calls()
+    run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
+    graphs = GraphFamilies([frozenset(), STRANGE], one_family=False, may_record=False)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="other memory than its own"):
+            run(hidden)
+        graphs.plan(frozenset(), frozenset())
+        run(hidden)
+
+
+def test_it_knows_every_op_of_hook_points() -> None:
+    """One that is added elsewhere must be given its condition."""
+    ours = {
+        name.split("::")[1]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("vllm::") and ("capture_" in name or "steer_" in name)
+    }
+    assert ours == set(CONDITIONS)

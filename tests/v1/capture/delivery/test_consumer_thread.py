@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.v1.capture._sinks import (
+    WAIT,
+    Answers,
+    KeepingConsumer,
+    RecordingSink,
+    SlowSink,
+    chunk,
+    end,
+    key,
+)
+from vllm.v1.capture.consumer import BatchingSink
+from vllm.v1.capture.delivery import consumer_thread as lane_module
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.types import CaptureKey, CaptureResult
+
+
+class Lanes:
+    """Opens lanes and closes them after the test."""
+
+    def __init__(self) -> None:
+        self._open: list[SinkLane] = []
+
+    def __call__(
+        self, sink: Any, max_bytes: int = 1 << 20, max_items: int = 100
+    ) -> SinkLane:
+        self._open.append(SinkLane("test", sink, max_bytes, max_items))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for lane in self._open:
+            lane.close(WAIT)
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    opened = Lanes()
+    yield opened
+    opened.close()
+
+
+def test_a_request_gets_the_joined_result_of_its_keys(lanes: Lanes) -> None:
+    sink = RecordingSink()
+    lane, answers = lanes(sink), Answers()
+    lane.submit([chunk(key(layer=0)), chunk(key(layer=2))])
+    result = end(lane, answers, key(layer=0), key(layer=2))
+    assert (result.status, result.payload) == ("ok", [0, 2])
+    assert sink.threads == {"capture-test"}
+
+
+@pytest.mark.parametrize("wrong", ["submit_chunk", "submit_finalize", "get_result"])
+def test_a_sink_that_raises_spoils_the_key_it_raised_for(
+    lanes: Lanes, wrong: str
+) -> None:
+    lane, answers = lanes(RecordingSink(wrong)), Answers()
+    lane.submit([chunk(key(layer=1)), chunk(key(layer=2))])
+    result = end(lane, answers, key(layer=1), key(layer=2))
+    assert result.status == "partial_error"
+    assert result.error == f"ValueError: {wrong} went wrong"
+    assert result.payload == [2]
+
+
+@pytest.mark.parametrize("wrong", ["submit_chunk", "submit_finalize", "get_result"])
+def test_what_is_no_exception_does_not_end_the_lane_either(
+    lanes: Lanes, wrong: str
+) -> None:
+    lane, answers = lanes(RecordingSink(wrong, SystemExit)), Answers()
+    lane.submit([chunk(key("first", 1))])
+    result = end(lane, answers, key("first", 1))
+    assert (result.status, result.error) == ("error", f"SystemExit: {wrong} went wrong")
+    assert end(lane, answers, key("second", 2)).status == "ok"
+
+
+def test_a_key_that_was_not_finalized_is_not_waited_for(lanes: Lanes) -> None:
+    class Silent(RecordingSink):
+        def get_result(self, key: CaptureKey) -> CaptureResult | None:
+            return None
+
+    lane, answers = lanes(Silent("submit_finalize")), Answers()
+    result = end(lane, answers, key(layer=1))  # Given up after WAIT, far below 60 s.
+    assert result.error == "ValueError: submit_finalize went wrong"
+
+
+def test_a_key_that_failed_gets_no_more_chunks(lanes: Lanes) -> None:
+    sink = RecordingSink("submit_chunk")
+    lane, answers = lanes(sink), Answers()
+    lane.submit([chunk(key(layer=1))])
+    lane.submit([chunk(key(layer=1), offset=1)])
+    assert end(lane, answers, key(layer=1)).status == "error"
+    assert [name for name, _ in sink.calls].count("submit_chunk") == 1
+
+
+def test_a_failure_does_not_reach_the_next_request(lanes: Lanes) -> None:
+    lane, answers = lanes(RecordingSink("submit_chunk")), Answers()
+    lane.submit([chunk(key("first", 1))])
+    assert end(lane, answers, key("first", 1)).status == "error"
+    assert end(lane, answers, key("second", 0)).status == "ok"
+
+
+def test_a_batch_that_raises_spoils_all_its_keys(lanes: Lanes) -> None:
+    class Batches(RecordingSink):
+        def submit_chunk_batch(self, chunks: Any) -> None:
+            raise ValueError("no batch")
+
+    lane, answers = lanes(Batches()), Answers()
+    lane.submit([chunk(key(layer=0)), chunk(key(layer=2))])
+    result = end(lane, answers, key(layer=0), key(layer=2))
+    assert (result.status, result.error) == ("error", "ValueError: no batch")
+
+
+def test_a_raising_end_of_request_neither_stops_the_lane_nor_is_hidden(
+    lanes: Lanes,
+) -> None:
+    class Ends(RecordingSink):
+        def submit_request_end(self, request_id: str, finalizes: Any) -> None:
+            raise KeyError(request_id)
+
+    lane, answers = lanes(Ends()), Answers()
+    assert end(lane, answers, key("first")).error == "KeyError: 'first'"
+    assert end(lane, answers, key("second")).error == "KeyError: 'second'"
+
+
+def test_an_answer_that_raises_does_not_stop_the_lane(lanes: Lanes) -> None:
+    lane, answers = lanes(RecordingSink()), Answers()
+
+    def lost(result: CaptureResult) -> None:
+        raise OSError("nobody listens")
+
+    lane.finish(Ending("first", (), lost))
+    assert end(lane, answers, key("second")).status == "ok"
+
+
+def test_what_the_framework_found_missing_is_an_error(lanes: Lanes) -> None:
+    lane, answers = lanes(RecordingSink()), Answers()
+    result = end(lane, answers, key(), capture_error="only 1 of 2 rows arrived")
+    assert (result.status, result.error) == ("error", "only 1 of 2 rows arrived")
+
+
+def test_a_note_makes_a_result_partial(lanes: Lanes) -> None:
+    lane, answers = lanes(RecordingSink()), Answers()
+    result = end(lane, answers, key(), capture_note="aborted")
+    assert (result.status, result.error) == ("partial_error", "aborted")
+    assert result.payload == [0]
+
+
+def test_a_sink_that_never_has_a_result_costs_a_request_one_timeout(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(RecordingSink):
+        def get_result(self, key: CaptureKey) -> CaptureResult | None:
+            return CaptureResult(key, "pending") if key[1] else None
+
+    monkeypatch.setattr(lane_module, "RESULT_TIMEOUT", 0.2)
+    lane, answers = lanes(Silent()), Answers()
+    many = [key(layer=layer) for layer in range(200)]
+    result = end(lane, answers, *many)  # One timeout each would take 40 s.
+    assert result.status == "error"
+    assert "no result within" in (result.error or "")
+
+
+def test_a_result_may_come_later(lanes: Lanes) -> None:
+    class Late(RecordingSink):
+        def get_result(self, key: CaptureKey) -> CaptureResult | None:
+            super().get_result(key)
+            return CaptureResult(key, "ok") if len(self.calls) > 4 else None
+
+    lane, answers = lanes(Late()), Answers()
+    assert end(lane, answers, key()).status == "ok"
+
+
+@pytest.mark.parametrize("limit", [{"max_items": 2}, {"max_bytes": 8}])
+def test_a_full_queue_makes_the_sender_wait(lanes: Lanes, limit: dict) -> None:
+    sink = SlowSink()
+    lane = lanes(sink, **limit)  # Either way two chunks of four bytes fit.
+    lane.submit([chunk(key())])
+    assert sink.entered.acquire(timeout=WAIT)
+    lane.submit([chunk(key(), offset=1)])
+    third = threading.Thread(target=lane.submit, args=([chunk(key(), offset=2)],))
+    third.start()
+    third.join(0.1)
+    assert third.is_alive(), "the queue took more than it may hold"
+    sink.let_go.release()
+    third.join(WAIT)
+    assert not third.is_alive()
+    sink.let_go.release(2)
+
+
+def test_a_packet_larger_than_the_queue_is_taken_alone(lanes: Lanes) -> None:
+    sink = RecordingSink()
+    lane, answers = lanes(sink, max_bytes=4), Answers()
+    lane.submit([chunk(key(), rows=100)])
+    assert end(lane, answers, key()).status == "ok"
+
+
+def test_closing_works_off_the_queue_first(lanes: Lanes) -> None:
+    sink = SlowSink()
+    lane = SinkLane("test", sink, 1 << 20, 100)
+    for offset in range(5):
+        lane.submit([chunk(key(), offset=offset)])
+    sink.let_go.release(5)
+    lane.close(WAIT)
+    assert [name for name, _ in sink.calls] == ["submit_chunk"] * 5 + ["shutdown"]
+
+
+def test_closing_gives_up_on_a_sink_that_hangs() -> None:
+    sink = SlowSink()
+    lane = SinkLane("test", sink, 1 << 20, 100)
+    lane.submit([chunk(key())])
+    lane.close(0.1)
+    assert ("shutdown", (None, 1)) in sink.calls
+    sink.let_go.release()
+
+
+def test_a_shutdown_that_raises_is_contained() -> None:
+    SinkLane("test", RecordingSink("shutdown"), 1 << 20, 100).close(WAIT)
+
+
+def test_a_consumer_gets_all_rows_of_a_key_at_once(lanes: Lanes) -> None:
+    consumer = KeepingConsumer()
+    lane, answers = lanes(BatchingSink(consumer)), Answers()
+    lane.submit([chunk(key(), rows=2)])
+    lane.submit([chunk(key(), rows=1, offset=2)])
+    result = end(lane, answers, key())
+    assert result.payload == "kept 3"
+    assert consumer.rows[key()].flatten().tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_consumer_that_raises_is_told_and_spoils_only_that_key(lanes: Lanes) -> None:
+    consumer = KeepingConsumer(refuses=frozenset({1}))
+    lane, answers = lanes(BatchingSink(consumer)), Answers()
+    lane.submit([chunk(key(layer=1)), chunk(key(layer=2))])
+    result = end(lane, answers, key(layer=1), key(layer=2))
+    assert result.status == "partial_error"
+    assert result.error == "RuntimeError: not this layer"
+    assert consumer.errors == {key(layer=1): "RuntimeError: not this layer"}
+
+
+def test_a_key_without_rows_is_an_empty_tensor(lanes: Lanes) -> None:
+    consumer = KeepingConsumer()
+    lane, answers = lanes(BatchingSink(consumer)), Answers()
+    end(lane, answers, key(), hidden_size=8)
+    assert consumer.rows[key()].shape == (0, 8)

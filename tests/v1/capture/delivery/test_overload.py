@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each policy promises, for any order of rows, ends and a consumer's pauses."""
+
+import errno
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.v1.capture._sinks import WAIT, Answers, RecordingSink, key
+from vllm.v1.capture.delivery import consumer_thread as lane_module
+from vllm.v1.capture.delivery import spill as spill_module
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.delivery.spill import SpillStore
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+)
+
+WIDTH = 4
+ROW_BYTES = WIDTH * 4
+
+
+def rows(of: CaptureKey, start: int, count: int, offset: int) -> CaptureChunk:
+    """Rows whose values are their positions."""
+    positions = list(range(start, start + count))
+    tensor = torch.tensor(positions, dtype=torch.float32)[:, None].repeat(1, WIDTH)
+    return CaptureChunk(of, tensor, tensor.dtype, offset, 0, {"positions": positions})
+
+
+class Gate(RecordingSink):
+    """Lets chunks through only while it is open; keeps the rows of each key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.rows: dict[CaptureKey, list[float]] = {}
+        self.finalized: dict[CaptureKey, dict[str, Any]] = {}
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        self.entered.set()
+        assert self.open.wait(WAIT)
+        seen = self.rows.setdefault(chunk.key, [])
+        assert chunk.row_offset == len(seen), "a gap, or rows twice"
+        assert chunk.tensor.shape[0] == len(chunk.metadata["positions"])
+        assert torch.equal(chunk.tensor, chunk.tensor[:, :1].expand(-1, WIDTH))
+        seen += chunk.tensor[:, 0].tolist()
+
+    def submit_finalize(self, finalize: CaptureFinalize) -> None:
+        assert finalize.key not in self.finalized, "a key was finalized twice"
+        self.finalized[finalize.key] = finalize.sidecar
+
+
+class Traffic:
+    """Some requests whose rows come in turns, like those of a batch."""
+
+    def __init__(self, lane: SinkLane, taps: int = 2) -> None:
+        self._lane = lane
+        self._taps = taps
+        self.sent: dict[str, int] = {}
+        self.answers: dict[str, Answers] = {}
+
+    def step(self, parts: dict[str, int]) -> None:
+        """One step computes so many rows of each of these requests."""
+        chunks = []
+        for request, count in parts.items():
+            start = self.sent.get(request, 0)
+            self.sent[request] = start + count
+            chunks += [
+                rows(key(request, layer), start, count, start)
+                for layer in range(self._taps)
+            ]
+        self._lane.submit(chunks)
+
+    def end(self, request: str, counted: int | None = None) -> None:
+        """The request has ended; its first `counted` rows count."""
+        count = self.sent.get(request, 0) if counted is None else counted
+        positions = list(range(count))
+        finalizes = tuple(
+            CaptureFinalize(
+                key(request, layer),
+                {"positions": positions, "token_ids": positions, "num_rows": count},
+            )
+            for layer in range(self._taps)
+        )
+        self.answers[request] = Answers()
+        self._lane.finish(Ending(request, finalizes, self.answers[request]))
+
+
+def lane_for(
+    sink: Any,
+    overload: Literal["block", "drop"] = "block",
+    spill: SpillStore | None = None,
+    max_bytes: int = 8 * ROW_BYTES,
+    max_items: int = 3,
+) -> SinkLane:
+    return SinkLane("test", sink, max_bytes, max_items, overload, spill)
+
+
+names = st.sampled_from("abc")
+steps = st.dictionaries(names, st.integers(1, 4), min_size=1)
+# A step; the consumer is stopped; it goes on; a request has ended.
+events = st.one_of(
+    steps.map(lambda parts: ("step", parts)),
+    st.just(("stop", None)),
+    st.just(("go", None)),
+    names.map(lambda name: ("end", name)),
+)
+
+
+def play(traffic: Traffic, sink: Gate, story: Sequence[Any], may_stop: bool) -> None:
+    """Carry out a story; every request ends once, at the latest when it is over."""
+    life: dict[str, int] = {}
+    sink.open.set()
+    for what, argument in story:
+        if what == "step":
+            parts = {f"{n}{life.get(n, 0)}": count for n, count in argument.items()}
+            traffic.step(parts)
+        elif what == "end":
+            current = f"{argument}{life.get(argument, 0)}"
+            if current in traffic.sent:
+                traffic.end(current)
+                life[argument] = life.get(argument, 0) + 1
+        elif what == "stop" and may_stop:
+            sink.open.clear()
+        else:
+            sink.open.set()
+    sink.open.set()
+    for request in traffic.sent.keys() - traffic.answers.keys():
+        traffic.end(request)
+
+
+@given(story=st.lists(events, max_size=25), on_disk=st.integers(0, 4096))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_spilling_loses_nothing_and_keeps_the_order(
+    tmp_path: Path, story: Sequence[Any], on_disk: int
+) -> None:
+    sink = Gate()
+    # With little room on disk it blocks; then the consumer must not be stopped.
+    may_stop = on_disk == 0
+    store = SpillStore(tmp_path, on_disk or 1 << 20)
+    lane = lane_for(sink, spill=store)
+    traffic = Traffic(lane)
+    play(traffic, sink, story, may_stop)
+    for request, answers in traffic.answers.items():
+        assert answers.next().status == "ok"
+        for layer in range(2):
+            expected = [float(p) for p in range(traffic.sent[request])]
+            assert sink.rows[key(request, layer)] == expected
+    lane.close(WAIT)
+    assert store.used_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(story=st.lists(events, max_size=25))
+def test_blocking_loses_nothing_and_keeps_the_order(story: Sequence[Any]) -> None:
+    sink = Gate()
+    lane = lane_for(sink)
+    traffic = Traffic(lane)
+    play(traffic, sink, story, may_stop=False)
+    for request, answers in traffic.answers.items():
+        assert answers.next().status == "ok"
+        expected = [float(p) for p in range(traffic.sent[request])]
+        assert all(sink.rows[key(request, layer)] == expected for layer in range(2))
+    lane.close(WAIT)
+
+
+@given(story=st.lists(events, max_size=25))
+def test_every_dropped_row_is_counted_once_and_said(story: Sequence[Any]) -> None:
+    sink = Gate()
+    lane = lane_for(sink, "drop")
+    traffic = Traffic(lane)
+    play(traffic, sink, story, may_stop=True)
+    dropped = 0
+    for request, answers in traffic.answers.items():
+        result, missing = answers.next(), 0
+        for layer in range(2):
+            found = sink.rows.get(key(request, layer), [])
+            sidecar = sink.finalized[key(request, layer)]
+            assert found == [float(position) for position in sidecar["positions"]]
+            assert sidecar["token_ids"] == sidecar["positions"]
+            assert sidecar["num_rows"] == len(found)
+            missing += traffic.sent[request] - len(found)
+        total = 2 * traffic.sent[request]
+        if missing:
+            assert result.status == "partial_error"
+            assert f"{missing} of {total} rows were dropped" in str(result.error)
+        else:
+            assert (result.status, result.error) == ("ok", None)
+        dropped += missing
+    assert lane.counters().dropped_rows == dropped
+    lane.close(WAIT)
+
+
+def test_dropping_never_waits_and_drops_what_does_not_fit() -> None:
+    sink = Gate()
+    lane = lane_for(sink, "drop", max_items=2)
+    traffic = Traffic(lane, taps=1)
+    for _ in range(10):  # Nothing is let through meanwhile.
+        traffic.step({"a": 1})
+    traffic.end("a")
+    sink.open.set()
+    result = traffic.answers["a"].next()
+    assert result.error is not None and "8 of 10 rows were dropped" in result.error
+    assert sink.rows[key("a", 0)] == [0.0, 1.0]
+    lane.close(WAIT)
+
+
+def test_dropped_rows_past_the_end_did_not_count() -> None:
+    sink = Gate()
+    lane = lane_for(sink, "drop", max_items=1)
+    traffic = Traffic(lane, taps=1)
+    traffic.step({"a": 2})
+    traffic.step({"a": 3})  # Dropped; a stop string voids it.
+    traffic.end("a", counted=2)
+    sink.open.set()
+    assert traffic.answers["a"].next().status == "ok"
+    lane.close(WAIT)
+
+
+def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
+    sink = Gate()
+    store = SpillStore(tmp_path, 1 << 20)
+    lane = lane_for(sink, spill=store, max_bytes=8 * ROW_BYTES, max_items=100)
+    traffic = Traffic(lane, taps=1)
+    for _ in range(50):
+        traffic.step({"a": 4})
+        assert lane.counters().queue_bytes <= 8 * ROW_BYTES
+    counters = lane.counters()
+    assert counters.spilled_rows == 50 * 4 - 8
+    assert counters.spill_bytes == counters.spilled_bytes == 192 * ROW_BYTES
+    assert store.used_bytes > counters.spill_bytes
+    assert list(tmp_path.iterdir()) == []  # files without a name
+    sink.open.set()
+    traffic.end("a")
+    assert traffic.answers["a"].next().status == "ok"
+    lane.close(WAIT)
+
+
+class FullDisk:
+    """Writes fail as those to a full disk do, while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = True
+        self.tried = threading.Semaphore(0)
+        self._write = spill_module.os.pwrite
+        monkeypatch.setattr(spill_module.os, "pwrite", self._pwrite)
+
+    def _pwrite(self, descriptor: int, data: Any, offset: int) -> int:
+        if not self.full:
+            return self._write(descriptor, data, offset)
+        self.tried.release()
+        self._write(descriptor, data[:1], offset)  # torn, as on a real one
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_makes_spilling_wait_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    monkeypatch.setattr(spill_module, "RETRY_SECONDS", 0.0)
+    sink = Gate()
+    store = SpillStore(tmp_path, 1 << 20)
+    lane = lane_for(sink, spill=store, max_items=1)
+    traffic = Traffic(lane, taps=1)
+    traffic.step({"a": 1})
+    sender = threading.Thread(target=traffic.step, args=({"a": 2},))
+    sender.start()
+    assert disk.tried.acquire(timeout=WAIT)
+    sender.join(0.1)
+    assert sender.is_alive(), "nothing waits although the disk is full"
+    assert store.used_bytes == 0
+    disk.full = False  # Somebody made room; the row can be spilled.
+    sender.join(WAIT)
+    assert not sender.is_alive()
+    assert lane.counters().spilled_rows == 2
+    sink.open.set()
+    traffic.end("a")
+    assert traffic.answers["a"].next().status == "ok"
+    assert sink.rows[key("a", 0)] == [0.0, 1.0, 2.0]
+    lane.close(WAIT)
+
+
+def test_a_disk_that_does_not_give_back_spoils_what_lay_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Gate()
+    lane = lane_for(sink, spill=SpillStore(tmp_path, 1 << 20), max_items=1)
+    traffic = Traffic(lane, taps=1)
+    traffic.step({"a": 1})
+    traffic.step({"b": 1})  # on disk
+
+    def unreadable(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(spill_module.os, "preadv", unreadable)
+    traffic.end("a")
+    traffic.end("b")
+    sink.open.set()
+    assert traffic.answers["a"].next().status == "ok"
+    result = traffic.answers["b"].next()
+    assert result.status == "error"
+    assert "Input/output error" in str(result.error)
+    assert lane.counters().failed_rows == 1
+    lane.close(WAIT)
+
+
+class TestAConsumerThatDoesNotComeBack:
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lane_module, "STALL_SECONDS", 0.3)
+
+    def test_loses_what_waits_and_hangs_nothing(self) -> None:
+        sink = Gate()
+        lane = lane_for(sink, max_items=2)
+        traffic = Traffic(lane, taps=1)
+        for _ in range(5):  # would wait for ever
+            traffic.step({"a": 1})
+        traffic.end("a")
+        result = traffic.answers["a"].next()
+        assert result.status == "error"
+        assert "does not come back" in str(result.error)
+        assert lane.counters().failed_rows == 5
+        sink.open.set()
+        lane.close(WAIT)
+
+    def test_waiting_requests_are_answered_when_its_owner_looks(self) -> None:
+        sink = Gate()
+        lane = lane_for(sink)
+        traffic = Traffic(lane, taps=1)
+        traffic.step({"a": 1})
+        traffic.end("a")
+        traffic.end("b")
+        assert sink.entered.wait(WAIT)
+        while not lane.check():
+            threading.Event().wait(0.02)
+        assert traffic.answers["a"].next().status == "error"
+        assert traffic.answers["b"].next().status == "error"
+        sink.open.set()
+        lane.close(WAIT)
+        assert len(traffic.answers["a"].results) == 1, "answered twice"
+
+    def test_serves_later_requests_once_it_has(self) -> None:
+        sink = Gate()
+        lane = lane_for(sink, max_items=1)
+        traffic = Traffic(lane, taps=1)
+        traffic.step({"a": 1})
+        traffic.step({"a": 1})
+        traffic.end("a")
+        assert traffic.answers["a"].next().status == "error"
+        sink.open.set()
+        while lane.check():
+            threading.Event().wait(0.02)
+        traffic.step({"b": 2})
+        traffic.end("b")
+        assert traffic.answers["b"].next().status == "ok"
+        assert sink.finalized[key("a", 0)]["capture_error"]
+        assert sink.rows[key("b", 0)] == [0.0, 1.0]
+        lane.close(WAIT)
+
+
+def test_closing_answers_for_what_is_not_worked_off() -> None:
+    sink = Gate()
+    lane = lane_for(sink)
+    traffic = Traffic(lane, taps=1)
+    traffic.step({"a": 3})
+    traffic.end("a")
+    assert sink.entered.wait(WAIT)
+    lane.close(0.1)
+    result = traffic.answers["a"].next()
+    assert isinstance(result, CaptureResult)
+    assert (result.status, result.error) == (
+        "error",
+        "the engine stopped before it was delivered",
+    )
+    sink.open.set()

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From staged steps to the rows of each request: places, positions, order."""
+
+import threading
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.dispatch.dispatcher import Dispatcher
+from vllm.v1.capture.dispatch.ledger import Rows
+from vllm.v1.capture.dispatch.row_buffer import Gathering
+from vllm.v1.capture.dispatch.step_buffer import LARGEST_PART
+from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.staging.blocks import LocalGroup, StepView, TrueStarts
+from vllm.v1.capture.staging.ring import Staging
+from vllm.v1.capture.staging.step_layout import Placement
+
+WIDTH, TAPS = 4, 3
+EVERYTHING = ((0, 1 << 40),)
+
+
+class Taken:
+    """A request that keeps what it is given."""
+
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+        self.rows: list[Rows] = []
+
+        self._gathering = Gathering(TAPS, torch.float32, together=True)
+
+    def gather(self, pieces: Any, copies: Any) -> Any:
+        return [(0, rows) for rows in self._gathering.gather(pieces[0], 1000, copies)]
+
+    def finish(self) -> None:
+        self.rows.extend(self._gathering.rest())
+
+    def add(self, group: int, rows: Rows) -> dict[str, Any]:
+        self.rows.append(rows)
+        return {}
+
+
+class Bench:
+    """Steps whose rows say which request, position and tap they are."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
+        self.dispatcher = Dispatcher(self.staging, {})
+        self.placement = Placement(range(TAPS), 128)
+        self.taken = {name: Taken(name) for name in names}
+        self.number = {name: float(i) for i, name in enumerate(names)}
+        taps = tuple((layer, "post_block") for layer in range(TAPS))
+        for name, request in self.taken.items():
+            self.placement.add(
+                name, (LocalGroup(taps, tuple(range(TAPS)), EVERYTHING, ()),)
+            )
+            self.dispatcher.open(request)  # type: ignore[arg-type]
+        self.steps: list[StagedStep] = []
+        self.numbers = count()
+
+    def step(
+        self, starts: dict[str, int], shifts: dict[str, int] | None = None
+    ) -> None:
+        """A token of each request; `shifts`: where its true position differs."""
+        names, count = list(starts), len(starts)
+        true = None
+        if shifts is not None:
+            known = [starts[name] + shifts.get(name, 0) for name in names]
+            assumed = np.array(list(starts.values()))
+            true = TrueStarts(names, assumed, torch.tensor(known))
+        view = StepView(
+            names,
+            np.array(list(starts.values())),
+            np.ones(count, dtype=np.int64),
+            count,
+            None if true is None else (lambda: true.true),
+        )
+        placed = self.placement.place(view)
+        assert placed is not None
+        layout = placed.layout
+        segment = self.staging.ring.reserve(layout.num_rows, timeout=5)
+        assert segment is not None
+        slots = layout.slots(range(TAPS), count)
+        for row, name in enumerate(names):
+            position = starts[name] + (shifts or {}).get(name, 0)
+            for tap in range(TAPS):
+                slot = segment.start + int(slots[tap, row])
+                self.staging.rows[slot] = torch.tensor(
+                    [self.number[name], float(position), float(tap), 0.0]
+                )
+        self.steps.append(StagedStep(next(self.numbers), placed, segment, true))
+
+    def send_page(self) -> torch.Tensor:
+        """Hand on one step, whose rows are in a page; the page."""
+        (step,) = self.steps
+        segment = step.segment
+        rows = self.staging.rows[segment.start : segment.start + segment.num_rows]
+        page = rows.clone()
+        rows.fill_(-1.0)
+        self.steps = [step._replace(page=page)]
+        self.send()
+        return page
+
+    def send(self, copied: Any = None, hand_on: bool = True) -> None:
+        """Let the dispatcher have all steps so far, and wait until that is done."""
+        self.dispatcher.steps(self.steps, copied)
+        if hand_on:
+            self.dispatcher.hand_on()
+        done = threading.Event()
+        self.dispatcher._put(done.set)
+        assert done.wait(10)
+        self.steps = []
+
+    def check(self, expected: dict[str, list[int]]) -> None:
+        """Each request has rows at these positions, in order, at every tap."""
+        for name, positions in expected.items():
+            self.taken[name].finish()
+            rows = self.taken[name].rows
+            found = [p for part in rows for p in range(part.start, part.stop)]
+            assert found == positions
+            together = torch.cat([part.tensor for part in rows], dim=1)
+            for tap in range(TAPS):
+                wanted = [[self.number[name], p, tap, 0] for p in positions]
+                assert together[tap].tolist() == wanted
+        self.dispatcher._requests.clear()
+        self.dispatcher.close(5)
+        assert not self.staging.ring._taken
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3),
+)
+def test_steps_that_continue_each_other_give_the_same_rows(
+    count: int, batches: list[tuple[int, bool]]
+) -> None:
+    names = [f"r{i}" for i in range(count)]
+    bench, position = Bench(names), 0
+    for steps, hand_on in batches:
+        for _ in range(steps):
+            bench.step({name: 10 * i + position for i, name in enumerate(names)})
+            position += 1
+        bench.send(hand_on=hand_on)
+    bench.send()
+    bench.check(
+        {n: list(range(10 * i, 10 * i + position)) for i, n in enumerate(names)}
+    )
+
+
+def test_rows_are_settled_by_the_steps_behind_them() -> None:
+    bench = Bench(["a"])
+    for position in range(5):
+        bench.step({"a": position})
+    bench.send()
+    assert bench.taken["a"].rows == [], "more may come that goes on from them"
+    bench.taken["a"].finish()
+    parts = [(part.start, part.stop, part.step) for part in bench.taken["a"].rows]
+    assert parts == [(0, 4, 3), (4, 5, 4)]
+    bench.check({"a": list(range(5))})
+
+
+def test_positions_that_drafts_had_shifted_are_put_right() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 5, "b": 7}, {})
+    bench.send()
+    # Prepared as if a's draft had been accepted; it was not.
+    bench.step({"a": 7, "b": 8}, {"a": -1})
+    bench.send()
+    bench.check({"a": [5, 6], "b": [7, 8]})
+
+
+def test_a_change_of_the_batch_ends_a_run() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 0, "b": 4})
+    bench.step({"a": 1, "b": 5})
+    bench.step({"b": 6})
+    bench.step({"b": 7, "a": 2})
+    bench.send()
+    bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
+
+
+def test_rows_wait_until_they_are_handed_on() -> None:
+    bench = Bench(["a", "b"])
+    for position in range(3):
+        bench.step({"a": position, "b": 4 + position})
+        bench.send(hand_on=False)
+    assert bench.taken["a"].rows == bench.taken["b"].rows == []
+    assert len(bench.staging.ring._taken) == 3
+    bench.step({"b": 7})
+    bench.send()
+    bench.taken["b"].finish()
+    parts = [(part.start, part.stop, part.step) for part in bench.taken["b"].rows]
+    assert parts == [(4, 7, 2), (7, 8, 3)]
+    bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
+
+
+def test_steps_whose_copy_fails_are_lost_alone() -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    bench = Bench(["a"])
+    for position in range(6):
+        bench.step({"a": position})
+        failing = SimpleNamespace(synchronize=fail) if position in (2, 3) else None
+        bench.send(failing, hand_on=False)
+    bench.send()
+    bench.check({"a": [0, 1, 4, 5]})
+
+
+def test_rows_that_cannot_be_taken_give_their_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.taken["a"], "gather", None)
+        bench.step({"a": 0})
+        bench.send()
+    assert not bench.staging.ring._taken
+    bench.step({"a": 1})
+    bench.send()
+    bench.check({"a": [1]})
+
+
+def test_a_request_that_is_not_known_is_skipped() -> None:
+    bench = Bench(["a", "b"])
+    bench.dispatcher._put(lambda: bench.dispatcher._requests.pop("a", None))
+    bench.step({"a": 0, "b": 0})
+    bench.send()
+    assert bench.taken["a"].rows == []
+    bench.check({"b": [0]})
+
+
+def test_a_page_is_handed_on_as_it_is() -> None:
+    bench = Bench(["a", "b"])
+    bench.step({"a": 3, "b": 8})
+    page = bench.send_page()
+    bench.step({"a": 4, "b": 9})
+    bench.send()
+    for name in "ab":
+        assert bench.taken[name].rows[0].memory.data_ptr() == page.data_ptr()
+    bench.check({"a": [3, 4], "b": [8, 9]})
+
+
+def test_a_small_part_of_a_page_is_copied() -> None:
+    names = [f"r{i}" for i in range(LARGEST_PART + 1)]
+    bench = Bench(names)
+    bench.step({name: 10 * i for i, name in enumerate(names)})
+    page = bench.send_page()
+    storage = page.untyped_storage().data_ptr()
+    for name in names:
+        bench.taken[name].finish()
+        (rows,) = bench.taken[name].rows
+        assert rows.tensor.untyped_storage().data_ptr() != storage
+    bench.check({name: [10 * i] for i, name in enumerate(names)})
+
+
+class EndingRequest:
+    """Stands for a request with a few last rows; one without rows is broken."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+
+    def finish(self, end: Any) -> Any:
+        assert self.num_bytes, f"{self.name} is broken"
+        rows = torch.zeros(1, self.num_bytes, dtype=torch.uint8)
+        chunk = SimpleNamespace(name=self.name, tensor=rows)
+        return {"a": [chunk]}, {"a": self.name, "b": self.name}
+
+
+class RecordingLane:
+    """A lane that keeps what it is given, in order."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def submit(self, chunks: Any) -> None:
+        self.items.append([chunk.name for chunk in chunks])
+
+    def finish(self, ending: str) -> None:
+        self.items.append(ending)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 20))
+def test_requests_that_end_together_share_packets_of_a_bounded_size(
+    sizes: list[int], packet_bytes: int
+) -> None:
+    lanes: Any = {"a": RecordingLane(), "b": RecordingLane()}
+    staging = Staging(1, WIDTH, torch.float32, torch.device("cpu"))
+    dispatcher = Dispatcher(staging, lanes, packet_bytes)
+    requests = {f"r{i}": EndingRequest(f"r{i}", size) for i, size in enumerate(sizes)}
+    for request in requests.values():
+        request.req_id = request.name  # type: ignore[attr-defined]
+        dispatcher.open(request)  # type: ignore[arg-type]
+    ends: Any = [SimpleNamespace(request_id=name) for name in requests]
+    dispatcher.end(ends)
+    dispatcher.close(5)
+    sound = [name for name, request in requests.items() if request.num_bytes]
+    assert lanes["b"].items == sound
+    packet: list[str] = []
+    seen: list[str] = []
+    for item in lanes["a"].items:
+        if isinstance(item, list):
+            assert not packet, "a packet's requests end before the next packet"
+            packet, size = list(item), sum(requests[n].num_bytes for n in item)
+            assert size - requests[item[-1]].num_bytes < packet_bytes
+        else:
+            assert packet.pop(0) == item
+            seen.append(item)
+    assert seen == sound and not packet

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
+from tests.v1.capture._strategies import plan_for, positions, wanted
+from vllm.v1.capture.dispatch.ledger import Rows
+from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
+from vllm.v1.capture.plan import CapturePlan, group_taps, overlap
+from vllm.v1.capture.staging.blocks import local_groups
+from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
+
+
+class Consumers:
+    """What every instance was given, per key."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[Any, list[CaptureChunk]] = defaultdict(list)
+        self.finalizes: dict[Any, CaptureFinalize] = {}
+
+    def take(self, chunks: dict[str, list[CaptureChunk]]) -> None:
+        for instance, batch in chunks.items():
+            for chunk in batch:
+                self.chunks[instance, chunk.key[1:]].append(chunk)
+
+    def rows(self, instance: str, tap: Any) -> list[tuple[int, float]]:
+        """The rows that count: those that the sidecar announces."""
+        rows = []
+        for chunk in self.chunks[instance, tap]:
+            assert chunk.row_offset == len(rows), "rows are missing or repeated"
+            rows += list(zip(chunk.metadata["positions"], chunk.tensor[:, 0].tolist()))
+        return rows[: self.finalizes[instance, tap].sidecar["num_rows"]]
+
+
+def run(
+    plan: CapturePlan,
+    life: Life,
+    reason: str,
+    early: frozenset[str],
+    ahead: Sequence[int] = (),
+) -> Consumers:
+    """Drive a request; `ahead`: by how much each step's positions are assumed wrong."""
+    taps = [tap for group in plan.groups for tap in group.taps]
+    groups = local_groups(plan, {tap: i for i, tap in enumerate(taps)})
+    prompt = list(range(100, 100 + life.num_prompt_tokens))
+    request = CapturedRequest("r", plan, groups, prompt, {}, {}, early)
+    consumers = Consumers()
+    for number, step in enumerate(life.steps):
+        for index, group in enumerate(groups):
+            wrong = ahead[number] if ahead else 0
+            for rows in step_rows(step, group.ranges, len(group.taps), number, wrong):
+                consumers.take(request.add(index, rows))
+    chunks, endings = request.finish(end_of(life, reason))
+    consumers.take(chunks)
+    for instance, ending in endings.items():
+        for finalize in ending.finalizes:
+            consumers.finalizes[instance, finalize.key[1:]] = finalize
+    return consumers
+
+
+def step_rows(
+    step: Step, ranges: Any, taps: int, number: int, ahead: int = 0
+) -> list[Rows]:
+    assumed = step.start + ahead
+    return [
+        Rows.of(
+            start - ahead,
+            step.rows(start - ahead, stop - ahead).repeat(taps, 1, 1),
+            number,
+        )
+        for start, stop in overlap(ranges, assumed, assumed + len(step.values))
+    ]
+
+
+def end_of(life: Life, reason: str) -> RequestEnd:
+    return RequestEnd(
+        request_id="r",
+        token_ids=tuple(range(200, 200 + life.counted)),
+        sample_index=0,
+        finish_reason=reason,
+        answer=lambda instance, result: None,
+        instances=(),
+    )
+
+
+@given(st.data(), lives(), st.sampled_from([frozenset(), frozenset("a")]))
+def test_each_reader_gets_its_rows_once_and_in_order(
+    data: st.DataObject, life: Life, early: frozenset[str]
+) -> None:
+    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
+    plan = plan_for(want, life.num_prompt_tokens)
+    consumers = run(plan, life, "abort", early)
+    for instance, taps in want.items():
+        for tap, ranges in taps.items():
+            sidecar = consumers.finalizes[instance, tap].sidecar
+            kept = sidecar["positions"]
+            assert consumers.rows(instance, tap) == [(p, float(p)) for p in kept]
+            expected = standing(life, positions(ranges, life.stop))
+            # Aborted while it recomputed: the rows that were held are gone.
+            assert kept == [p for p in expected if life.settled or p in kept]
+            assert sidecar["token_ids"] == [
+                100 + p
+                if p < life.num_prompt_tokens
+                else 200 + p - life.num_prompt_tokens
+                for p in kept
+            ]
+
+
+@given(st.data(), lives(), st.integers(1, 4))
+def test_steps_whose_positions_are_assumed_too_high_give_the_same_rows(
+    data: st.DataObject, life: Life, lag: int
+) -> None:
+    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
+    plain = plan_for(want, life.num_prompt_tokens)
+    groups = group_taps(want, life.num_prompt_tokens, lag)
+    ahead = [
+        data.draw(st.integers(0, lag)) if step.start >= life.num_prompt_tokens else 0
+        for step in life.steps
+    ]
+    known = run(plain, life, "abort", frozenset())
+    assumed = run(
+        msgspec.structs.replace(plain, groups=groups), life, "abort", frozenset(), ahead
+    )
+    assert known.finalizes.keys() == assumed.finalizes.keys()
+    for (instance, tap), final in known.finalizes.items():
+        rows = assumed.rows(instance, tap)
+        if life.settled:
+            assert assumed.finalizes[instance, tap].sidecar == final.sidecar
+            assert rows == known.rows(instance, tap)
+        else:  # Aborted while it recomputed: rows that were held may be gone.
+            assert rows == [(position, float(position)) for position, _ in rows]
+
+
+@given(st.data(), lives())
+def test_a_consumer_that_cannot_truncate_gets_no_row_that_is_void(
+    data: st.DataObject, life: Life
+) -> None:
+    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
+    consumers = run(
+        plan_for(want, life.num_prompt_tokens), life, "abort", early=frozenset()
+    )
+    for (instance, tap), chunks in consumers.chunks.items():
+        rows = sum(len(chunk.tensor) for chunk in chunks)
+        # An abort may come before rows of the prompt are all there, never after
+        # more rows than the sidecar says.
+        assert rows == consumers.finalizes[instance, tap].sidecar["num_rows"]
+
+
+@given(st.data(), lives().filter(lambda life: life.settled))
+def test_rows_that_are_missing_are_told(data: st.DataObject, life: Life) -> None:
+    want = data.draw(wanted(life.num_prompt_tokens, max(life.stop, 1)))
+    hole = data.draw(st.integers(0, max(life.stop - 1, 0)))
+    kept = tuple(
+        Step(start, step.values[start - step.start : stop - step.start])
+        for step in life.steps
+        for start, stop in overlap(
+            ((0, hole), (hole + 1, 1000)), step.start, step.start + len(step.values)
+        )
+    )
+    lossy = replace(life, steps=kept)
+    plan = plan_for(want, life.num_prompt_tokens)
+    consumers = run(plan, lossy, "length", frozenset("abc"))
+    for instance, taps in want.items():
+        for tap, ranges in taps.items():
+            sidecar = consumers.finalizes[instance, tap].sidecar
+            selected = positions(ranges, life.stop)
+            lost = [p for p in selected if p == hole or p >= life.computed]
+            assert ("capture_error" in sidecar) == bool(lost)
+
+
+def test_positions_that_the_request_did_not_reach_are_noted() -> None:
+    plan = plan_for({"a": {(0, "post_block"): ((0, 1), (6, 8))}}, 2)
+    steps = (Step(0, (0.0, 1.0)), Step(2, (2.0,)))
+    consumers = run(plan, Life(2, steps, 2, 3), "stop", frozenset())
+    sidecar = consumers.finalizes["a", (0, "post_block")].sidecar
+    assert sidecar["positions"] == [0]
+    assert "did not reach the positions [6, 7]" in sidecar["capture_note"]
+
+
+def test_a_request_of_which_nothing_was_computed_is_answered() -> None:
+    answers: dict[str, CaptureResult] = {}
+    end = RequestEnd(
+        request_id="r",
+        token_ids=(),
+        sample_index=0,
+        finish_reason="abort",
+        answer=answers.__setitem__,
+        instances=("a", "b"),
+    )
+    end.never_started()
+    assert sorted(answers) == ["a", "b"]
+    assert all(result.status == "error" for result in answers.values())
+
+
+def test_chunks_say_where_and_when_their_rows_were_computed() -> None:
+    plan = plan_for({"a": {(1, "pre_attn"): ((0, 3),)}}, 3)
+    groups = local_groups(plan, {(1, "pre_attn"): 0})
+    request = CapturedRequest("r", plan, groups, [1, 2, 3], {}, {}, frozenset())
+    assert request.add(0, Rows.of(0, torch.zeros(1, 2, WIDTH), 5)) == {}
+    (chunk,) = request.add(0, Rows.of(2, torch.zeros(1, 1, WIDTH), 6))["a"]
+    assert chunk.key == ("r", 1, "pre_attn")
+    assert (chunk.row_offset, chunk.step_index) == (0, 5)
+    assert chunk.metadata["positions"] == [0, 1]
+    assert chunk.tensor.shape == (2, WIDTH)
+    assert chunk.dtype == torch.float32

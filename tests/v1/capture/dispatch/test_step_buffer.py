@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests sit down and get up while steps follow each other: whose row is where."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.dispatch.step_chain import Chain, Found, StagedStep
+from vllm.v1.capture.memory.row_copy import copy_rows
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.ring import Segment
+from vllm.v1.capture.staging.step_layout import Placement
+
+TAPS = 2
+MEMORY = torch.arange(5000).float()[:, None]
+"""Each row says where it is."""
+GROUPS = (
+    LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ()),
+    LocalGroup(((1, "post_block"),), (1,), ((2, OPEN_END),), ()),
+)
+
+
+class Steps:
+    """Steps one behind the other, and where in memory each row of them is."""
+
+    def __init__(self) -> None:
+        self._placement = Placement(range(TAPS), 1000)
+        self._known: set[str] = set()
+        self._end = self._number = 0
+        self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        """By request and group: position and place of each row."""
+
+    def step(self, positions: dict[str, int]) -> StagedStep:
+        names = list(positions)
+        for name in names:
+            if name not in self._known:
+                self._placement.add(name, GROUPS)
+                self._known.add(name)
+        starts, ones = np.array(list(positions.values())), np.ones(len(names), int)
+        placed = self._placement.place(StepView(names, starts, ones, len(names)))
+        assert placed is not None
+        layout = placed.layout
+        segment = Segment(self._end, layout.num_rows)
+        slots = layout.slots(range(TAPS), len(names))
+        for row, name in enumerate(names):
+            for group in range(TAPS):
+                if slots[group, row] >= 0:
+                    place = self._end + int(slots[group, row])
+                    self.rows[name, group].append((positions[name], place))
+        self._end += layout.num_rows
+        self._number += 1
+        return StagedStep(self._number, placed, segment)
+
+
+def noted(found: list[Found], taken: dict[Any, list[tuple[int, int]]]) -> None:
+    for req_id, group, piece in found:
+        rows = torch.zeros(1, piece.num_rows, 1)
+        copy_rows([piece.copy_to(rows, 0)])
+        places = rows[0, :, 0].int().tolist()
+        assert len(places) == piece.num_rows == piece.num_steps > 0
+        taken[req_id, group] += zip(
+            range(piece.start, piece.start + piece.num_rows), places, strict=True
+        )
+
+
+@given(st.data())
+def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
+    steps, chain = Steps(), None
+    taken: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    positions: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 20))):
+        here = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, unique=True))
+        if positions and data.draw(st.integers(0, 2)):
+            here = list(positions)  # Mostly, all go on.
+        positions = {name: positions.get(name, 0) for name in here}
+        if data.draw(st.integers(0, 9)) == 0:
+            positions[here[0]] = 0
+        step = steps.step(positions)
+        positions = {name: position + 1 for name, position in positions.items()}
+        if chain is not None and chain.follows(step):
+            noted(chain.add(step), taken)
+        else:
+            if chain is not None:
+                noted(chain.take_all(), taken)
+            chain = Chain(step, MEMORY)
+        if data.draw(st.integers(0, 4)) == 0:
+            name = data.draw(st.sampled_from("abcde"))
+            noted(chain.take(name), taken)
+            assert not chain.has_rows_of({name})
+            assert chain.take(name) == []
+    assert chain is not None
+    noted(chain.take_all(), taken)
+    assert taken == steps.rows
+    assert not chain.has_rows_of("abcde")
+
+
+def test_requests_that_come_and_go_leave_the_others_in_one_piece() -> None:
+    steps = Steps()
+    chain = Chain(steps.step({"a": 9, "b": 30}), MEMORY)
+    gone = "b"
+    for number, name in enumerate("cde"):
+        alone = steps.step({"a": 10 + 2 * number})
+        assert chain.follows(alone)
+        assert [found[0] for found in chain.add(alone)] == [gone, gone]
+        joined = steps.step({"a": 11 + 2 * number, name: 5})
+        assert chain.follows(joined)
+        assert chain.add(joined) == []
+        gone = name
+    pieces = [piece for _, group, piece in chain.take("a") if group == 0]
+    assert [(piece.start, piece.num_rows) for piece in pieces] == [(9, 7)]
+
+
+def test_a_step_that_is_elsewhere_or_later_does_not_follow() -> None:
+    steps = Steps()
+    first = steps.step({"a": 5})
+    chain = Chain(first, MEMORY)
+    second, third = steps.step({"a": 6}), steps.step({"a": 7})
+    assert not chain.follows(third)
+    assert chain.follows(second)
+    elsewhere = Segment(second.segment.start + 1, second.segment.num_rows)
+    assert not chain.follows(second._replace(segment=elsewhere))
+    assert not chain.follows(second._replace(page=MEMORY))
+    true_starts: Any = object()
+    assert not chain.follows(second._replace(true_starts=true_starts))
+    chain.add(second)
+    assert not chain.follows(steps.step({"a": 8, "b": 3})), "another shape"

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.http import (
+    FIELDS,
+    refuse_unsupported,
+    response_results,
+    stamp,
+)
+from vllm.v1.capture.types import CaptureResult
+
+
+class Carries(BaseModel):
+    capture: Any = None
+    capture_wait: bool = False
+
+
+class Embeds(BaseModel):
+    prompt: str = ""
+
+
+def result(status: Any = "ok", payload: Any = None) -> CaptureResult:
+    return CaptureResult(("r", -1, "*"), status, None, payload)  # type: ignore[arg-type]
+
+
+def output(request_id: str = "cmpl-7-0", **results: CaptureResult) -> Any:
+    return SimpleNamespace(
+        request_id=request_id, finished=True, capture_results=results or None
+    )
+
+
+SPEC = {"filesystem": {"request_id": "x", "hooks": {"post_block": [0]}}}
+
+
+@pytest.mark.parametrize("field", ["capture", "capture_wait"])
+def test_a_request_without_our_fields_refuses_them(field: str) -> None:
+    with pytest.raises(CaptureValidationError, match="Embeds has no such field") as e:
+        refuse_unsupported(Embeds, {field: SPEC})
+    assert e.value.parameter == field
+
+
+def other_requests() -> list[Any]:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    message = {"role": "user", "content": "x"}
+    return [
+        (AnthropicMessagesRequest, {"messages": [message], "max_tokens": 1}),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {}}),
+    ]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("kind", "body"), other_requests())
+def test_no_request_ignores_our_fields(kind: Any, body: Any, field: str) -> None:
+    kind.model_validate({"model": "demo", **body})
+    with pytest.raises(ValidationError, match=f"{field}: {kind.__name__} has no such"):
+        kind.model_validate({"model": "demo", **body, field: SPEC})
+
+
+def test_a_request_with_our_fields_takes_them() -> None:
+    refuse_unsupported(Carries, {"capture": SPEC, "capture_wait": True})
+    refuse_unsupported(Embeds, {"prompt": "x"})
+    refuse_unsupported(Embeds, "no object")
+
+
+def test_beam_search_cannot_be_captured() -> None:
+    with pytest.raises(CaptureValidationError, match="beam search"):
+        refuse_unsupported(Carries, {"capture": SPEC, "use_beam_search": True})
+    refuse_unsupported(Carries, {"use_beam_search": True})
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+def test_several_prompts_cannot_share_a_request_id(prompts: Any) -> None:
+    with pytest.raises(CaptureValidationError, match="2 prompts cannot share one"):
+        refuse_unsupported(Carries, {"capture": SPEC, "prompt": prompts})
+
+
+@pytest.mark.parametrize("prompts", ["a", ["a"], [1, 2], [[1, 2]], []])
+def test_one_prompt_may_name_its_request(prompts: Any) -> None:
+    refuse_unsupported(Carries, {"capture": SPEC, "prompt": prompts})
+
+
+def test_results_of_one_prompt_are_as_the_consumers_gave_them() -> None:
+    paths = [Path("/a/b.bin")]
+    reply = response_results([output(files=result(payload=paths))])
+    assert reply == {
+        "files": {
+            "key": ["r", -1, "*"],
+            "status": "ok",
+            "error": None,
+            "payload": ["/a/b.bin"],
+        }
+    }
+
+
+def test_results_of_several_prompts_are_by_prompt() -> None:
+    outputs = [output(files=result("ok", ["a"])), output(files=result("error"))]
+    reply = response_results(outputs)
+    assert reply is not None
+    assert reply["files"]["status"] == "partial_error"
+    assert reply["files"]["payload"] == {"0": ["a"], "1": None}
+    assert reply["files"]["key"] == ["cmpl-7", -1, "*"]
+
+
+@pytest.mark.parametrize(
+    ("payload", "told"),
+    [
+        ({"x": float("nan"), "y": [float("-inf"), 1.5]}, {"x": None, "y": [None, 1.5]}),
+        ({}, {}),
+        ({(1, "pre_attn"): 2}, [{"layer": 1, "hook": "pre_attn", "value": 2}]),
+        ({("one",): 1, (1, 2, 3): 4}, {"('one',)": 1, "(1, 2, 3)": 4}),
+        (torch.arange(3).bfloat16(), [0.0, 1.0, 2.0]),
+        ({"rows": np.ones((1, 2)), "n": np.float32(0.5)}, {"rows": [[1, 1]], "n": 0.5}),
+        (b"ab", "YWI="),
+        ("a\ud800", "a\\ud800"),
+    ],
+)
+def test_every_payload_is_told_as_json(payload: Any, told: Any) -> None:
+    reply = response_results([output(files=result(payload=payload))])
+    assert reply is not None
+    assert reply["files"]["payload"] == told
+    json.dumps(reply, allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_an_error_is_told_as_json_whatever_its_text() -> None:
+    failed = CaptureResult(("r", -1, "*"), "error", "no file a\udcff")  # type: ignore[arg-type]
+    reply = response_results([output(files=failed)])
+    assert reply is not None
+    assert reply["files"]["error"] == "no file a\\udcff"
+
+
+def test_nothing_captured_is_no_field() -> None:
+    assert response_results([output(), None]) is None
+
+
+def test_only_the_last_chunk_is_stamped() -> None:
+    chunk = SimpleNamespace(capture_results=None)
+    ending = output(files=result())
+    ending.outputs = first, last = [SimpleNamespace(), SimpleNamespace()]
+    stamp(chunk, ending, first)
+    ending.finished = False
+    stamp(chunk, ending, last)
+    assert chunk.capture_results is None
+    ending.finished = True
+    stamp(chunk, ending, last)
+    assert chunk.capture_results["files"]["status"] == "ok"

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+from types import SimpleNamespace
+
+from vllm.v1.capture.frontend.inflight_limit import HeldRows, Reservations
+from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan, Reader, TapGroup
+
+CONSUMERS = {
+    "inline": SimpleNamespace(max_inflight_bytes=1000),
+    "files": SimpleNamespace(),
+}
+
+
+def plan(*instances: str, samples: int = 1) -> CapturePlan:
+    readers = tuple(Reader(name, ((2, OPEN_END),)) for name in instances)
+    taps = ((0, "pre_attn"), (1, "pre_attn"))
+    groups = (TapGroup(taps, ((2, OPEN_END),), readers),)
+    return CapturePlan("r", 5, groups, "nowhere", samples)
+
+
+def test_only_rows_that_come_back_count() -> None:
+    held = HeldRows(CONSUMERS, row_bytes=8)
+    assert held.limits == {"inline": 1000}
+    # Positions 2 to 5+4-2, at two hook points.
+    assert held.bytes_of(plan("inline", "files"), 4) == {"inline": 6 * 2 * 8}
+    assert held.bytes_of(plan("inline", samples=3), 4) == {"inline": 3 * 6 * 2 * 8}
+    assert held.bytes_of(plan("files"), 4) == {}
+
+
+def test_rows_that_outputs_carry_before_the_last_count_as_well() -> None:
+    held = HeldRows(CONSUMERS, row_bytes=8)
+    assert held.bytes_of(plan("inline", LIVE), 4) == {"inline": 2 * 6 * 2 * 8}
+
+
+def test_what_is_reserved_counts_until_the_request_is_under_way() -> None:
+    reserved, first, second = Reservations(), plan("inline"), plan("inline")
+    reserved.put(first, {"inline": 3})
+    reserved.put(second, {"inline": 4, "other": 9})
+    assert reserved.bytes_for("inline") == 7
+    reserved.take(first)
+    reserved.take(first)
+    assert reserved.bytes_for("inline") == 4
+    assert reserved.bytes_for("other") == 9
+
+
+def test_a_request_that_fails_in_between_reserves_nothing() -> None:
+    reserved, gone = Reservations(), plan("inline")
+    reserved.put(gone, {"inline": 3})
+    del gone
+    gc.collect()
+    assert reserved.bytes_for("inline") == 0

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of outputs before the last: each once, none that may turn out void."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
+from vllm.v1.capture.plan import (
+    LIVE,
+    OPEN_END,
+    CapturePlan,
+    Ranges,
+    Reader,
+    TapGroup,
+)
+from vllm.v1.capture.types import CaptureChunk, VllmInternalRequestId
+
+PROMPT = [50, 51, 52, 53]
+TAP = (2, "post_block")
+ALL: Ranges = ((0, OPEN_END),)
+
+
+def plan(ranges: Ranges = ALL, samples: int = 1, live: bool = True) -> CapturePlan:
+    readers = (Reader("inline", ranges), *((Reader(LIVE, ranges),) if live else ()))
+    return CapturePlan(
+        client_request_id="r",
+        num_prompt_tokens=len(PROMPT),
+        groups=(TapGroup((TAP,), ranges, readers),),
+        reply_to="nowhere",
+        num_samples=samples,
+    )
+
+
+def chunk(start: int, stop: int) -> CaptureChunk:
+    positions = list(range(start, stop))
+    rows = torch.tensor(positions, dtype=torch.float32)[:, None].repeat(1, 3)
+    key = (VllmInternalRequestId("r-1"), *TAP)
+    return CaptureChunk(key, rows, rows.dtype, start, 0, {"positions": positions})
+
+
+def output(*token_ids: list[int]) -> Any:
+    outputs = [
+        SimpleNamespace(index=index, token_ids=ids)
+        for index, ids in enumerate(token_ids)
+    ]
+    return SimpleNamespace(request_id="r", outputs=outputs, capture_results=None)
+
+
+def opened(kind: RequestOutputKind, ranges: Ranges = ALL) -> LiveRequest:
+    return LiveRequest(plan(ranges), PROMPT, kind, ["inline"])
+
+
+def rows_in(request: LiveRequest, tokens: list[int]) -> Any:
+    (result,) = request.show(output(tokens)).values()
+    assert result.status == "pending"
+    return result.payload
+
+
+@given(
+    data=st.data(),
+    num_generated=st.integers(1, 12),
+    kind=st.sampled_from([RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA]),
+)
+def test_however_rows_and_tokens_come_in_each_row_is_shown_once_in_order(
+    data: st.DataObject, num_generated: int, kind: RequestOutputKind
+) -> None:
+    tokens = [100 + i for i in range(num_generated)]
+    fed = [*PROMPT, *tokens]
+    request = opened(kind)
+    shown: list[int] = []
+    computed, sent = 0, 0
+    while sent < num_generated:
+        more = data.draw(st.integers(0, len(fed) - computed), label="rows")
+        if more:
+            request.put(0, [chunk(computed, computed + more)])
+            computed += more
+        new = data.draw(st.integers(1, num_generated - sent), label="tokens")
+        delta = kind == RequestOutputKind.DELTA
+        rows = rows_in(request, tokens[sent if delta else 0 : sent + new])
+        sent += new
+        positions = rows.positions.get(TAP, [])
+        shown = shown + positions if delta else positions
+        assert shown == list(range(min(computed, len(PROMPT) + sent - 1)))
+        assert rows.token_ids.get(TAP, []) == [fed[p] for p in positions]
+        if positions:
+            assert rows[TAP][:, 0].tolist() == positions
+
+
+def test_what_was_shown_does_not_change_when_more_comes() -> None:
+    request = opened(RequestOutputKind.CUMULATIVE)
+    request.put(0, [chunk(0, 4)])
+    first = rows_in(request, [7])
+    before = first[TAP].clone()
+    for start in range(4, 40):
+        request.put(0, [chunk(start, start + 1)])
+        rows_in(request, [7] * (start - 2))
+    assert torch.equal(first[TAP], before)
+    assert first.positions[TAP] == [0, 1, 2, 3]
+
+
+def test_each_instance_gets_the_positions_that_it_reads() -> None:
+    both = (Reader("a", ((0, 2),)), Reader("b", ((1, 3),)), Reader(LIVE, ((0, 3),)))
+    made = CapturePlan("r", 4, (TapGroup((TAP,), ((0, 3),), both),), "nowhere")
+    request = LiveRequest(made, PROMPT, RequestOutputKind.DELTA, ["a", "b"])
+    request.put(0, [chunk(0, 3)])
+    results = request.show(output([7]))
+    assert results["a"].payload.positions[TAP] == [0, 1]
+    assert results["b"].payload.positions[TAP] == [1, 2]
+    assert results["b"].payload[TAP][:, 0].tolist() == [1.0, 2.0]
+
+
+def test_samples_are_told_apart() -> None:
+    made = plan(samples=2)
+    request = LiveRequest(made, PROMPT, RequestOutputKind.DELTA, ["inline"])
+    request.put(1, [chunk(0, 5)])
+    payload = request.show(output([7], [8, 9]))["inline"].payload
+    assert payload[0] == {} and payload[1].token_ids[TAP] == [*PROMPT, 8]
+
+
+def test_a_prompt_of_embeddings_has_no_token_ids() -> None:
+    request = LiveRequest(plan(), None, RequestOutputKind.DELTA, ["inline"])
+    request.put(0, [chunk(0, 5)])
+    assert rows_in(request, [7, 8]).token_ids[TAP] == [None] * 4 + [7]
+
+
+@pytest.mark.parametrize(
+    ("params", "streaming"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(output_kind=RequestOutputKind.DELTA), True),
+        (SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), False),
+        (SamplingParams(capture_stream=False), False),
+        (SamplingParams.from_optional(), False),  # how HTTP requests make them
+    ],
+)
+def test_only_outputs_that_are_read_one_by_one_carry_rows(
+    params: SamplingParams, streaming: bool
+) -> None:
+    consumers = {"inline": SimpleNamespace(streams=True), "files": SimpleNamespace()}
+    rows = LiveRows(consumers)
+    assert rows.instances(params) == ({"inline"} if streaming else set())
+
+
+def test_after_its_last_output_a_request_is_forgotten() -> None:
+    rows = LiveRows({"inline": SimpleNamespace(streams=True)})
+    rows.open("r", plan(), PROMPT, SamplingParams())
+    rows.put("r", 0, [chunk(0, 4)])
+    made = output([7])
+    rows.show("r", made)
+    assert made.capture_results["inline"].payload.positions[TAP] == [0, 1, 2, 3]
+    rows.close("r")
+    rows.put("r", 0, [chunk(4, 5)])
+    late = output([7, 8])
+    rows.show("r", late)
+    assert late.capture_results is None
+
+
+def test_a_request_whose_plan_has_no_live_reader_carries_nothing() -> None:
+    rows = LiveRows({"inline": SimpleNamespace(streams=True)})
+    rows.open("r", plan(live=False), PROMPT, SamplingParams())
+    made = output([7])
+    rows.show("r", made)
+    assert made.capture_results is None

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.streaming_input import refuse
+
+ASKED = {"inline": {"hooks": {"post_block": [0]}, "positions": "all"}}
+
+
+def test_a_session_that_asks_for_rows_is_refused_with_the_remedy() -> None:
+    with pytest.raises(CaptureValidationError, match="send the whole prompt") as caught:
+        refuse(ASKED, [])
+    assert caught.value.parameter == "capture"
+    assert str(caught.value.value) in str(ASKED)
+
+
+def test_a_session_is_refused_where_every_request_is_captured() -> None:
+    with pytest.raises(CaptureValidationError, match="global capture") as caught:
+        refuse(None, ["probe"])
+    assert caught.value.parameter == "capture"
+    assert "probe" in str(caught.value)
+
+
+def test_a_session_that_nobody_captures_passes() -> None:
+    refuse(None, [])

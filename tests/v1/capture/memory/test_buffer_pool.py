@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import threading
+
+import torch
+
+from vllm.v1.capture.memory.budget import HostBudget
+from vllm.v1.capture.memory.buffer_pool import OWNER, SMALLEST, RowMemory
+
+WIDTH = 1024
+KEPT = 64 * SMALLEST
+LARGE = SMALLEST // (2 * WIDTH)
+"""Rows of bfloat16 whose memory is kept."""
+
+
+def test_memory_returns_when_the_last_view_is_gone() -> None:
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
+    first = memory.empty((LARGE, WIDTH), torch.bfloat16)
+    address, view = first.data_ptr(), first[3:5]
+    del first
+    gc.collect()
+    other = memory.empty((LARGE, WIDTH), torch.bfloat16)
+    assert other.data_ptr() != address, "a view was still held"
+    del view
+    gc.collect()
+    again = memory.empty((LARGE, WIDTH), torch.bfloat16)
+    assert again.data_ptr() == address
+
+
+def test_no_more_is_taken_than_the_budget_allows() -> None:
+    budget = HostBudget(3 * SMALLEST)
+    memory = RowMemory(budget, SMALLEST)
+    held = [memory.empty((LARGE, WIDTH), torch.bfloat16) for _ in range(8)]
+    assert memory.held_bytes == budget.by_owner()[OWNER] == 3 * SMALLEST
+    assert budget.overflow_bytes == 5 * SMALLEST
+    addresses = {rows.data_ptr() for rows in held}
+    assert len(addresses) == 8, "memory was given out twice"
+
+
+def test_what_was_not_needed_for_a_while_is_given_back() -> None:
+    budget = HostBudget(8 * SMALLEST)
+    memory = RowMemory(budget, SMALLEST)
+    held = [memory.empty((LARGE, WIDTH), torch.bfloat16) for _ in range(4)]
+    memory.trim()
+    del held
+    gc.collect()
+    memory.empty((LARGE, WIDTH), torch.bfloat16)
+    memory.trim()
+    assert memory.held_bytes == SMALLEST, "only the first was needed since"
+    memory.trim()
+    assert memory.held_bytes == 0 and budget.by_owner() == {}
+
+
+def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
+    rows = memory.empty((9 * LARGE, WIDTH), torch.bfloat16).fill_(1)
+    assert memory.held_bytes == 9 * SMALLEST and bool((rows == 1).all())
+
+
+def test_parts_are_joined() -> None:
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
+    parts = [torch.randn(2, LARGE, WIDTH) for _ in range(3)]
+    assert torch.equal(memory.cat(parts, 1), torch.cat(parts, 1))
+    assert memory.cat(parts[:1], 1) is parts[0]
+
+
+def test_threads_never_share_memory_that_is_held() -> None:
+    memory, wrong = RowMemory(HostBudget(KEPT), SMALLEST), []
+
+    def work(value: int) -> None:
+        for _ in range(200):
+            rows = memory.empty((LARGE, WIDTH), torch.bfloat16).fill_(value)
+            copied = memory.cat([rows[:1], rows[1:]])
+            if not (bool((rows == value).all()) and bool((copied == value).all())):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

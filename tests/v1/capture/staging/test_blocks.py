@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture._strategies import plan_for, positions, taps, wanted
+from vllm.v1.capture.staging.block_rows import Seating
+from vllm.v1.capture.staging.blocks import (
+    Block,
+    Decoding,
+    Pick,
+    Seat,
+    StepView,
+    assign_slots,
+    local_groups,
+    no_slots,
+    pick_rows,
+    rows_of,
+)
+
+PROMPT, END = 6, 16
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
+    """A batch of requests, some of them captured, in any order and phase."""
+    number = draw(st.integers(1, 5))
+    ids = draw(st.permutations([f"r{i}" for i in range(number)]))
+    computed = [draw(st.integers(0, END)) for _ in ids]
+    scheduled = [draw(st.integers(1, 6)) for _ in ids]
+    wants = {i: draw(wanted(PROMPT, END)) for i in ids if draw(st.booleans())}
+    padding = draw(st.integers(0, 3))
+    view = StepView(
+        ids,
+        np.array(computed),
+        np.array(scheduled),
+        sum(scheduled) + padding,
+    )
+    return view, wants
+
+
+def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
+    """Nobody has a seat."""
+    picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
+    for req_id, start, count, row in zip(
+        view.req_ids,
+        view.num_computed.tolist(),
+        view.num_scheduled.tolist(),
+        view.first_row.tolist(),
+        strict=True,
+    ):
+        for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
+            picked[place].append(pick)
+    return Seating(0).blocks(picked)
+
+
+@given(steps(), st.sets(taps()))
+def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
+    step: tuple[StepView, dict[str, dict]], absent: set
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i for i, tap in enumerate(t for t in every if t not in absent)}
+    plans = {req_id: plan_for(want, PROMPT) for req_id, want in wants.items()}
+    blocks = blocks_of(
+        view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
+    )
+    slots = no_slots(len(columns), view.num_rows)
+    assign_slots(blocks, {}, slots)
+
+    expected = np.zeros_like(slots, dtype=bool)
+    for index, req_id in enumerate(view.req_ids):
+        start = int(view.num_computed[index])
+        for want in wants.get(req_id, {}).values():
+            for tap, ranges in want.items():
+                for position in positions(ranges, start + view.num_scheduled[index]):
+                    if tap in columns and position >= start:
+                        row = view.first_row[index] + position - start
+                        expected[columns[tap], row] = True
+    assert ((slots != -1) == expected).all()
+    used = sorted(slots[expected].tolist())
+    assert used == list(range(rows_of(blocks)))
+
+
+@given(steps(), st.integers(0, 3))
+def test_a_slot_lies_where_its_block_says(
+    step: tuple[StepView, dict[str, dict]], below: int
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i + below for i, tap in enumerate(every)}
+    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
+    blocks = blocks_of(view, groups)
+    slots = no_slots(len(columns), view.num_rows)
+    assign_slots(blocks, {}, slots, below)
+    base = 0
+    for block in blocks:
+        for index, column in enumerate(block.columns):
+            place = base + index * block.num_rows
+            for *_, count, row in block.picks:
+                rows = slots[column - below, row : row + count]
+                assert rows.tolist() == list(range(place, place + count))
+                place += count
+        base += len(block.columns) * block.num_rows
+
+
+def test_a_seat_has_its_row_where_the_request_is_in_the_batch() -> None:
+    seated = {"a": Seat(0, 0, 2), "b": Seat(1, 0, 0)}
+    block = Block((1, 3), seated, (), (), 4)
+    slots = no_slots(4, 5)
+    assign_slots([block], {"b": 4, "x": 0, "a": 1}, slots)
+    none = [-1] * 5
+    assert slots.tolist() == [none, [-1, 2, -1, -1, 0], none, [-1, 6, -1, -1, 4]]
+
+
+@given(steps())
+def test_blocks_do_not_grow_with_the_number_of_layers(
+    step: tuple[StepView, dict[str, dict]],
+) -> None:
+    view, wants = step
+    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
+    columns = {tap: i for i, tap in enumerate(every)}
+    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
+    blocks = blocks_of(view, groups)
+    most = Counter(block.columns for block in blocks).most_common(1)
+    assert not most or most[0][1] == 1
+
+
+@given(st.data())
+def test_a_step_goes_on_if_it_has_the_next_token_of_each_request(
+    data: st.DataObject,
+) -> None:
+    names = data.draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True))
+    computed = np.array([data.draw(st.integers(0, 3)) for _ in names], dtype=np.int32)
+    one = np.ones(len(names), dtype=np.int32)
+    decoding = Decoding(StepView(names, computed, one, len(names)))
+    for step in range(1, 4):
+        again = data.draw(st.sampled_from([names, names, names[::-1], names[:-1]]))
+        moved = computed[: len(again)] + step
+        counts = np.ones(len(again), dtype=np.int32)
+        if again and data.draw(st.integers(0, 3)) == 0:
+            changed = data.draw(st.sampled_from([moved, counts]))
+            changed[data.draw(st.integers(0, len(again) - 1))] += 1
+        goes_on = (
+            again == names
+            and (counts == 1).all()
+            and moved.tolist() == (computed + step).tolist()
+        )
+        assert decoding.goes_on(StepView(again, moved, counts, len(again))) == goes_on
+        if not goes_on:
+            return

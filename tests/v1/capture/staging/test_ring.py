@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.staging.ring import RowRing, Segment, Staging
+
+RING = 8
+WIDTH = 4
+
+
+@given(st.lists(st.integers(1, RING) | st.none(), max_size=40))
+def test_live_segments_never_overlap(actions: list[int | None]) -> None:
+    ring, live = RowRing(RING), deque[Segment]()
+    for rows in actions:
+        if rows is None:
+            if live:
+                ring.release(live.popleft())
+            continue
+        segment = ring.reserve(rows, timeout=0)
+        if segment is not None:
+            assert segment.num_rows == rows
+            live.append(segment)
+        taken = [row for s in live for row in range(s.start, s.start + s.num_rows)]
+        assert len(taken) == len(set(taken))
+        assert all(0 <= row < RING for row in taken)
+
+
+@given(st.lists(st.integers(1, RING // 2), min_size=1, max_size=40))
+def test_steps_of_half_the_ring_always_have_room_for_one_more(
+    sizes: list[int],
+) -> None:
+    ring, live = RowRing(RING), deque[Segment]()
+    for rows in sizes:
+        while (segment := ring.reserve(rows, timeout=0)) is None:
+            assert live, "an empty ring has no room"
+            ring.release(live.popleft())
+        live.append(segment)
+
+
+def test_a_full_ring_waits_until_the_oldest_segment_is_given_back() -> None:
+    ring = RowRing(RING)
+    first, second = ring.reserve(5), ring.reserve(3)
+    assert first is not None and second is not None
+    assert ring.reserve(4, timeout=0.01) is None
+    got: list[Segment | None] = []
+    waiting = threading.Thread(target=lambda: got.append(ring.reserve(4, timeout=10)))
+    waiting.start()
+    ring.release(first)
+    waiting.join(10)
+    assert got == [Segment(0, 4)]
+
+
+def test_segments_are_given_back_in_order() -> None:
+    ring = RowRing(RING)
+    ring.reserve(2)
+    second = ring.reserve(2)
+    assert second is not None
+    with pytest.raises(AssertionError, match="the oldest is"):
+        ring.release(second)
+
+
+def test_a_step_larger_than_the_ring_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="staging memory that has 8"):
+        RowRing(RING).reserve(9)
+
+
+def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
+    staging = Staging(4, 3, torch.bfloat16, torch.device("cpu"))
+    assert staging.host_rows.data_ptr() == staging.rows.data_ptr()
+    assert staging.rows.dtype == torch.bfloat16
+    segment = staging.ring.reserve(4)
+    assert segment is not None
+    assert staging.to_host(segment) is None

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After any sequence of steps the slots are the last one's, and nothing else's."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.staging import slot_mapping as module
+from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.slot_mapping import Slots
+from vllm.v1.capture.staging.step_layout import Placement
+
+TAPS, MOST = 4, 24
+
+
+def group(columns: list[int]) -> LocalGroup:
+    taps = tuple((column, "post_block") for column in columns)
+    return LocalGroup(taps, tuple(columns), ((0, OPEN_END),), ())
+
+
+def new() -> tuple[Slots, Placement]:
+    return Slots(TAPS, MOST, torch.device("cpu")), Placement(range(TAPS), 99)
+
+
+@given(st.data(), st.integers(1, 3))
+def test_slots_are_those_of_the_last_step(data: st.DataObject, views: int) -> None:
+    slots, placement = new()
+    some_columns = st.lists(st.integers(0, TAPS - 1), min_size=1, unique=True)
+    for name in "abc":
+        placement.add(name, (group(sorted(data.draw(some_columns))),))
+    positions = dict.fromkeys("abcx", 0)
+    for step in range(data.draw(st.integers(1, 8))):
+        if data.draw(st.integers(0, 5)) == 0:
+            slots.clear()
+            assert (slots.of_taps == -1).all()
+        names = data.draw(st.lists(st.sampled_from("abcx"), min_size=1, unique=True))
+        counts = [data.draw(st.sampled_from([1, 1, 3])) for _ in names]
+        starts = np.array([positions[name] for name in names])
+        rows = sum(counts)
+        placed = placement.place(StepView(names, starts, np.array(counts), rows))
+        for name, count in zip(names, counts, strict=True):
+            positions[name] += count
+        if placed is None:
+            slots.clear()
+            continue
+        padding = data.draw(st.integers(0, 4))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "MOST_VIEWS", views)
+            slots.write(placed.layout, 5 * step, rows + padding)
+        expected = np.full((TAPS, slots.of_taps.shape[1]), -1)
+        expected[:, :rows] = placed.layout.slots(range(TAPS), rows)
+        assert slots.of_taps.tolist() == expected.tolist()
+        assert slots.base.item() == 5 * step
+
+
+def test_a_step_like_the_one_before_changes_the_base_alone() -> None:
+    slots, placement = new()
+    placement.add("a", (group([1]),))
+    for position in range(2):
+        view = StepView(["a"], np.array([position]), np.array([1]), 1)
+        placed = placement.place(view)
+        assert placed is not None
+        slots.write(placed.layout, position, 1)
+        assert slots.base.item() == position
+        assert slots.of_taps[1, 0].item() == (-7 if position else 0)
+        slots.of_taps[1, 0] = -7

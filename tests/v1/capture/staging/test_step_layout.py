@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that is placed like the one before is placed as if it were the first."""
+
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
+from vllm.v1.capture.staging.blocks import LocalGroup, StepView, pick_rows
+from vllm.v1.capture.staging.step_layout import Placed, Placement, steps_alike
+
+TAPS, MOST_ROWS = 4, 24
+
+
+@st.composite
+def some_ranges(draw: st.DrawFn) -> Ranges:
+    """Single positions, and perhaps everything from some position on."""
+    named = ranges_of(draw(st.lists(st.integers(0, 14), max_size=4)))
+    if draw(st.booleans()):
+        named = (*(span for span in named if span[1] < 16), (16, OPEN_END))
+    return named
+
+
+@st.composite
+def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
+    """Each tap belongs to one group at most, as in a plan."""
+    groups = []
+    left = set(range(TAPS))
+    for _ in range(draw(st.integers(1, 2))):
+        columns = draw(st.sets(st.sampled_from(sorted(left)), min_size=1, max_size=3))
+        left -= columns
+        taps = tuple((column, "post_block") for column in sorted(columns))
+        ranges = draw(some_ranges())
+        groups.append(LocalGroup(taps, tuple(sorted(columns)), ranges, ()))
+    return tuple(groups)
+
+
+Described: TypeAlias = tuple[set[tuple[object, ...]], frozenset[int]]
+
+
+def described(placed: Placed | None) -> Described | None:
+    """All that matters of a step: who has which rows at which positions."""
+    if placed is None:
+        return None
+    layout = placed.layout
+    picks: set[tuple[object, ...]] = set()
+    for block in layout.blocks:
+        picks |= {(block.columns, *pick) for pick in block.picks}
+        for req_id, seat in block.seated.items():
+            start, row = seat.origin + placed.shift, layout.row_of[req_id]
+            picks.add((block.columns, req_id, seat.group, start, 1, row))
+    return picks, layout.launches
+
+
+def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described | None:
+    """The same, planned without a memory."""
+    picks: set[tuple[object, ...]] = set()
+    columns: set[int] = set()
+    first_rows = view.first_row.tolist()
+    for req_id, start, count, row in zip(
+        view.req_ids,
+        view.num_computed.tolist(),
+        view.num_scheduled.tolist(),
+        first_rows,
+        strict=True,
+    ):
+        for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
+            picks.add((place, *pick))
+            columns.update(place)
+    return (picks, frozenset(columns)) if picks else None
+
+
+def check_slots(placed: Placed, num_rows: int) -> None:
+    """Each row has a place of its own, where its block says."""
+    layout, base = placed.layout, 0
+    slots = layout.slots(range(TAPS), num_rows)
+    expected = np.full_like(slots, -1)
+    for block in layout.blocks:
+        parts = [
+            (1, layout.row_of[req_id], seat.place)
+            for req_id, seat in block.seated.items()
+        ]
+        parts += [
+            (count, row, offset)
+            for (*_, count, row), offset in zip(block.picks, block.offsets, strict=True)
+        ]
+        for number, column in enumerate(block.columns):
+            for count, row, offset in parts:
+                assert offset + count <= block.num_rows
+                first = base + number * block.num_rows + offset
+                expected[column, row : row + count] = np.arange(first, first + count)
+        base += len(block.columns) * block.num_rows
+    assert slots.tolist() == expected.tolist()
+    used = slots[slots >= 0].tolist()
+    assert len(set(used)) == len(used)
+    assert layout.num_rows == base <= max(MOST_ROWS, len(used))
+    part = layout.columns
+    assert layout.slots(part, num_rows).tolist() == slots[part].tolist()
+    assert (np.delete(slots, part, axis=0) == -1).all()
+
+
+@given(st.data())
+def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> None:
+    placement = Placement(range(TAPS), MOST_ROWS)
+    groups: dict[str, tuple[LocalGroup, ...]] = {}
+    positions: dict[str, int] = {}
+    for step in range(data.draw(st.integers(1, 25))):
+        if not positions or data.draw(st.integers(0, 5)) == 0:
+            name = f"r{step}"
+            positions[name] = data.draw(st.integers(0, 6))
+            if data.draw(st.booleans()):
+                groups[name] = data.draw(some_groups())
+                placement.add(name, groups[name])
+        if len(positions) > 1 and data.draw(st.integers(0, 7)) == 0:
+            gone = data.draw(st.sampled_from(sorted(positions)))
+            del positions[gone]
+            groups.pop(gone, None)
+            placement.remove(gone)
+        # Mostly a token each; sometimes chunks, a preemption, another order.
+        usual = data.draw(st.integers(0, 3)) > 0
+        batch = sorted(positions)
+        counts = [1 if usual else data.draw(st.integers(1, 4)) for _ in batch]
+        if data.draw(st.integers(0, 7)) == 0:
+            batch.reverse()
+        if data.draw(st.integers(0, 7)) == 0:
+            positions[batch[0]] = 0
+        if len(batch) > 1 and data.draw(st.integers(0, 7)) == 0:
+            batch.pop()  # It has no step now, and goes on later.
+            counts.pop()
+        scheduled = np.array(counts)
+        starts = np.array([positions[name] for name in batch])
+        assumed = data.draw(st.integers(0, 9)) == 0  # As if there were drafts.
+        true_starts = partial(torch.from_numpy, starts) if assumed else None
+        view = StepView(batch, starts, scheduled, int(scheduled.sum()), true_starts)
+        placed = placement.place(view)
+        assert described(placed) == anew(view, groups)
+        if placed is not None:
+            check_slots(placed, view.num_rows)
+        for name, count in zip(batch, counts, strict=True):
+            positions[name] += count
+
+
+@given(some_groups(), st.integers(0, 20))
+def test_steps_are_alike_until_some_group_begins_or_ends(
+    groups: tuple[LocalGroup, ...], position: int
+) -> None:
+    alike = steps_alike(groups, position)
+    assert alike >= 0
+
+    def treated(where: int) -> list[bool]:
+        return [contains(group.ranges, where) for group in groups]
+
+    for further in range(1, min(alike, 30) + 1):
+        assert treated(position + further) == treated(position)
+
+
+def test_decoding_steps_share_one_layout() -> None:
+    placement = Placement(range(TAPS), MOST_ROWS)
+    tap = LocalGroup(((0, "post_block"),), (0,), ((3, OPEN_END),), ())
+    placement.add("a", (tap,))
+    placed = [
+        placement.place(StepView(["a"], np.array([at]), np.array([1]), 1))
+        for at in range(6)
+    ]
+    assert placed[:3] == [None] * 3
+    first = placed[3]
+    assert first is not None
+    for shift, one in enumerate(placed[3:], first.shift):
+        assert one is not None and one.layout is first.layout and one.shift == shift
+
+
+def test_an_end_of_a_request_that_has_left_the_batch_changes_no_layout() -> None:
+    placement = Placement(range(TAPS), MOST_ROWS)
+    tap = LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ())
+    for name in "ab":
+        placement.add(name, (tap,))
+    both = StepView(["a", "b"], np.array([3, 5]), np.array([1, 1]), 2)
+    assert placement.place(both) is not None
+    first = placement.place(StepView(["b"], np.array([6]), np.array([1]), 1))
+    placement.remove("a")
+    second = placement.place(StepView(["b"], np.array([7]), np.array([1]), 1))
+    assert first is not None and second is not None
+    assert second.layout is first.layout
+    assert second.shift == first.shift + 1
+    placement.remove("b")
+    assert placement.place(StepView(["b"], np.array([8]), np.array([1]), 1)) is None

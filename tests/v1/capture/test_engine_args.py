@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import TOKENIZER
+from vllm.config.capture import CaptureConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.capture.consumers.logging import LoggingConsumer
+from vllm.v1.capture.engine_args import capture_config
+from vllm.v1.capture.errors import CaptureValidationError
+
+
+def configured(*arguments: str) -> CaptureConfig:
+    """The configuration of a server started with these arguments."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    start = ["--model", str(TOKENIZER), "--capture-consumers", "logging"]
+    chosen = parser.parse_args([*start, *arguments])
+    model = SimpleNamespace(
+        get_hidden_size=lambda: 2048,
+        get_total_num_hidden_layers=lambda: 16,
+        dtype=torch.bfloat16,
+    )
+    scheduler = SimpleNamespace(max_num_batched_tokens=8192)
+    return capture_config(EngineArgs.from_cli_args(chosen), model, scheduler)  # type: ignore[arg-type]
+
+
+def test_without_options_the_engine_waits_for_its_consumers() -> None:
+    config = configured()
+    assert config.overload_policy == "block"
+    assert (config.dispatch_queue_size, config.dispatch_queue_bytes) == (1024, 2**28)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Pretend that there is one, with so much memory."""
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: gib << 30)
+
+
+@pytest.mark.parametrize(
+    ("gib", "utilization", "mib"), [(80, 0.9, 1024), (80, 0.2, 512), (8, 0.9, 256)]
+)
+def test_on_a_gpu_whole_steps_have_room_within_a_share_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, utilization: float, mib: int
+) -> None:
+    on_a_gpu(monkeypatch, gib)
+    chosen = configured("--gpu-memory-utilization", str(utilization)).staging_bytes
+    assert chosen == mib << 20
+
+
+def test_staging_of_a_named_size_has_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, 80)
+    assert configured("--capture-staging-bytes", "1000").staging_bytes == 1000
+
+
+def test_without_a_gpu_staging_memory_is_small() -> None:
+    assert configured().staging_bytes == 256 << 20
+
+
+def test_overload_options_reach_the_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "spill"
+    config = configured(
+        *("--capture-overload-policy", "spill"),
+        *("--capture-dispatch-queue-size", "7"),
+        *("--capture-dispatch-queue-bytes", "4096"),
+        *("--capture-spill-dir", str(folder)),
+        *("--capture-spill-max-bytes", "12345"),
+    )
+    assert config.overload_policy == "spill"
+    assert (config.dispatch_queue_size, config.dispatch_queue_bytes) == (7, 4096)
+    assert (config.spill_folder, config.spill_max_bytes) == (folder, 12345)
+    assert folder.is_dir() and not list(folder.iterdir())
+
+
+def test_a_spill_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "below")
+    with pytest.raises(CaptureValidationError) as refused:
+        configured("--capture-overload-policy", "spill", "--capture-spill-dir", folder)
+    assert "--capture-spill-dir" in str(refused.value)
+    assert folder in str(refused.value)
+
+
+def test_spilling_without_a_folder_uses_the_temporary_one() -> None:
+    assert configured("--capture-overload-policy", "spill").spill_folder.is_dir()
+
+
+def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured("--capture-overload-policy", "ignore")
+    assert "block" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["3", "post_block:3", "3:nowhere", "-1:post_block"])
+def test_a_graphsafe_key_must_be_layer_and_hook(key: str) -> None:
+    with pytest.raises(CaptureValidationError, match="LAYER:HOOK"):
+        configured(f"--capture-graphsafe-key={key}")
+
+
+def test_graphsafe_keys_are_accepted() -> None:
+    config = configured(
+        "--capture-graphsafe-key",
+        "3:post_block",
+        "--capture-graphsafe-key",
+        "0:pre_attn",
+    )
+    assert config.graphsafe_keys == ["3:post_block", "0:pre_attn"]
+
+
+def test_the_front_end_that_drops_the_fields_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(CaptureValidationError, match="Rust front end"):
+        configured()
+
+
+def test_a_class_in_place_of_its_instance_is_refused_by_name() -> None:
+    arguments: Any = SimpleNamespace(capture_consumers=[LoggingConsumer])
+    with pytest.raises(CaptureValidationError, match="LoggingConsumer' is a class"):
+        capture_config(arguments, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["3", "-1:post_block", "²:post_block", "3:x"])
+def test_a_key_that_is_no_layer_and_hook_is_refused(key: str) -> None:
+    with pytest.raises(CaptureValidationError, match="LAYER:HOOK"):
+        configured(f"--capture-graphsafe-key={key}")

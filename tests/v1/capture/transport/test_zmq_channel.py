@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.v1.capture._sinks import WAIT, chunk, key
+from vllm.v1.capture.transport.zmq_channel import (
+    ChunksMessage,
+    EndMessage,
+    Inbox,
+    KeyedValue,
+    Message,
+    Outbox,
+    ResultMessage,
+    WireChunk,
+)
+from vllm.v1.capture.types import CaptureResult
+
+
+class Wire:
+    """An outbox with the inbox that it sends to."""
+
+    def __init__(self) -> None:
+        self.came: queue.Queue[Message] = queue.Queue()
+        self.inbox = Inbox(self._take)
+        self.outbox = Outbox()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, EndMessage) and message.request_id == "bad":
+            raise RuntimeError("the handler fails")
+        self.came.put(message)
+
+    def carry(self, message: Message) -> Any:
+        self.outbox.send(self.inbox.address, message)
+        return self.came.get(timeout=WAIT)
+
+    def carry_payload(
+        self, payload: Any, status: Any = "ok", error: str | None = None
+    ) -> CaptureResult:
+        result = CaptureResult(key(), status, error, payload)
+        return self.carry(ResultMessage.of("r", "files", 0, result)).result()
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    opened = Wire()
+    yield opened
+    opened.outbox.close()
+    opened.inbox.close()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [None, "a line", 3, 1.5, True, ["a", "b"], {"a": [1, {"b": None}]}, {}, []],
+)
+def test_plain_payloads_arrive_as_they_were(wire: Wire, payload: Any) -> None:
+    result = wire.carry_payload(payload)
+    assert result == CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_by_layer_and_hook_arrive_as_tensors(
+    wire: Wire, dtype: torch.dtype
+) -> None:
+    sent = {
+        (layer, "post_block"): torch.randn(rows, 7).to(dtype)
+        for layer, rows in enumerate([0, 1, 500])
+    }
+    got = wire.carry_payload(sent).payload
+    assert list(got) == list(sent)
+    for tap, tensor in sent.items():
+        assert got[tap].dtype == dtype
+        assert torch.equal(got[tap], tensor)
+
+
+def test_values_by_layer_and_hook_keep_their_keys(wire: Wire) -> None:
+    sent = {(3, "pre_attn"): "path", (4, "pre_attn"): ["x"]}
+    assert wire.carry_payload(sent).payload == sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_a_bare_tensor_arrives_as_a_tensor(
+    wire: Wire, dtype: torch.dtype, rows: int
+) -> None:
+    sent = torch.randn(rows, 5).to(dtype)
+    assert torch.equal(wire.carry_payload(sent).payload, sent)
+
+
+def test_tensors_inside_lists_and_dicts_arrive_as_tensors(wire: Wire) -> None:
+    sent = [torch.ones(2), {"x": torch.zeros(3, 4), "y": "text"}]
+    got = wire.carry_payload(sent).payload
+    assert torch.equal(got[0], sent[0])
+    assert torch.equal(got[1]["x"], torch.zeros(3, 4))
+    assert got[1]["y"] == "text"
+
+
+def test_numpy_numbers_arrive_as_numbers(wire: Wire) -> None:
+    sent = {"mean": np.float32(0.5), "more": [np.int64(3), np.bool_(True)]}
+    assert wire.carry_payload(sent).payload == {"mean": 0.5, "more": [3, True]}
+
+
+def test_tensors_inside_values_by_layer_and_hook_arrive(wire: Wire) -> None:
+    sent = {(3, "pre_attn"): {"mean": torch.ones(2), "rows": 4}}
+    got = wire.carry_payload(sent).payload[3, "pre_attn"]
+    assert torch.equal(got["mean"], torch.ones(2))
+    assert got["rows"] == 4
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        object(),
+        "a\ud800",
+        1 << 70,
+        {("one",): 1},
+        {(1, 2, 3): 1},
+        {(1 << 70, "pre_attn"): 1},
+        {(1, "pre_attn"): object()},
+        {"a": {(1, "pre_attn"): 1}},
+    ],
+)
+def test_a_payload_that_cannot_travel_is_told_not_lost(
+    wire: Wire, payload: Any
+) -> None:
+    result = wire.carry_payload(payload)
+    assert result.status == "partial_error"
+    assert "cannot be sent" in (result.error or "")
+    assert result.payload is None
+
+
+def test_a_payload_that_cannot_travel_does_not_improve_a_status(wire: Wire) -> None:
+    assert wire.carry_payload(object(), status="error").status == "error"
+
+
+def test_an_error_with_what_no_encoding_has_arrives(wire: Wire) -> None:
+    result = wire.carry_payload(None, "error", "no file a\udcff")
+    assert (result.status, result.error) == ("error", "no file a\\udcff")
+
+
+def test_chunks_arrive_as_they_were(wire: Wire) -> None:
+    sent = [chunk(key(layer=layer), rows=3, offset=layer) for layer in range(3)]
+    message = ChunksMessage("files", 1, [WireChunk.of(one) for one in sent])
+    got = wire.carry(message)
+    assert (got.instance, got.stage) == ("files", 1)
+    for one, other in zip(sent, [part.chunk() for part in got.chunks], strict=True):
+        assert one.key == other.key
+        assert torch.equal(one.tensor, other.tensor)
+        assert (one.row_offset, one.step_index) == (other.row_offset, other.step_index)
+        assert one.metadata == other.metadata
+
+
+def test_a_bad_message_does_not_stop_the_next(wire: Wire) -> None:
+    wire.outbox.send(wire.inbox.address, EndMessage("bad", "files", 0, []))
+    sidecars = [KeyedValue(1, "pre_attn", value={"positions": [1, 2]})]
+    got = wire.carry(EndMessage("good", "files", 0, sidecars))
+    assert got.request_id == "good"
+    assert got.sidecars[0].value == {"positions": [1, 2]}
+
+
+def test_what_was_queued_is_sent_before_closing() -> None:
+    wire = Wire()
+    for number in range(50):
+        result = CaptureResult(key(), "ok", payload=number)
+        wire.outbox.send(wire.inbox.address, ResultMessage.of("r", "x", 0, result))
+    wire.outbox.close()
+    got = [wire.came.get(timeout=WAIT).result().payload for _ in range(50)]  # type: ignore[union-attr]
+    assert got == list(range(50))
+    wire.inbox.close()

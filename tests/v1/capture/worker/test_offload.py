@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When steps leave: many at once, unless someone wants theirs or room runs out."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.staging.blocks import TrueStarts
+from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Sending
+
+RING = 80 * STEPS_AT_ONCE
+
+
+class Heard:
+    """Stands for the dispatcher, and gives memory back where it hands all on."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self.segments: list[Segment] = []
+        self.calls: list[Any] = []
+
+    def steps(self, staged: list[StagedStep], copied: None) -> None:
+        self.segments += [step.segment for step in staged]
+        self.calls.append(len(staged))
+
+    def hand_on(self, req_ids: tuple[str, ...] | None = None) -> None:
+        self.calls.append("all" if req_ids is None else req_ids)
+        if req_ids is None:
+            self._staging.ring.release(*self.segments)
+            self.segments = []
+
+
+class Bench:
+    """Steps of one size, whose layout is of no interest here."""
+
+    def __init__(self) -> None:
+        self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))
+        self.heard: Any = Heard(self.staging)
+        self.sending = Sending(self.staging, self.heard)
+        self._number = 0
+
+    def step(
+        self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
+    ) -> None:
+        segment = self.sending.reserve(rows)
+        placed: Any = None
+        step = StagedStep(self._number, placed, segment, true)
+        self._number += 1
+        self.sending.add(step, at_once or set())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_small_steps_leave_together(bench: Bench) -> None:
+    for _ in range(STEPS_AT_ONCE - 1):
+        bench.step()
+    assert bench.heard.calls == []
+    bench.step()
+    assert bench.heard.calls == [STEPS_AT_ONCE, "all"]
+
+
+def test_steps_that_were_sent_for_an_end_count_as_well(bench: Bench) -> None:
+    for number in range(STEPS_AT_ONCE):
+        bench.step()
+        if number == 9:
+            bench.sending.send()
+    assert bench.heard.calls == [10, STEPS_AT_ONCE - 10, "all"]
+
+
+def test_an_eighth_of_the_memory_is_enough(bench: Bench) -> None:
+    bench.step(RING // 8 - 1)
+    assert bench.heard.calls == []
+    bench.step(1)
+    assert bench.heard.calls == [2, "all"]
+
+
+def test_who_wants_rows_at_once_gets_only_its_own(bench: Bench) -> None:
+    bench.step()
+    bench.step(at_once={"live"})
+    assert bench.heard.calls == [2, ("live",)]
+
+
+def test_steps_with_assumed_positions_do_not_wait(bench: Bench) -> None:
+    starts: Any = TrueStarts
+    bench.step(true=starts)
+    assert bench.heard.calls == [1, "all"]
+
+
+def test_nothing_waits_while_nothing_is_captured(bench: Bench) -> None:
+    bench.sending.hand_on()
+    assert bench.heard.calls == []
+    bench.step()
+    bench.sending.send()
+    bench.sending.hand_on()
+    bench.sending.hand_on()
+    assert bench.heard.calls == [1, "all"]
+
+
+def test_where_there_is_no_room_all_that_waits_is_handed_on(bench: Bench) -> None:
+    bench.step(RING // 8 - 1)
+    bench.sending.send()
+    segment = bench.sending.reserve(RING)
+    assert segment == Segment(0, RING)
+    assert bench.heard.calls == [1, "all"]
+
+
+def test_a_page_goes_by_itself_behind_what_came_before(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = torch.zeros(4, 1)
+    bench.step()
+    monkeypatch.setattr(bench.staging, "to_page", lambda segment: (page, None))
+    bench.step(4)
+    assert bench.heard.calls == [1, 1, "all"]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's capture: the steps are drawn."""
+
+import queue
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tests.v1.capture._simulation import Life, Step, lives, standing
+from tests.v1.capture._sinks import WAIT
+from tests.v1.capture._strategies import plan_for, positions, wanted
+from tests.v1.capture._worker_bench import TAPS, Bench
+from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
+from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.capture.transport.zmq_channel import EndMessage, ResultMessage
+
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    opened = Bench()
+    yield opened
+    opened.close()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Life], list[dict], list[list[int]]]:
+    """Up to three requests, what is wanted of each, and who runs in which step."""
+    requests = draw(st.lists(lives(), min_size=1, max_size=3))
+    wants = [draw(wanted(r.num_prompt_tokens, r.stop + 2)) for r in requests]
+    turns = [i for i, request in enumerate(requests) for _ in request.steps]
+    order = draw(st.permutations(turns))
+    steps: list[list[int]] = []
+    for turn in order:  # Together with the step before where it can be.
+        if steps and turn not in steps[-1] and draw(st.booleans()):
+            steps[-1].append(turn)
+        else:
+            steps.append([turn])
+    return requests, wants, steps
+
+
+@given(batch=batches())
+def test_rows_of_any_steps_reach_their_readers(
+    bench: Bench, batch: tuple[list[Life], list[dict], list[list[int]]]
+) -> None:
+    requests, wants, steps = batch
+    names = [bench.new_name() for _ in requests]
+    remaining = [iter(request.steps) for request in requests]
+    for name, request, want in zip(names, requests, wants):
+        bench.open(name, plan_for(want, request.num_prompt_tokens))
+    for turns in steps:
+        taken = [(turn, next(remaining[turn])) for turn in turns]
+        bench.step([(names[t], step.start, step.values) for t, step in taken])
+    for name, request in zip(names, requests):
+        bench.end(name, request)
+    found = bench.collect(sum(len(want) for want in wants))
+
+    for name, request, want in zip(names, requests, wants):
+        for instance, taps in want.items():
+            for tap, ranges in taps.items():
+                rows = found.pop((name, instance, tap), [])
+                kept = standing(request, positions(ranges, request.stop))
+                expected = [(float(p), float(TAPS.index(tap))) for p in kept]
+                if request.settled:
+                    assert rows == expected
+                else:  # Aborted while it recomputed: held rows are gone.
+                    assert rows == [row for row in expected if row in rows]
+    assert not found, "rows that nobody asked for"
+    assert not bench.worker._staging.ring._taken
+
+
+def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing(
+    bench: Bench,
+) -> None:
+    for tap in TAPS:
+        assert not any(t.data_ptr() % ALIGNMENT for t in bench.worker.tensors(tap))
+
+
+def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
+    view = StepView(["x"], np.array([0]), np.array([3]), 3)
+    assert bench.worker.plan_step(view) == frozenset()
+    bench.worker.begin_step(3)
+    bench.worker.end_step()
+    assert (bench.worker._slots.of_taps == -1).all()
+
+
+def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
+    name, steps = bench.new_name(), 3
+    plan = plan_for({"a": {TAPS[0]: ((0, steps),)}}, 1)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [1], None)
+    for position in range(steps):
+        bench.step([(name, position, (float(position),))])
+        bench.worker.clear_slots()
+        assert (bench.worker._slots.of_taps == -1).all()
+    bench.end(name, Life(1, (), steps, steps))
+    rows = bench.collect(1)[name, "a", TAPS[0]]
+    assert [value for value, _ in rows] == [0.0, 1.0, 2.0]
+
+
+def test_other_tensor_parallel_ranks_decide_alike_but_take_no_rows() -> None:
+    bench = Bench(tensor_rank=1)
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
+    bench.worker.add_request("r", plan, [1, 2, 3], None)
+    view = StepView(["r"], np.array([0]), np.array([3]), 3)
+    assert bench.worker.plan_step(view)
+    bench.worker.begin_step(3)
+    assert (bench.worker._slots.of_taps == -1).all()
+    bench.worker.end_step()
+    bench.close()
+
+
+def test_a_request_that_no_step_has_seen_is_answered_at_once(bench: Bench) -> None:
+    name = bench.new_name()
+    bench.end(name, Life(3, (), 0, 0))
+    for instance in "abc":
+        message = bench.messages.get(timeout=WAIT)
+        assert isinstance(message, ResultMessage)
+        assert (message.request_id, message.instance) == (name, instance)
+        assert message.status == "error"
+
+
+def test_a_front_end_hears_of_an_end_once(bench: Bench) -> None:
+    name = bench.new_name()
+    life = Life(3, (Step(0, (0.0,)),), 0, 1)  # Aborted while the prompt is computed.
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [1, 2, 3], None)
+    bench.step([(name, 0, (0.0,))])
+    bench.end(name, life)
+    assert bench.collect(1) == {(name, "a", (0, "pre_attn")): [(0.0, 0.0)]}
+    with pytest.raises(queue.Empty):
+        bench.messages.get(timeout=0.2)
+
+
+def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
+    bench = Bench()
+    name = bench.new_name()
+    plan = plan_for({"a": {(0, "pre_attn"): ((0, 10),)}}, 4)
+    plan = structs.replace(plan, reply_to=bench.inbox.address)
+    bench.worker.add_request(name, plan, [0, 1, 2, 3], None)
+    bench.step([(name, 0, (0.0, 1.0, 2.0, 3.0))])
+    bench.worker.close()
+    sidecars = []
+    while not sidecars:
+        message = bench.messages.get(timeout=WAIT)
+        if isinstance(message, EndMessage):
+            sidecars = [entry.value for entry in message.sidecars]
+    assert [sidecar["capture_error"] for sidecar in sidecars] == [
+        "the engine stopped before the request had ended"
+    ]
+    for inbox in (bench.inbox, *bench.inboxes):
+        inbox.close()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A change of the engine's vectors holds on every rank or on none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.config.steering import SteeringConfig
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.steering.core.engine import get_steering, refuses, set_steering
+from vllm.v1.steering.core.prefix_cache import EngineSteering
+from vllm.v1.steering.core.refusals import is_refused, refusal_in
+from vllm.v1.steering.core.scheduler import SteeringScheduling
+from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+
+
+class Core:
+    """An engine core whose ranks answer a staged change as told."""
+
+    def __init__(self, answers: list[str | None]) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, Any]] = []
+        self.cache_resets = 0
+        self.scheduler = SimpleNamespace(
+            steering=SteeringScheduling(2),
+            requests={},
+            hash_block_size=16,
+            reset_prefix_cache=self._reset,
+        )
+        self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
+        self.vllm_config = SimpleNamespace(
+            steering_config=SteeringConfig(enabled=True, max_configs=2),
+            model_config=SimpleNamespace(dtype=torch.float16),
+        )
+
+    def _reset(self) -> bool:
+        self.cache_resets += 1
+        return True
+
+    def _rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[str | None]:
+        if method.__name__ == "eager_steps":
+            return []
+        self.calls.append((method.__name__, args[0]))
+        return self.answers if method.__name__ == "stage_steering" else []
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Any:
+    yield
+    EngineSteering.set(NO_STEERING)
+
+
+def vectors(value: float, layer: int = 0, keep_zeros: bool = False) -> Any:
+    vector = np.full(4, value, dtype=np.float32)
+    return pack({(layer, "post_block"): vector}, keep_zeros=keep_zeros)
+
+
+def test_a_failure_on_one_rank_changes_nothing() -> None:
+    core: Any = Core([None, "out of memory"])
+    with pytest.raises(SteeringChangeError, match="out of memory"):
+        set_steering(core, SteeringTiers(base=vectors(1)), False)
+    assert core.calls[-1] == ("commit_steering", False)
+    assert not core.scheduler.steering.tiers and not EngineSteering.tiers
+    assert core.cache_resets == 0
+
+
+def test_what_is_given_replaces_what_is_at_the_same_point() -> None:
+    core: Any = Core([None])
+    set_steering(core, SteeringTiers(base=vectors(1), decode=vectors(5)), False)
+    set_steering(core, SteeringTiers(base=vectors(2, layer=1)), False)
+    told = set_steering(core, SteeringTiers(base=vectors(3)), False)
+    assert told == get_steering(core)
+    assert told["vectors"]["post_block"] == {"0": {"norm": 6}, "1": {"norm": 4}}
+    assert told["decode_vectors"]["post_block"] == {"0": {"norm": 10}}
+    zeros = vectors(0, layer=1, keep_zeros=True)
+    told = set_steering(core, SteeringTiers(base=zeros), False)
+    assert list(told["vectors"]["post_block"]) == ["0"]
+    assert not any(
+        set_steering(core, SteeringTiers(), True)[name]
+        for name in ("vectors", "prefill_vectors", "decode_vectors")
+    )
+
+
+def test_the_prefix_cache_is_reset_only_if_prompts_are_steered_otherwise() -> None:
+    core: Any = Core([None])
+    set_steering(core, SteeringTiers(decode=vectors(1)), False)
+    assert core.cache_resets == 0
+    set_steering(core, SteeringTiers(prefill=vectors(1)), False)
+    assert core.cache_resets == 1
+
+
+class Answering(Core):
+    """A core that notes which requests it answers with an error."""
+
+    def __init__(self) -> None:
+        super().__init__([None])
+        self.refused: list[tuple[int, str]] = []
+        self.output_queue = SimpleNamespace(put_nowait=self._answer)
+
+    def _answer(self, sent: tuple[int, EngineCoreOutputs]) -> None:
+        client, outputs = sent
+        (one,) = outputs.outputs
+        assert outputs.finished_requests == {one.request_id}
+        assert one.finish_reason is FinishReason.ERROR
+        sample = SimpleNamespace(finish_reason="error", stop_reason=one.stop_reason)
+        output: Any = SimpleNamespace(outputs=[sample])
+        assert is_refused(output)
+        self.refused.append((client, str(refusal_in(output, "steering_name"))))
+
+
+def request(tiers: SteeringTiers | None) -> Any:
+    params = SimpleNamespace(_steering=tiers)
+    return SimpleNamespace(request_id="r", client_index=3, sampling_params=params)
+
+
+def test_a_request_that_arrives_with_too_much_is_answered_and_not_scheduled() -> None:
+    core: Any = Answering()
+    large = SteeringTiers(prefill=vectors(60000))  # float16 ends at 65504
+    assert not refuses(core, request(large))
+    set_steering(core, SteeringTiers(base=vectors(60000)), False)
+    assert not refuses(core, request(None))
+    assert not refuses(core, request(SteeringTiers(prefill=vectors(-60000))))
+    assert not refuses(core, request(SteeringTiers(prefill=vectors(60000, layer=1))))
+    assert core.refused == []
+    assert refuses(core, request(large))
+    ((client, said),) = core.refused
+    assert client == 3
+    assert said.startswith("steering_name: with the engine's vectors, what is added")
+    assert "prefill tokens at post_block of layer 0" in said
+    assert "GET /v1/steering" in said
+
+
+@pytest.mark.parametrize("own", ["base", "prefill", "decode"])
+def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> None:
+    core: Any = Core([None])
+    running = request(SteeringTiers(**{own: vectors(60000)}))
+    running.num_computed_tokens = 16
+    core.scheduler.requests["r"] = running
+    with pytest.raises(SteeringValidationError, match="a request that is under way"):
+        set_steering(core, SteeringTiers(base=vectors(60000)), False)
+    assert core.calls == [], "no rank hears of it"
+    assert not core.scheduler.steering.tiers and not EngineSteering.tiers
+    assert core.cache_resets == 0

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.parse import SteeredModel, parse_vectors
+
+WIDTH = 4
+POINTS = ("pre_attn", "post_attn", "post_block")
+MODEL = SteeredModel({0: POINTS, 1: POINTS, 2: ("post_block",)}, WIDTH, torch.float16)
+ONE = [1.0, -2.0, 0.5, 4.0]
+
+
+def parse(raw: Any) -> Any:
+    return parse_vectors(raw, MODEL, "steering_vectors")
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        ONE,
+        tuple(ONE),
+        np.array(ONE),
+        np.array(ONE, dtype=np.float16),
+        torch.tensor(ONE, dtype=torch.bfloat16),
+        torch.tensor(ONE, requires_grad=True),
+    ],
+)
+@pytest.mark.parametrize("layer", [1, "1", np.int64(1)])
+def test_lists_arrays_and_tensors_are_the_same(vector: Any, layer: Any) -> None:
+    for entry in (vector, {"vector": vector}, [{"vector": vector, "scale": 1}]):
+        parsed = parse({"pre_attn": {layer: entry}})
+        assert parsed.vectors[1, "pre_attn"].tolist() == ONE
+        assert not parsed.operations
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.integers(-64, 64).map(float), min_size=WIDTH, max_size=WIDTH),
+        min_size=1,
+        max_size=2,
+    ),
+    dtype=st.sampled_from(["float16", "float32", "float64", "bfloat16"]),
+    scale=st.integers(-4, 4),
+)
+def test_the_packed_form_is_the_list_form(
+    rows: list[list[float]], dtype: str, scale: int
+) -> None:
+    tensor = torch.tensor(rows, dtype=getattr(torch, dtype))
+    if dtype == "bfloat16":
+        tensor = tensor.view(torch.int16)
+    packed = {
+        "dtype": dtype,
+        "shape": [len(rows), WIDTH],
+        "layer_indices": list(range(len(rows))),
+        "data": base64.b64encode(tensor.numpy().tobytes()).decode(),
+        "scales": [scale] * len(rows),
+    }
+    lists = {i: {"vector": row, "scale": scale} for i, row in enumerate(rows)}
+    found = parse({"post_block": packed}).vectors
+    expected = parse({"post_block": lists}).vectors
+    assert found.keys() == expected.keys()
+    assert all((found[tap] == expected[tap]).all() for tap in found)
+
+
+def test_entries_of_one_list_add_up() -> None:
+    parsed = parse({"post_block": {0: [{"vector": ONE}, {"vector": ONE, "scale": 2}]}})
+    assert parsed.vectors[0, "post_block"].tolist() == [3 * x for x in ONE]
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (None, "at least one hook point"),
+        ([], "at least one hook point"),
+        ({"pre_attn": {2: ONE}}, "no hook point 'pre_attn'"),
+        ({"post_block": {3: ONE}}, "no layer 3"),
+        ({"post_block": {1: ONE, "1": ONE}}, "given twice"),
+        ({"post_block": {True: ONE}}, "0-based"),
+        ({"post_block": {"1.0": ONE}}, "0-based"),
+        ({"post_block": {1: []}}, "4 numbers"),
+        ({"post_block": {1: [ONE]}}, "4 numbers"),
+        ({"post_block": {1: None}}, "list of numbers"),
+        ({"post_block": {1: ["1"] * 4}}, "list of numbers"),
+        ({"post_block": {1: [True] * 4}}, "list of numbers"),
+        ({"post_block": {1: [float("nan")] * 4}}, "finite"),
+        ({"post_block": {1: [float("inf")] * 4}}, "finite"),
+        ({"post_block": {1: [70000.0] * 4}}, "finite in torch.float16"),
+        ({"post_block": {1: [10**400] * 4}}, "list of numbers"),
+        ({"post_block": {1: {"vector": ONE, "scale": float("nan")}}}, "scale"),
+        ({"post_block": {1: {"vector": ONE, "scale": "2"}}}, "scale"),
+        ({"post_block": {1: {"vector": ONE, "scal": 2}}}, "'scal'"),
+        ({"post_block": {1: {"scale": 2}}}, "vector is missing"),
+        ({1: {1: ONE}}, "not a hook point"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(raw: Any, said: str) -> None:
+    with pytest.raises(SteeringValidationError, match=said) as caught:
+        parse(raw)
+    assert caught.value.parameter.startswith("steering_vectors")
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        torch.ones(WIDTH, dtype=torch.complex64),
+        torch.ones(WIDTH, dtype=torch.complex64, requires_grad=True),
+        torch.ones(WIDTH, device="meta"),
+        torch.ones(WIDTH).to_sparse(),
+        np.ones(WIDTH, dtype=np.complex64),
+        np.array([object()] * WIDTH),
+    ],
+    ids=["complex", "complex-grad", "meta", "sparse", "complex-array", "objects"],
+)
+def test_what_holds_no_real_numbers_is_refused(vector: Any) -> None:
+    with pytest.raises(SteeringValidationError, match="must be a list of numbers"):
+        parse({"pre_attn": {1: vector}})

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.model_executor.layers.residual.capture_op import ALIGNMENT, Launch
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.steering.operations import operation
+from vllm.v1.steering.plan import SteeringTiers, pack
+from vllm.v1.steering.wire import SlotUse, SteeringStep
+from vllm.v1.steering.worker.worker import WorkerSteering, token_rows
+
+TAP = (0, "post_block")
+WIDTH = 4
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+def view(*requests: tuple[str, int, int]) -> StepView:
+    scheduled = np.array([n for _, _, n in requests])
+    return StepView(
+        [name for name, _, _ in requests],
+        np.array([computed for _, computed, _ in requests]),
+        scheduled,
+        int(scheduled.sum()),
+    )
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(1, 9)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_positions_decide_between_prefill_and_decode_rows(requests: list) -> None:
+    step = view(*[(str(i), c, n) for i, (c, n, _) in enumerate(requests)])
+    rows = [(2 * i, 2 * i + 1) for i in range(len(requests))]
+    lengths = [length for _, _, length in requests]
+    expected = [
+        2 * i + (position >= length)
+        for i, (computed, n, length) in enumerate(requests)
+        for position in range(computed, computed + n)
+    ]
+    found = token_rows(rows, lengths, step)
+    assert (found.tolist(), found.dtype) == (expected, np.int32)
+
+
+def config() -> Any:
+    return SimpleNamespace(
+        steering_config=SimpleNamespace(num_rows=7),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
+    )
+
+
+def worker() -> tuple[WorkerSteering, ResidualTap]:
+    steering = WorkerSteering(
+        config(), [TAP], WIDTH, torch.float32, torch.device("cpu")
+    )
+    tap = ResidualTap(None, None, None, *steering.tensors(TAP))
+    steering.attach({TAP: tap})
+    return steering, tap
+
+
+def tiers(base: float = 0, prefill: float = 0, decode: float = 0) -> SteeringTiers:
+    packed = [
+        pack({TAP: np.full(WIDTH, value, dtype=np.float32)})
+        for value in (base, prefill, decode)
+    ]
+    return SteeringTiers(*packed)
+
+
+def added(steering: WorkerSteering, tap: ResidualTap, step: StepView) -> list[float]:
+    """What a step adds to each token, and that it adds nothing to padding."""
+    Launch.taps = steering.plan_step(step)
+    steering.begin_step()
+    stream, residual = tap(torch.zeros(step.num_rows + 3, WIDTH), None)
+    assert residual is None
+    assert (stream == stream[:, :1]).all()
+    assert not stream[step.num_rows :].any()
+    return stream[: step.num_rows, 0].tolist()
+
+
+def start(steering: WorkerSteering, name: str, slot: int, load: Any = None) -> None:
+    loads = [] if load is None else [(slot, load)]
+    step = SteeringStep(loads, {name: SlotUse(slot, 3)})
+    steering.update([], [(name, 3)], step)
+
+
+def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing() -> None:
+    taps = [(layer, "post_block") for layer in range(5)]
+    steering = WorkerSteering(config(), taps, 3, torch.bfloat16, torch.device("cpu"))
+    for tap in taps:
+        assert not any(t.data_ptr() % ALIGNMENT for t in steering.tensors(tap))
+
+
+def test_tiers_of_engine_and_request_add_up() -> None:
+    steering, tap = worker()
+    start(steering, "a", 0, tiers(1, 2, 4))
+    steering.update([], [("plain", 2)], None)
+    step = view(("a", 2, 2), ("plain", 1, 2))
+    assert added(steering, tap, step) == [3, 5, 0, 0]
+    steering.stage_global(tiers(10, 20, 40))
+    assert added(steering, tap, step) == [3, 5, 0, 0], "staged is not carried out"
+    steering.commit_global(True)
+    assert added(steering, tap, step) == [33, 55, 30, 50]
+    steering.stage_global(tiers())
+    steering.commit_global(True)
+    assert added(steering, tap, step) == [3, 5, 0, 0]
+
+
+def test_a_change_that_fails_elsewhere_is_dropped() -> None:
+    steering, tap = worker()
+    steering.update([], [("plain", 2)], None)
+    steering.stage_global(tiers(10))
+    steering.commit_global(False)
+    assert added(steering, tap, view(("plain", 0, 2))) == [0, 0]
+
+
+def test_a_slot_that_is_loaded_again_keeps_nothing_of_before() -> None:
+    steering, tap = worker()
+    start(steering, "a", 0, tiers(1, 2, 4))
+    steering.update(["a"], [], None)
+    start(steering, "b", 0, tiers(0, 0, 7))
+    assert added(steering, tap, view(("b", 0, 4))) == [0, 0, 0, 7]
+
+
+def test_requests_that_ended_leave_no_row_behind() -> None:
+    steering, tap = worker()
+    start(steering, "a", 1, tiers(1))
+    assert added(steering, tap, view(("a", 0, 4))) == [1, 1, 1, 1]
+    steering.update(["a"], [("a", 3)], None)
+    assert added(steering, tap, view(("a", 0, 2))) == [0, 0]
+    assert not steering._slots
+
+
+def test_rows_that_add_nothing_keep_the_sign_of_zero() -> None:
+    steering, tap = worker()
+    start(steering, "a", 0, tiers(1))
+    steering.update([], [("plain", 2)], None)
+    steering.plan_step(view(("a", 0, 1), ("plain", 0, 2)))
+    steering.begin_step()
+    stream = torch.full((3, WIDTH), -0.0)
+    changed, _ = tap(stream, None)
+    assert torch.signbit(changed[1:]).all()
+
+
+def test_a_batch_that_is_no_step_is_not_edited() -> None:
+    """An idle engine runs one while others have steps: it has other rows."""
+    steering, tap = worker()
+    three = np.full(WIDTH, 3, dtype=np.float32)
+    replace = operation(TAP, "replace", three, 1.0, (None, None), False, None)
+    start(steering, "a", 0, SteeringTiers(base=pack({}, [replace])))
+    steering.plan_step(view(("a", 0, 2)))
+    steering.begin_step()
+    assert steering.runs_eagerly and tap.edits is not None
+    assert tap(torch.zeros(2, WIDTH), None)[0].tolist() == [[3.0] * WIDTH] * 2
+    steering.end_step()
+    assert not steering.runs_eagerly
+    assert not tap(torch.zeros(1, WIDTH), None)[0].any()
+    steering.plan_step(view(("a", 2, 1)))
+    assert steering.runs_eagerly, "the next step is edited again"

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder layer calls at its hook points.
+
+The build weaves calls of `pair`, `partial`, `stream` and `value` into the
+`forward` of every decoder layer, and the decorator `tapped` onto its class.
+Where a layer may split its tokens over the tensor-parallel ranks, the call is one of
+`split_pair` and `split_value` while it does.
+With capture and steering off, `layer.residual_taps` is None: the calls return
+their arguments, and nothing of them is left in a compiled graph.
+
+Layers that run several times a pass say at each call which run it is, and have hook
+points for every run.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.residual.point import ResidualTap
+
+Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
+"""By point and run."""
+
+LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
+
+
+def tapped(*points: str) -> Callable[[LayerClass], LayerClass]:
+    """Class decorator: `forward` of this decoder layer has calls at `points`."""
+
+    def record(layer_class: LayerClass) -> LayerClass:
+        layer_class.residual_taps = None  # type: ignore[attr-defined]
+        layer_class.hook_points = points  # type: ignore[attr-defined]
+        layer_class.hook_points_forward = layer_class.forward  # type: ignore[attr-defined]
+        return layer_class
+
+    return record
+
+
+def hook_points(layer: nn.Module) -> tuple[str, ...]:
+    """The hook points of `layer`; none if its `forward` is not the woven one.
+
+    A plug-in's subclass that overrides `forward` inherits the record but not
+    the calls.
+    """
+    woven = getattr(type(layer), "hook_points_forward", None)
+    if woven is None or type(layer).forward is not woven:
+        return ()
+    return tuple(type(layer).hook_points)  # type: ignore[attr-defined]
+
+
+def attach(layer: nn.Module, point: str, tap: ResidualTap, run: int = 0) -> None:
+    """Give `layer` something to do at one of its hook points, in one of its runs."""
+    # Straight into the instance's dictionary: the class attribute that says
+    # "nothing to do" must stay visible to `torch.compile` on other instances.
+    layer.__dict__.setdefault("residual_taps", {})[point, run] = tap
+
+
+def pair(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+    residual: torch.Tensor | None,  # same shape
+    run: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A hook point where the stream is `hidden_states + residual`.
+
+    Without a residual `hidden_states` is the stream.
+    """
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states, residual
+    return taps[point, run](hidden_states, residual)
+
+
+def partial(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None,
+    run: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `pair`, where `hidden_states` is not yet summed over tensor-parallel ranks."""
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states, residual
+    return taps[point, run].on_partial(hidden_states, residual)
+
+
+def stream(
+    layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
+) -> torch.Tensor:
+    """A hook point where `hidden_states` is the stream itself."""
+    return pair(layer, point, hidden_states, None, run)[0]
+
+
+def split_pair(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [ceil(num_tokens / ranks), hidden_size]
+    residual: torch.Tensor | None,
+    run: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `pair`, where each tensor-parallel rank has its share of the tokens."""
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states, residual
+    return taps[point, run].on_split(hidden_states, residual)
+
+
+def split_value(
+    layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
+) -> torch.Tensor:
+    """As `value`, where each tensor-parallel rank has its share of the tokens."""
+    return split_pair(layer, point, hidden_states, None, run)[0]
+
+
+def lone_token(
+    layer: nn.Module,
+    num_tokens: int,
+    hidden_states: torch.Tensor,  # [ceil(num_tokens / ranks), hidden_size]
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives all ranks the share of the first, if it is the only token.
+
+    The layers that call this tell shares from all tokens by their number, and so take
+    the share of a single token for the whole. In compiled code they were traced with
+    more. But steps that change single rows are not compiled.
+    """
+    if layer.residual_taps is None or hidden_states.shape[0] != num_tokens:
+        return hidden_states, residual
+    both = tensor_model_parallel_all_gather(torch.cat([hidden_states, residual], -1), 0)
+    hidden_states, residual = both[:num_tokens].chunk(2, -1)
+    return hidden_states.contiguous(), residual.contiguous()
+
+
+value = stream
+"""A hook point at a tensor beside the stream: what enters or leaves the MLP."""

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One captured request in one worker: from rows to chunks and sidecars."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.v1.capture.delivery.consumer_thread import Ending
+from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
+from vllm.v1.capture.dispatch.row_buffer import Gathering, joined
+from vllm.v1.capture.dispatch.row_spans import Piece
+from vllm.v1.capture.memory.row_copy import RowCopy
+from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.capture.staging.blocks import LocalGroup
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+    VllmInternalRequestId,
+)
+
+LAYER_CONVENTION = "0-based block index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnd:
+    """What the front end says of a request that has ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The generated tokens that count."""
+    sample_index: int
+    finish_reason: str
+    answer: Callable[[str, CaptureResult], None]
+    """`answer(instance, result)`: sends a result to the front end."""
+    instances: tuple[str, ...]
+    error: str | None = None
+    """Why the capture has failed as a whole."""
+
+    def never_started(self) -> None:
+        """Answer for a request of which this worker has computed nothing."""
+        for instance in self.instances:
+            self.answer(
+                instance,
+                CaptureResult(
+                    (VllmInternalRequestId(self.request_id), -1, "*"),
+                    "error",
+                    f"the request ended ({self.finish_reason}) before any of its "
+                    "rows was computed",
+                ),
+            )
+
+
+class CapturedRequest:
+    """Splits the rows of a request's groups into chunks for each reader.
+
+    Belongs to the dispatcher's thread.
+    """
+
+    def __init__(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        groups: Sequence[LocalGroup],
+        prompt_token_ids: Sequence[int] | None,
+        common: Mapping[str, Any],
+        client_specs: Mapping[str, Any],
+        early: frozenset[str],
+        max_tokens: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Open the request.
+
+        Args:
+            req_id: the engine's id.
+            plan: the request's plan.
+            groups: its groups, as far as they are in this process.
+            prompt_token_ids: None for prompts given as embeddings.
+            common: sidecar entries that all requests share.
+            client_specs: what the request says to each instance, as plain data.
+            early: the instances that take rows before it is known that they count.
+            max_tokens: how many tokens the request may generate, if that is known.
+            dtype: of the rows.
+
+        """
+        self.req_id = VllmInternalRequestId(req_id)
+        self._plan = plan
+        self._groups = groups
+        self._prompt_token_ids = prompt_token_ids
+        self._common = common
+        self._client_specs = client_specs
+        self._early = early
+        self._most = (
+            plan.num_prompt_tokens + max_tokens if max_tokens is not None else OPEN_END
+        )
+        self._ledgers = [RowLedger() for _ in groups]
+        self._gathered = [
+            Gathering(
+                len(group.taps),
+                dtype,
+                early.isdisjoint(reader.instance for reader in group.readers),
+            )
+            for group in groups
+        ]
+        self._held: dict[tuple[int, str], list[Rows]] = {}
+        """Rows that may still turn out not to count, by group and instance."""
+        self._counts: dict[tuple[int, str], int] = {}
+        self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
+
+    def gather(
+        self, pieces: Mapping[int, Sequence[Piece]], copies: list[RowCopy]
+    ) -> list[tuple[int, Rows]]:
+        """Rows to `add`, from the pieces of each group.
+
+        `copies` gets what is to be done first; then nothing of the pieces is needed.
+        """
+        return [
+            (group, rows)
+            for group, found in pieces.items()
+            for rows in self._gathered[group].gather(found, self._most, copies)
+        ]
+
+    def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
+        """Rows of one group; returns the chunks to submit now."""
+        return self._chunks(group, self._ledgers[group].add(rows))
+
+    def finish(
+        self, end: RequestEnd
+    ) -> tuple[dict[str, list[CaptureChunk]], dict[str, Ending]]:
+        """The remaining chunks, then what each instance is told at the end."""
+        stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
+        chunks: dict[str, list[CaptureChunk]] = {}
+        for number, ledger in enumerate(self._ledgers):
+            rest = self._gathered[number].rest()
+            rows = [row for kept in rest for row in ledger.add(kept)]
+            settled = self._chunks(number, rows + ledger.finish(stop))
+            for instance, batch in settled.items():
+                chunks.setdefault(instance, []).extend(batch)
+        for (number, instance), held in sorted(self._held.items()):
+            kept = [part for rows in held if (part := rows.between(0, stop))]
+            if kept:
+                made = self._make_chunks(number, instance, kept)
+                chunks.setdefault(instance, []).extend(made)
+        self._held.clear()
+        for batch in chunks.values():
+            batch.sort(key=lambda chunk: (chunk.key[1:], chunk.row_offset))
+        endings = {
+            instance: Ending(
+                self.req_id,
+                tuple(self._finalizes(instance, end, stop)),
+                lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
+            )
+            for instance in self._plan.lanes
+        }
+        return chunks, endings
+
+    def _chunks(
+        self, number: int, settled: Sequence[Rows]
+    ) -> dict[str, list[CaptureChunk]]:
+        ready: dict[str, list[CaptureChunk]] = {}
+        for rows in settled:
+            for reader in self._groups[number].readers:
+                for start, stop in overlap(reader.ranges, rows.start, rows.stop):
+                    part = rows.between(start, stop)
+                    assert part is not None
+                    if reader.instance in self._early or not self._may_void(part):
+                        made = self._make_chunks(number, reader.instance, [part])
+                        ready.setdefault(reader.instance, []).extend(made)
+                    else:
+                        self._held.setdefault((number, reader.instance), []).append(
+                            part
+                        )
+        return ready
+
+    def _may_void(self, rows: Rows) -> bool:
+        """Whether the front end may still end the request before these rows.
+
+        It finds stop strings and learns of aborts later than the engine computes.
+        """
+        return rows.stop > self._plan.num_prompt_tokens
+
+    def _make_chunks(
+        self, number: int, instance: str, parts: list[Rows]
+    ) -> list[CaptureChunk]:
+        """A chunk for each tap of a group, with all of these rows."""
+        place = number, instance
+        offset = self._counts.get(place, 0)
+        spans = self._handed_on.setdefault(place, [])
+        positions: list[int] = []
+        for part in parts:
+            positions.extend(range(part.start, part.stop))
+            spans.append((part.start, part.stop))
+        self._counts[place] = offset + len(positions)
+        rows = joined(parts)
+        return [
+            CaptureChunk(
+                (self.req_id, layer, hook),
+                rows_of_tap,
+                rows.dtype,
+                offset,
+                parts[-1].step,
+                {"positions": list(positions)},
+            )
+            for (layer, hook), rows_of_tap in zip(
+                self._groups[number].taps, rows.unbind(), strict=True
+            )
+        ]
+
+    def _finalizes(
+        self, instance: str, end: RequestEnd, stop: int
+    ) -> list[CaptureFinalize]:
+        finalizes = []
+        for number, group in enumerate(self._groups):
+            for reader in group.readers:
+                if reader.instance != instance:
+                    continue
+                facts = self._facts(number, reader, end, stop)
+                for layer, hook in group.taps:
+                    key: CaptureKey = (self.req_id, layer, hook)
+                    sidecar = {**facts, "layer": layer, "hook": hook}
+                    finalizes.append(CaptureFinalize(key, sidecar))
+        return finalizes
+
+    def _facts(
+        self, number: int, reader: Reader, end: RequestEnd, stop: int
+    ) -> dict[str, Any]:
+        positions, remarks = self._positions(number, reader, end, stop)
+        if end.error is not None:
+            remarks["capture_error"] = end.error
+        return {
+            **self._common,
+            **remarks,
+            "vllm_internal_request_id": self.req_id,
+            "client_request_id": self._plan.client_request_id,
+            "client_spec": self._client_specs.get(reader.instance),
+            "sample_index": end.sample_index,
+            "num_samples": self._plan.num_samples,
+            "num_prompt_tokens": self._plan.num_prompt_tokens,
+            "num_generated_tokens": len(end.token_ids),
+            "finish_reason": end.finish_reason,
+            "num_rows": len(positions),
+            "positions": positions,
+            "token_ids": self._tokens_at(positions, end.token_ids),
+        }
+
+    def _positions(
+        self, number: int, reader: Reader, end: RequestEnd, stop: int
+    ) -> tuple[list[int], dict[str, str]]:
+        """The positions of the reader's rows, and what there is to say about them."""
+        positions = _positions_below(stop, reader.ranges)
+        spans = self._handed_on.get((number, reader.instance), [])
+        arrived = _positions_below(stop, tuple(spans))
+        if arrived != positions:
+            share = f"{len(arrived)} of {len(positions)} rows"
+            if end.finish_reason != "abort":
+                return arrived, {"capture_error": f"only {share} arrived"}
+            return arrived, {"capture_note": f"the request was aborted after {share}"}
+        if missed := _unreached(reader.ranges, stop):
+            note = (
+                f"the request ended at position {stop - 1} and did not reach the "
+                f"positions {missed}"
+            )
+            return positions, {"capture_note": note}
+        return positions, {}
+
+    def _tokens_at(
+        self, positions: Sequence[int], generated: Sequence[int]
+    ) -> list[int | None]:
+        prompt = self._plan.num_prompt_tokens
+        return [
+            generated[position - prompt]
+            if position >= prompt
+            else (self._prompt_token_ids[position] if self._prompt_token_ids else None)
+            for position in positions
+        ]
+
+
+def _positions_below(stop: int, ranges: Ranges) -> list[int]:
+    positions: list[int] = []
+    for first, last in overlap(ranges, 0, stop):
+        positions.extend(range(first, last))
+    return positions
+
+
+def _unreached(ranges: Ranges, stop: int) -> list[int]:
+    """Positions that were named one by one but that the request did not reach."""
+    return [
+        position
+        for first, last in ranges
+        if last != OPEN_END and last > stop
+        for position in range(max(first, stop), last)
+    ]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture on the command line and among the engine's arguments."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import vllm.envs as envs
+from vllm.config.capture import CaptureConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.capture.delivery.spill import prepare_folder
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.registry import check_consumer, consumer_class
+from vllm.v1.capture.types import HOOK_NAMES
+from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SchedulerConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
+
+_READY: dict[str, dict[str, Any]] = {}
+"""Ready instances by the key that their configuration carries, in this process."""
+
+
+def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `EngineArgs` has fields for."""
+    group = parser.add_argument_group(
+        "capture", "Activations of the residual stream, delivered to consumers."
+    )
+    group.add_argument(
+        "--capture-consumers",
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME[:key=value,...]",
+        help="A consumer of captured activations, such as "
+        "filesystem:root=/data/captures; repeatable. Values that are JSON are read "
+        "as JSON; instance_name=... names the instance.",
+    )
+    group.add_argument(
+        "--mlp-hook-points",
+        action="store_true",
+        default=False,
+        help="Add the hook points mlp_in and mlp_out to every layer that has an MLP.",
+    )
+    group.add_argument(
+        "--capture-staging-bytes",
+        type=int,
+        default=None,
+        help="Device memory that captured rows pass through; half of it bounds what "
+        "one step captures. Default: room for whole steps at one hook point of every "
+        "layer, at least 256 MiB.",
+    )
+    group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
+    )
+    group.add_argument(
+        "--capture-dispatch-queue-size",
+        type=int,
+        default=None,
+        help="How many packets of rows may wait for a consumer.",
+    )
+    group.add_argument(
+        "--capture-dispatch-queue-bytes",
+        type=int,
+        default=None,
+        help="How many bytes of rows may wait for a consumer in memory.",
+    )
+    group.add_argument(
+        "--capture-overload-policy",
+        choices=["block", "drop", "spill"],
+        default=None,
+        help="What happens when a consumer's queue is full: the engine waits, rows "
+        "are dropped (and counted), or they wait on disk.",
+    )
+    group.add_argument(
+        "--capture-spill-dir",
+        default=None,
+        help="Where rows wait under the policy spill.",
+    )
+    group.add_argument(
+        "--capture-spill-max-bytes",
+        type=int,
+        default=None,
+        help="How many bytes a worker may spill; past that, the engine waits.",
+    )
+    group.add_argument(
+        "--capture-graphsafe-key",
+        action="append",
+        default=None,
+        metavar="LAYER:HOOK",
+        help="Accepted for compatibility; every key is graph-safe.",
+    )
+
+
+def capture_config(
+    args: "EngineArgs",
+    model_config: "ModelConfig",
+    scheduler_config: "SchedulerConfig",
+) -> CaptureConfig:
+    """The configuration that the engine's arguments stand for.
+
+    Raises:
+        ValueError: a consumer is unknown, badly written or not a consumer.
+
+    """
+    entries: list[Any] = []
+    ready: dict[str, Any] = {}
+    given: Any = args.capture_consumers or []
+    for entry in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(entry, type):
+            raise CaptureValidationError(
+                f"capture consumer {entry.__name__!r} is a class; give an instance, "
+                f"{entry.__name__}(None, {{}}), or the name of its entry point",
+                parameter="capture_consumers",
+                value=entry.__name__,
+            )
+        if isinstance(entry, (str, dict)):
+            entries.append(entry)
+        else:
+            name = _name_of(entry)
+            check_consumer(entry, name)
+            if entry.location != "driver":
+                raise CaptureValidationError(
+                    f"capture consumer {name!r}: a ready instance must have "
+                    'location "driver", as workers live in other processes; give '
+                    "its class an entry point, or set its location",
+                    parameter="capture_consumers",
+                    value=name,
+                )
+            if name in ready:
+                raise CaptureValidationError(
+                    f"two capture consumers are named {name!r}; give one of them "
+                    "an attribute `instance_name`",
+                    parameter="capture_consumers",
+                    value=name,
+                )
+            ready[name] = entry
+    key = ""
+    if ready:
+        key = uuid4().hex
+        _READY[key] = ready
+    staging = args.capture_staging_bytes
+    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+        memory = current_platform.get_device_total_memory()
+        staging = default_staging_bytes(
+            row_bytes(model_config),
+            model_config.get_total_num_hidden_layers(),
+            scheduler_config.max_num_batched_tokens,
+            int(memory * args.gpu_memory_utilization),
+        )
+    chosen: dict[str, Any] = {
+        "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
+        "dispatch_queue_size": args.capture_dispatch_queue_size,
+        "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
+        "overload_policy": args.capture_overload_policy,
+        "spill_dir": args.capture_spill_dir,
+        "spill_max_bytes": args.capture_spill_max_bytes,
+    }
+    config = CaptureConfig(
+        consumers=entries,
+        driver_instances=list(ready),
+        driver_truncating=[
+            name for name, one in ready.items() if getattr(one, "truncates", False)
+        ],
+        driver_key=key,
+        mlp_points=args.mlp_hook_points,
+        graphsafe_keys=args.capture_graphsafe_key or [],
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+    if config.enabled and envs.VLLM_USE_RUST_FRONTEND:
+        raise CaptureValidationError(
+            "capture_consumers: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
+            "the fields of a capture; unset it to capture",
+            parameter="capture_consumers",
+            value=[entry.instance_name for entry in config.consumers],
+        )
+    for consumer in config.consumers:
+        check_consumer(consumer_class(consumer.name), consumer.name)
+    _check_graphsafe_keys(config.graphsafe_keys)
+    _check_spill(config, chosen)
+    return config
+
+
+def ready_instances(config: CaptureConfig) -> dict[str, Any]:
+    """The ready instances that belong to a configuration."""
+    return _READY.get(config.driver_key, {})
+
+
+def _name_of(instance: Any) -> str:
+    return str(getattr(instance, "instance_name", "") or type(instance).__name__)
+
+
+def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
+    if not config.enabled:
+        return
+    if config.overload_policy == "spill":
+        try:
+            prepare_folder(config.spill_folder)
+        except OSError as error:
+            raise CaptureValidationError(
+                f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "
+                f"to: {error}. Name a folder that can",
+                parameter="capture_spill_dir",
+                value=str(config.spill_folder),
+            ) from error
+    elif chosen["spill_dir"] is not None or chosen["spill_max_bytes"] is not None:
+        logger.warning(
+            "--capture-spill-dir and --capture-spill-max-bytes change nothing under "
+            "--capture-overload-policy %s",
+            config.overload_policy,
+        )
+
+
+def _check_graphsafe_keys(keys: list[str]) -> None:
+    for key in keys:
+        layer, _, hook = key.partition(":")
+        if not (layer.isascii() and layer.isdigit()) or hook not in HOOK_NAMES:
+            raise CaptureValidationError(
+                f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
+                f"3:post_block; the hook points are {list(HOOK_NAMES)}",
+                parameter="capture_graphsafe_key",
+                value=key,
+            )
+    if keys:
+        logger.info(
+            "--capture-graphsafe-key changes nothing: every key is captured inside "
+            "CUDA graphs"
+        )

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request's capture can be carried out, and how: decided once, up front.
+
+After admission nothing can fail for a reason that lies with the user.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.context import capture_context
+from vllm.v1.capture.core.scheduler import scheduling_lag
+from vllm.v1.capture.errors import (
+    CaptureValidationError,
+    UnknownCaptureConsumerError,
+)
+from vllm.v1.capture.frontend.inflight_limit import HeldRows
+from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.selectors import (
+    check_text,
+    fail,
+    plain,
+    resolve_positions,
+    within_reach,
+)
+from vllm.v1.capture.types import (
+    CaptureContext,
+    CaptureSpec,
+)
+from vllm.v1.residual.sizes import row_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+HookPoints = Mapping[int, tuple[str, ...]]
+"""The hook points of each layer of the loaded model, over all stages."""
+
+
+class Admission:
+    """Turns what requests and consumers ask for into plans."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        consumers: Mapping[str, Any],
+        hook_points: HookPoints,
+    ) -> None:
+        """Read the global specs.
+
+        Args:
+            vllm_config: the engine's configuration.
+            consumers: an instance of each consumer, by instance name.
+            hook_points: of the loaded model.
+
+        """
+        self.consumers = dict(consumers)
+        self._vllm_config = vllm_config
+        self._hook_points = dict(hook_points)
+        self._rows_per_step = vllm_config.capture_config.rows_per_step(
+            row_bytes(vllm_config.model_config)
+        )
+        self._lag = scheduling_lag(vllm_config)
+        self.held = HeldRows(self.consumers, row_bytes(vllm_config.model_config))
+        self._global_specs = self._read_global_specs()
+
+    @property
+    def captures_everything(self) -> list[str]:
+        """The instances that capture every request, sorted."""
+        return sorted(self._global_specs)
+
+    def _read_global_specs(self) -> dict[str, CaptureSpec]:
+        specs = {}
+        for name, consumer in self.consumers.items():
+            ask = getattr(consumer, "global_capture_spec", None)
+            spec = ask() if ask is not None else None
+            if spec is not None:
+                # Layers and hooks are the same for every request: a mistake in
+                # them is found now, at start-up.
+                taps = self._taps(spec, self.context("start-up", 1, None), name)
+                self._check_taps(len(taps))
+                specs[name] = spec
+        return specs
+
+    def context(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        num_samples: int = 1,
+    ) -> CaptureContext:
+        """What consumers may know of a request."""
+        return capture_context(
+            self._vllm_config,
+            self._hook_points,
+            request_id,
+            num_prompt_tokens,
+            max_tokens,
+            num_samples,
+        )
+
+    def plan(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt_tokens: int,
+        reply_to: str,
+        streaming: Collection[str] = (),
+    ) -> CapturePlan | None:
+        """The plan for a request, None if nothing is captured of it.
+
+        The rows of the instances in `streaming` go to the front end as well, as
+        steps compute them.
+
+        `params.capture` is replaced by its plain form, which travels to workers.
+
+        Raises:
+            CaptureValidationError: naming the parameter, the value, the remedy.
+
+        """
+        if params.capture is None and not self._global_specs:
+            return None
+        ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
+        if params.capture is not None:
+            params.capture = self._plain_capture(params.capture)
+        wanted = {
+            name: self._taps(spec, ctx, name)
+            for name, spec in self._specs(params.capture or {}, ctx).items()
+        }
+        if not wanted:
+            return None
+        live: dict[Tap, Ranges] = {}
+        for name in wanted.keys() & set(streaming):
+            for tap, ranges in wanted[name].items():
+                live[tap] = union((ranges, live.get(tap, ())))
+        if live:
+            wanted[LIVE] = live
+        plan = CapturePlan(
+            client_request_id=request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            groups=group_taps(wanted, num_prompt_tokens, self._lag),
+            reply_to=reply_to,
+            num_samples=params.n,
+        )
+        self._check_budget(plan)
+        return plan
+
+    def describe(self) -> dict[str, Any]:
+        """Who receives rows, of what, and within which limits; as plain data."""
+        config = self._vllm_config.capture_config
+        return {
+            "consumers": [
+                {
+                    "name": name,
+                    "location": consumer.location,
+                    "takes_requests": getattr(consumer, "reads_client_spec", False),
+                    "captures_every_request": name in self._global_specs,
+                }
+                for name, consumer in sorted(self.consumers.items())
+            ],
+            "limits": {
+                "rows_per_step": self._rows_per_step,
+                "staging_bytes": config.staging_bytes,
+                "host_memory_bytes": config.host_memory_bytes,
+                "dispatch_queue_size": config.dispatch_queue_size,
+                "dispatch_queue_bytes": config.dispatch_queue_bytes,
+                "overload_policy": config.overload_policy,
+                "spill_max_bytes": config.spill_max_bytes,
+                "max_inflight_bytes": dict(self.held.limits),
+            },
+            "hook_points": {
+                str(layer): list(points)
+                for layer, points in sorted(self._hook_points.items())
+            },
+        }
+
+    def _plain_capture(self, raw: Any) -> dict[str, Any]:
+        capture = plain(raw)
+        if not isinstance(capture, dict) or not capture:
+            raise fail(
+                "capture must map at least one consumer to what it shall capture, "
+                'for example {"filesystem": {"hooks": {"post_block": [0]}}}',
+                "capture",
+                raw,
+            )
+        check_text(capture, "capture")
+        for name in capture:
+            consumer = self.consumers.get(name)
+            if consumer is None:
+                having = sorted(self.consumers)
+                raise UnknownCaptureConsumerError(
+                    f"capture: this server has no consumer {name!r}; it has "
+                    f"{having}. Start it with --capture-consumers {name} to add one",
+                    parameter="capture",
+                    value=name,
+                )
+            if not getattr(consumer, "reads_client_spec", False):
+                raise CaptureValidationError(
+                    f"capture.{name}: this consumer takes no requests of its own; "
+                    "its configuration says what it captures. Leave it out",
+                    parameter=f"capture.{name}",
+                    value=capture[name],
+                )
+        return capture
+
+    def _specs(
+        self, capture: Mapping[str, Any], ctx: CaptureContext
+    ) -> dict[str, CaptureSpec]:
+        specs = {
+            name: spec
+            for name, one in self._global_specs.items()
+            if name not in capture and (spec := within_reach(one, ctx)) is not None
+        }
+        for name, raw in capture.items():
+            try:
+                specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
+            except CaptureValidationError:
+                raise
+            except Exception as error:
+                # A plug-in's own way of saying no.
+                raise CaptureValidationError(
+                    f"capture.{name}: {error}", parameter=f"capture.{name}", value=raw
+                ) from error
+        return specs
+
+    def _taps(
+        self, spec: CaptureSpec, ctx: CaptureContext, name: str
+    ) -> dict[Tap, Ranges]:
+        """Every tap of a spec with its positions; checks what a plug-in returned."""
+        if not isinstance(spec, CaptureSpec):
+            raise fail(
+                f"capture.{name}: the consumer answered with {type(spec).__name__}, "
+                "not with a CaptureSpec; that is a mistake of the consumer, not of "
+                "the request",
+                f"capture.{name}",
+                spec,
+            )
+        hooks = plain(spec.hooks)
+        if not isinstance(hooks, dict):
+            raise fail(
+                f"capture.{name}: hooks must map hook points to layers, for example "
+                '{"post_block": [0]}',
+                f"capture.{name}.hooks",
+                hooks,
+            )
+        where = f"capture.{name}.positions"
+        ranges = resolve_positions(plain(spec.positions), ctx, where)
+        return {
+            (layer, str(hook)): ranges
+            for hook, layers in hooks.items()
+            for layer in self._layers(hook, layers, name)
+        }
+
+    def _layers(self, hook: str, layers: Any, name: str) -> list[int]:
+        having = [n for n, points in self._hook_points.items() if hook in points]
+        if layers == "all" and having:
+            return having
+        listed = layers if isinstance(layers, list) else [layers]
+        for layer in listed:
+            if layer not in having:
+                known = isinstance(layer, int)
+                raise fail(
+                    f"capture.{name}: layer {layer} of this model has no hook "
+                    f"point {hook!r}; it has "
+                    f"{list(self._hook_points.get(layer, ())) if known else []}, and "
+                    f"the layers are 0 to {max(self._hook_points, default=-1)}",
+                    f"capture.{name}.hooks",
+                    {hook: layers},
+                )
+        return listed
+
+    def _check_taps(self, per_token: int) -> None:
+        if per_token > self._rows_per_step:
+            raise fail(
+                f"capture: {per_token} hook points at one token exceed the "
+                f"{self._rows_per_step} rows that one step may capture; capture "
+                "fewer layers, or start the server with a larger "
+                "--capture-staging-bytes",
+                "capture",
+                per_token,
+            )
+
+    def _check_budget(self, plan: CapturePlan) -> None:
+        """Refuse what could never be scheduled: more taps than a step has rows."""
+        self._check_taps(plan.num_taps)
+        config = self._vllm_config.scheduler_config
+        ranges = union(group.ranges for group in plan.groups)
+        rows = plan.rows_in(0, plan.num_prompt_tokens)
+        if ranges and not config.enable_chunked_prefill and rows > self._rows_per_step:
+            raise fail(
+                f"capture: without chunked prefill the {rows} rows of this prompt "
+                f"must fit one step, which may capture {self._rows_per_step}; "
+                "enable chunked prefill or capture fewer positions",
+                "capture",
+                rows,
+            )

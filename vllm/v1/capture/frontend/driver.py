@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consumers that live in the front end's process, and how rows come to them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.context import remembers_specs
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.delivery.packet_queue import Ending, Opening
+from vllm.v1.capture.registry import as_sink
+from vllm.v1.capture.stats import LaneCounters
+from vllm.v1.capture.transport.zmq_channel import (
+    ChunksMessage,
+    EndMessage,
+    Inbox,
+    Message,
+    rows_address,
+)
+from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureResult
+
+if TYPE_CHECKING:
+    from vllm.config.capture import CaptureConfig
+
+Note = Callable[[str, str, int, CaptureResult], None]
+"""`note(request id, instance, stage, result)`."""
+
+
+class DriverLanes:
+    """A lane for each driver-side instance, each with an address of its own.
+
+    A lane that is full does not read: the workers' end of the connection fills up,
+    and there the overload policy decides. Other instances and results, which come
+    to the front end's own address, do not wait.
+    """
+
+    def __init__(
+        self,
+        config: "CaptureConfig",
+        consumers: Mapping[str, Any],
+        address: str,
+        note: Note,
+    ) -> None:
+        """Start listening for rows.
+
+        Args:
+            config: how much may wait.
+            consumers: all instances; those that live elsewhere are left out.
+            address: the front end's own address.
+            note: takes the results.
+
+        """
+        self._note = note
+        self._lanes = {
+            name: SinkLane(
+                name,
+                as_sink(consumer),
+                config.dispatch_queue_bytes,
+                config.dispatch_queue_size,
+            )
+            for name, consumer in consumers.items()
+            if consumer.location == "driver"
+        }
+        self._remembering = {
+            name: consumer
+            for name, consumer in consumers.items()
+            if name in self._lanes and remembers_specs(consumer)
+        }
+        self._inboxes = [
+            Inbox(
+                self._receive,
+                rows_address(address, name),
+                bounded=True,
+                idle=lane.check,
+            )
+            for name, lane in self._lanes.items()
+        ]
+
+    def open(
+        self, request_id: str, specs: Mapping[str, Any], context: CaptureContext
+    ) -> None:
+        """A sample of a request will be computed; `specs` is what it says to each."""
+        for name in specs.keys() & self._remembering.keys():
+            consumer = self._remembering[name]
+            tell = partial(consumer.validate_client_spec, specs[name], context)
+            self._lanes[name].open(Opening(request_id, tell))
+
+    def counters(self) -> dict[str, LaneCounters]:
+        """What the instances here have done, by name."""
+        return {name: lane.counters() for name, lane in self._lanes.items()}
+
+    def close(self, timeout: float) -> None:
+        """Stop listening and shut the consumers down."""
+        for inbox in self._inboxes:
+            inbox.close()
+        for lane in self._lanes.values():
+            lane.close(timeout)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, ChunksMessage):
+            chunks = [part.chunk() for part in message.chunks]
+            self._lanes[message.instance].submit(chunks)
+        else:
+            assert isinstance(message, EndMessage), "results have another address"
+            self._end(message)
+
+    def _end(self, message: EndMessage) -> None:
+        finalizes = tuple(
+            CaptureFinalize((message.request_id, e.layer, e.hook), e.value)  # type: ignore[arg-type]
+            for e in message.sidecars
+        )
+        self._lanes[message.instance].finish(
+            Ending(
+                message.request_id,
+                finalizes,
+                lambda result: self._note(
+                    message.request_id, message.instance, message.stage, result
+                ),
+            )
+        )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of rows the requests under way will bring back to their front end.
+
+Rows that return with a request's output lie in the front end's memory until the
+client has them, so all requests together are bounded, not just each of them.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
+from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
+from vllm.v1.capture.selectors import fail
+
+
+class NoRoomNowError(CaptureValidationError):
+    """There is not enough room beside the requests in flight; later there may be."""
+
+
+class HeldRows:
+    """The bounds of the consumers that return rows, and what counts towards them."""
+
+    def __init__(self, consumers: Mapping[str, Any], row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+        self.limits: dict[str, int] = {
+            name: consumer.max_inflight_bytes
+            for name, consumer in consumers.items()
+            if getattr(consumer, "max_inflight_bytes", None) is not None
+        }
+
+    def bytes_of(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
+        """Bytes that a request may return at most, per instance that has a limit."""
+        stop = plan.num_prompt_tokens + max((max_tokens or 1) - 1, 0)
+        sizes: dict[str, int] = {}
+        for group in plan.groups:
+            for reader in group.readers:
+                if reader.instance in self.limits:
+                    rows = sum(b - a for a, b in overlap(reader.ranges, 0, stop))
+                    size = rows * len(group.taps) * self._row_bytes * plan.num_samples
+                    sizes[reader.instance] = sizes.get(reader.instance, 0) + size
+        if LIVE in plan.lanes:
+            # The rows that outputs carry before the last lie beside the result.
+            sizes = {name: 2 * size for name, size in sizes.items()}
+        return sizes
+
+
+class Reservations:
+    """Bytes of requests that were admitted and are not under way yet.
+
+    Prompts are read on several threads, so requests may be admitted between
+    another's admission and its start.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, Mapping[str, int]] = {}
+
+    def put(self, plan: CapturePlan, sizes: Mapping[str, int]) -> None:
+        """Reserve until `take`, or until the plan is dropped with its request."""
+        self._sizes[id(plan)] = sizes
+        dropped = weakref.finalize(plan, self._sizes.pop, id(plan), None)
+        dropped.atexit = False
+
+    def take(self, plan: CapturePlan) -> None:
+        """The request is under way and counts by itself."""
+        self._sizes.pop(id(plan), None)
+
+    def bytes_for(self, instance: str) -> int:
+        """What is reserved at an instance."""
+        return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
+
+
+class Room:
+    """Refuses a request whose rows would not fit beside those under way."""
+
+    def __init__(self, held: HeldRows, requests: RequestsUnderWay) -> None:
+        """Bound what `requests` bring back by the limits of `held`."""
+        self._held = held
+        self._requests = requests
+        self._reserved = Reservations()
+
+    def reserve(
+        self,
+        plan: CapturePlan,
+        max_tokens: int | None,
+        relieve: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Keep room for an admitted request.
+
+        Args:
+            plan: the request's plan.
+            max_tokens: how many tokens it may generate.
+            relieve: waits until a request in flight has ended; False if none can.
+
+        Raises:
+            CaptureValidationError: there is not enough.
+
+        """
+        needed = self._held.bytes_of(plan, max_tokens)
+        if not needed:
+            return
+        while True:
+            try:
+                self._try_to_reserve(plan, needed)
+                return
+            except NoRoomNowError:
+                if not relieve():
+                    raise
+
+    def _try_to_reserve(self, plan: CapturePlan, needed: Mapping[str, int]) -> None:
+        with self._requests.changed:
+            for name, size in needed.items():
+                self._check(name, size, LIVE in plan.lanes)
+            self._reserved.put(plan, needed)
+
+    def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
+        """The request is under way and counts by itself: with these bytes."""
+        self._reserved.take(plan)
+        return self._held.bytes_of(plan, max_tokens)
+
+    def _check(self, name: str, size: int, live: bool) -> None:
+        limit = self._held.limits[name]
+        held = self._requests.held_bytes(name, aborted=False)
+        held += self._reserved.bytes_for(name)
+        left = self._requests.held_bytes(name, aborted=True)
+        self._requests.forget_aborted(name, left + held + size - limit)
+        if size > limit:
+            twice = ", twice what it returns, as its outputs carry rows before the "
+            twice += "last (capture_stream=False ends that)"
+            raise fail(
+                f"capture.{name}: this request alone may hold {size} bytes of rows"
+                f"{twice if live else ''}; at most {limit} are allowed "
+                "(max_inflight_bytes). Capture fewer layers or positions, lower "
+                f"max_tokens, or start with --capture-consumers {name}:"
+                f"max_inflight_bytes={2 * size}",
+                f"capture.{name}",
+                size,
+            )
+        if held + size > limit:
+            raise NoRoomNowError(
+                f"capture.{name}: this request may hold {size} bytes of rows, and "
+                f"those in flight may hold {held}; together at most {limit} are "
+                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                "capture less, or start with a larger --capture-consumers "
+                f"{name}:max_inflight_bytes=...",
+                parameter=f"capture.{name}",
+                value=size,
+            )

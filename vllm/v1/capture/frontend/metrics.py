@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in Prometheus, beside the engine's own metrics."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters
+
+Place: TypeAlias = tuple[int, str]
+"""`(engine, consumer instance)`."""
+
+_TEXTS = {
+    "rows": "Rows (one token at one hook point) handed to the consumer.",
+    "bytes": "Bytes of rows handed to the consumer.",
+    "spilled_rows": "Rows that waited on disk because the consumer was behind.",
+    "spilled_bytes": "Bytes that waited on disk because the consumer was behind.",
+    "dropped_rows": "Rows dropped because the consumer was behind.",
+    "failed_rows": "Rows of captures whose result is an error.",
+    "requests": "Captured requests whose result the consumer has given.",
+    "queue_depth": "Packets of rows and ends of requests that wait now.",
+    "queue_bytes": "Bytes of rows that wait in memory now.",
+    "spill_bytes": "Bytes of rows that wait on disk now.",
+}
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class CaptureMetrics:
+    """The metrics of one front end; engines and consumers are labels."""
+
+    def __init__(
+        self, model: str, engines: Sequence[int], instances: Sequence[str]
+    ) -> None:
+        """Register the metrics; those of an earlier engine must be gone."""
+        labels = ["model_name", "engine", "consumer"]
+        self._model = model
+        self._totals = {
+            name: Counter(f"vllm:capture_{name}", _TEXTS[name], labels)
+            for name in TOTALS
+        }
+        self._levels = {
+            name: Gauge(
+                f"vllm:capture_{name}",
+                _TEXTS[name],
+                labels,
+                multiprocess_mode="mostrecent",
+            )
+            for name in LEVELS
+        }
+        self._finalize = Histogram(
+            "vllm:capture_finalize_seconds",
+            "From the end of a request to the consumer's result.",
+            labels,
+            buckets=_SECONDS,
+        )
+        self._reforwarded = Counter(
+            "vllm:capture_reforwarded_tokens",
+            "Prompt tokens in the prefix cache computed again for their rows.",
+            labels[:2],
+        )
+        for engine in engines:
+            self._reforwarded.labels(model, str(engine))
+            for instance in instances:
+                self.add((engine, instance), LaneCounters())
+                self.set_levels((engine, instance), LaneCounters())
+        for instance in instances:
+            self._finalize.labels(model, str(engines[0]), instance)
+
+    def add(self, place: Place, grown: LaneCounters) -> None:
+        """Totals have grown by so much."""
+        for name, counter in self._totals.items():
+            counter.labels(*self._labels(place)).inc(getattr(grown, name))
+
+    def set_levels(self, place: Place, counters: LaneCounters) -> None:
+        """What waits now."""
+        for name, gauge in self._levels.items():
+            gauge.labels(*self._labels(place)).set(getattr(counters, name))
+
+    def add_reforwarded(self, engine: int, tokens: int) -> None:
+        """So many more tokens were computed again."""
+        self._reforwarded.labels(self._model, str(engine)).inc(tokens)
+
+    def finalized(self, place: Place, seconds: float) -> None:
+        """A consumer took so long from a request's end to its result."""
+        self._finalize.labels(*self._labels(place)).observe(seconds)
+
+    def _labels(self, place: Place) -> tuple[str, str, str]:
+        return self._model, str(place[0]), place[1]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places that requests' rows are written to: two under way must not share one."""
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from vllm.v1.capture.frontend.path_locks_shared import NobodyElse
+from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.capture.selectors import fail
+
+Claim: TypeAlias = tuple[str, str]
+"""`(instance, place)`, a place being what the consumer makes of a request's names."""
+
+
+class Claims:
+    """Which places are taken, and by which request. Any thread may call.
+
+    A place is free again once the request's results are there; what happens to files
+    that exist by then is the consumer's `on_collision`.
+    """
+
+    def __init__(
+        self, consumers: Mapping[str, Any], elsewhere: NobodyElse | None = None
+    ) -> None:
+        """No place is taken.
+
+        Args:
+            consumers: by instance name; one with places of its requests' own has
+                `claimed_places(raw, request_id, num_samples)`, or sets
+                `claims_request_id` where the names in the spec are all there is.
+                `raw` is empty where it captures every request and this one does not
+                name it.
+            elsewhere: what other API server processes have taken.
+
+        """
+        self._claiming = {
+            name: getattr(consumer, "claimed_places", _as_named)
+            for name, consumer in consumers.items()
+            if hasattr(consumer, "claimed_places")
+            or getattr(consumer, "claims_request_id", False)
+        }
+        self._elsewhere = elsewhere or NobodyElse()
+        self._taken: dict[Claim, str] = {}
+        self._reserved: dict[Claim, int] = {}
+        """For plans of requests that were admitted and are not under way yet."""
+        # Plans may be collected, and so give up names, while this thread is here.
+        self._lock = threading.RLock()
+
+    def reserve(
+        self, capture: Mapping[str, Any] | None, plan: CapturePlan
+    ) -> CapturePlan:
+        """Keep a request's places until `take`, or until its plan is dropped with it.
+
+        Who asked for nothing knows of no capture: if another request under way has the
+        same id, a plan is returned that names this one `ID-2`, or `ID-3`.
+
+        Raises:
+            CaptureValidationError: a place is taken; the last of the two requests
+                would overwrite the first.
+
+        """
+        given = plan.client_request_id
+        for number in count(2):
+            claims = self._claims_of(capture, plan)
+            if not claims:
+                return plan
+            taken = self._reserve(claims, id(plan))
+            if taken is None:
+                break
+            if capture:
+                raise _refusal(taken)
+            plan = replace(plan, client_request_id=f"{given}-{number}")
+        dropped = weakref.finalize(plan, self._drop, id(plan))
+        dropped.atexit = False
+        return plan
+
+    def _reserve(self, claims: Sequence[Claim], plan: int) -> Claim | None:
+        """Reserve all for a plan; if one is taken, none, and that one is returned."""
+        with self._lock:
+            for claim in claims:
+                other = self._reserved.get(claim, plan) != plan
+                if other or claim in self._taken or not self._elsewhere.take(claim):
+                    self._drop(plan)
+                    return claim
+                self._reserved[claim] = plan
+        return None
+
+    def take(
+        self, capture: Mapping[str, Any] | None, owner: str, plan: CapturePlan
+    ) -> None:
+        """The places belong to the request `owner` from now on."""
+        with self._lock:
+            for claim in self._claims_of(capture, plan):
+                self._taken[claim] = owner
+            self._drop(id(plan))
+
+    def release(self, owner: str) -> None:
+        """The results of `owner` are there."""
+        with self._lock:
+            for claim in list(self._taken):
+                if self._taken[claim] == owner:
+                    del self._taken[claim]
+                    self._free(claim)
+
+    def drop(self, plan: CapturePlan) -> None:
+        """The request was refused: its plan reserves nothing."""
+        self._drop(id(plan))
+
+    def _drop(self, plan: int) -> None:
+        """A plan reserves nothing any more."""
+        with self._lock:
+            for claim in [c for c, holder in self._reserved.items() if holder == plan]:
+                del self._reserved[claim]
+                self._free(claim)
+
+    def _free(self, claim: Claim) -> None:
+        if claim not in self._taken and claim not in self._reserved:
+            self._elsewhere.free(claim)
+
+    def _claims_of(
+        self, capture: Mapping[str, Any] | None, plan: CapturePlan
+    ) -> list[Claim]:
+        """Of what the request asks for, and of what is captured of every request."""
+        if not self._claiming:
+            return []
+        asked = capture or {}
+        return [
+            (name, place)
+            for name in dict.fromkeys((*asked, *plan.instances))
+            if name in self._claiming
+            for place in self._claiming[name](
+                asked.get(name, {}), plan.client_request_id, plan.num_samples
+            )
+        ]
+
+
+def _as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
+    """The place that a spec names with `tag` and `request_id`."""
+    if not isinstance(raw, Mapping) or raw.get("request_id") is None:
+        return []
+    return [f"{raw.get('tag') or ''}/{raw['request_id']}"]
+
+
+def _refusal(claim: Claim) -> Exception:
+    instance, place = claim
+    return fail(
+        f"capture.{instance}.request_id: a request that is under way writes to "
+        f"{place!r}, too; wait for it, or use another request_id",
+        f"capture.{instance}.request_id",
+        place.rpartition("/")[2],
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a front end knows of all lanes: for metrics, and for whoever asks."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from vllm.v1.capture.frontend.metrics import CaptureMetrics
+from vllm.v1.capture.plan import LIVE
+from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
+from vllm.v1.capture.transport.zmq_channel import CountersMessage
+
+Source = tuple[int, int]
+"""`(engine, pipeline stage)`: a worker that reports."""
+
+
+class CaptureStatus:
+    """Counters by engine, stage and consumer instance.
+
+    A consumer beside the front end has a lane in each worker, which hands its rows
+    on, and one here, which knows what became of them.
+    """
+
+    def __init__(self, here: Callable[[], Mapping[str, LaneCounters]]) -> None:
+        """Start with nothing.
+
+        Args:
+            here: the counters of the lanes in this process.
+
+        """
+        self._here = here
+        self._workers: dict[Source, dict[str, LaneCounters]] = {}
+        self._reforwarded: dict[Source, int] = {}
+        self._memory: dict[Source, MemoryCounters] = {}
+        self._failed_here: dict[str, int] = {}
+        self._metrics: CaptureMetrics | None = None
+        self._lock = threading.Lock()
+
+    def publish(self, metrics: CaptureMetrics) -> None:
+        """From now on, put into `metrics` what comes in."""
+        self._metrics = metrics
+
+    def take(self, message: CountersMessage) -> None:
+        """A worker reports."""
+        source = (message.engine, message.stage)
+        with self._lock:
+            before = self._workers.get(source, {})
+            if self._metrics is not None and message.adds:
+                self._add(self._metrics, message, before)
+            self._workers[source] = message.counters
+            self._reforwarded[source] = message.reforwarded
+            self._memory[source] = message.memory
+            if self._metrics is not None and message.adds:
+                self._set_levels(self._metrics, message.engine)
+
+    def finalized(self, instance: str, seconds: float) -> None:
+        """A consumer took so long from a request's end to its result."""
+        if self._metrics is not None:
+            self._metrics.finalized((0, instance), seconds)
+
+    def num_workers(self) -> int:
+        """How many have reported."""
+        with self._lock:
+            return len(self._workers)
+
+    def counters(self) -> dict[str, Any]:
+        """Totals and levels by consumer instance, over all engines and stages."""
+        with self._lock:
+            names = {name for each in self._workers.values() for name in each}
+            found = {name: self._sum(name) for name in names}
+            reforwarded = sum(self._reforwarded.values())
+        for name, own in self._here().items():
+            found[name] = _with_here(found.get(name, LaneCounters()), own)
+        return {
+            "consumers": {
+                name: msgspec.structs.asdict(found[name])
+                for name in sorted(found)
+                if name != LIVE
+            },
+            "reforwarded_tokens": reforwarded,
+        }
+
+    def host_memory(self) -> list[dict[str, Any]]:
+        """Of each worker: what it may hold for rows, what it holds, and for what."""
+        with self._lock:
+            found = sorted(self._memory.items())
+        return [
+            {
+                "engine": engine,
+                "stage": stage,
+                **msgspec.structs.asdict(memory),
+                "held_bytes": memory.held_bytes,
+            }
+            for (engine, stage), memory in found
+        ]
+
+    def _sum(self, name: str, engine: int | None = None) -> LaneCounters:
+        return added(
+            counters[name]
+            for source, counters in self._workers.items()
+            if name in counters and engine in (None, source[0])
+        )
+
+    def _add(
+        self,
+        metrics: CaptureMetrics,
+        message: CountersMessage,
+        before: Mapping[str, LaneCounters],
+    ) -> None:
+        source = (message.engine, message.stage)
+        for name, counters in message.counters.items():
+            grown = _difference(counters, before.get(name, LaneCounters()))
+            if name != LIVE:
+                metrics.add((message.engine, name), grown)
+        metrics.add_reforwarded(
+            message.engine, message.reforwarded - self._reforwarded.get(source, 0)
+        )
+        for name, own in self._here().items():
+            failed = own.failed_rows - self._failed_here.get(name, 0)
+            self._failed_here[name] = own.failed_rows
+            metrics.add((message.engine, name), LaneCounters(failed_rows=failed))
+
+    def _set_levels(self, metrics: CaptureMetrics, engine: int) -> None:
+        here = self._here()
+        for name in {n for each in self._workers.values() for n in each} - {LIVE}:
+            counters = self._sum(name, engine)
+            if name in here:
+                counters = _with_here(counters, here[name])
+            metrics.set_levels((engine, name), counters)
+
+
+def _difference(now: LaneCounters, before: LaneCounters) -> LaneCounters:
+    return LaneCounters(
+        **{name: getattr(now, name) - getattr(before, name) for name in TOTALS}
+    )
+
+
+def _with_here(workers: LaneCounters, here: LaneCounters) -> LaneCounters:
+    """Rows were counted by the workers; here it shows what became of them."""
+    return msgspec.structs.replace(
+        workers,
+        failed_rows=workers.failed_rows + here.failed_rows,
+        queue_depth=workers.queue_depth + here.queue_depth,
+        queue_bytes=workers.queue_bytes + here.queue_bytes,
+    )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned host memory that steps of many rows are copied to, and that consumers hold.
+
+Pinning memory takes as long as computing many steps. It is done ahead, on a thread of
+its own, in slabs that pages of any size are cut from; where there is none yet, the
+step's rows take the other way, over the host ring.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import round_up
+from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.v1.capture.memory.budget import BUDGET, HostBudget
+from vllm.v1.capture.memory.buffer_pool import Bytes, Slab, lent
+from vllm.v1.capture.memory.extents import Extents
+from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
+
+logger = init_logger(__name__)
+
+OWNER = "pinned_row_memory"
+
+
+class Pages:
+    """Cuts pages out of slabs. One thread takes; any thread may let go of a page."""
+
+    def __init__(
+        self,
+        slab_bytes: int,
+        max_bytes: int,
+        pin: Callable[[Bytes], None],
+        ahead_bytes: int = 0,
+        budget: HostBudget = BUDGET,
+    ) -> None:
+        """Begin to pin the first slab.
+
+        Args:
+            slab_bytes: of each slab; no page is larger.
+            max_bytes: of all slabs.
+            pin: pins memory; raises RuntimeError where that fails.
+            ahead_bytes: how much is kept for steps to come, at least; not less than
+                a slab.
+            budget: what is taken counts towards it.
+
+        """
+        self._slab_bytes = round_up(slab_bytes, ALIGNMENT)
+        self._most = max_bytes // self._slab_bytes
+        self._ahead = max(ahead_bytes // self._slab_bytes, 1)
+        self._pin = pin
+        self._budget = budget
+        self._slabs: list[Slab] = []
+        self._returned: deque[tuple[Extents, int, int]] = deque()
+        """No lock: pages end wherever the interpreter frees an object."""
+        self._lock = threading.Lock()
+        """Guards the list of slabs and what is free in them."""
+        self._growing: threading.Thread | None = None
+        self._grow()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A page of this shape; None if there is no memory for it, or not yet."""
+        num_bytes = prod(shape) * dtype.itemsize
+        size = round_up(num_bytes, ALIGNMENT)
+        with self._lock:
+            found = self._find(size)
+            if found is None:
+                collect_all()
+                found = self._find(size)
+            spare = sum([slab.extents.is_free for slab in self._slabs])
+        if spare < self._ahead:
+            self._grow()
+        if found is None:
+            return None
+        slab, start = found
+        memory = slab.segment.memory[start : start + num_bytes]
+        taken = slab.extents, start, size
+        page = lent(memory, self._returned.append, taken)
+        return page.view(dtype).view(*shape)
+
+    def wait(self) -> None:
+        """Until no slab is being pinned any more."""
+        if self._growing is not None:
+            self._growing.join()
+
+    def trim(self) -> None:
+        """Give back to the system what was not needed since the last time.
+
+        What is kept ahead stays.
+        """
+        with self._lock:
+            self._settle()
+            spare = [slab for slab in self._slabs if slab.extents.is_free]
+            gone = [slab for slab in spare[self._ahead :] if not slab.needed]
+            self._slabs = [slab for slab in self._slabs if slab not in gone]
+            for slab in self._slabs:
+                slab.needed = False
+        for slab in gone:
+            self._budget.give_back(OWNER, slab.segment.size)
+
+    def _find(self, size: int) -> tuple[Slab, int] | None:
+        self._settle()
+        for slab in self._slabs:
+            start = slab.extents.take(size)
+            if start is not None:
+                slab.needed = True
+                return slab, start
+        return None
+
+    def _settle(self) -> None:
+        while self._returned:
+            extents, first, returned = self._returned.popleft()
+            extents.give_back(first, returned)
+
+    def _grow(self) -> None:
+        if self._growing is not None and self._growing.is_alive():
+            return
+        if len(self._slabs) < self._most and self._budget.fits(self._slab_bytes):
+            self._growing = threading.Thread(
+                target=self._add_slabs, name="capture-pin", daemon=True
+            )
+            self._growing.start()
+
+    def _add_slabs(self) -> None:
+        added = True
+        while added and len(self._slabs) < self._most:
+            added = self._add_slab()
+            with self._lock:
+                spare = sum([slab.extents.is_free for slab in self._slabs])
+            if spare >= self._ahead:
+                return
+
+    def _add_slab(self) -> bool:
+        if not self._budget.take(OWNER, self._slab_bytes):
+            return False
+        try:
+            segment = SharedSegment(self._slab_bytes)
+            segment.populate()  # What the process has already is pinned much faster.
+            self._pin(segment.memory)
+        except (RuntimeError, OSError) as error:
+            self._budget.give_back(OWNER, self._slab_bytes)
+            self._most = len(self._slabs)
+            logger.warning(
+                "No more than %d MiB of host memory can be pinned for captured rows; "
+                "others are copied once more: %s",
+                len(self._slabs) * self._slab_bytes >> 20,
+                error,
+            )
+            return False
+        with self._lock:
+            self._slabs.append(Slab(segment, Extents(self._slab_bytes)))
+        return True
+
+
+def pin(memory: Bytes, device: torch.device) -> None:
+    """Let `device` copy to `memory` by itself, where that is possible.
+
+    Not by an allocation of torch's, which takes up to twice as much.
+
+    Raises:
+        RuntimeError: the system does not allow it.
+
+    """
+    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+    if not is_pin_memory_available():
+        return
+    tensor = torch.from_numpy(memory)
+    with torch.cuda.device(device):
+        pin_tensor(tensor)
+    unpin = torch.cuda.cudart().cudaHostUnregister
+    weakref.finalize(memory, unpin, tensor.data_ptr()).atexit = False

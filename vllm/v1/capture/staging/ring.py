@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that captured rows pass through: device ring, then host ring.
+
+Graphs write rows into one persistent tensor on the device. A step owns a
+segment of it, from the moment its slots are assigned until the rows have been
+handed on; segments are taken and given back in order, as a ring, so a step
+that is computed while the previous one is still being copied disturbs nothing.
+On a CPU device and host ring are the same memory.
+
+The host ring is copied from once more. Where a step has many rows, that is too slow:
+they go to a page of memory of their own instead, which consumers get as it is.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.memory.pinned import Pages, pin
+
+
+class Segment(NamedTuple):
+    """Staging rows `[start, start + num_rows)` of one step."""
+
+    start: int
+    num_rows: int
+
+
+class RowRing:
+    """Gives out segments of `[0, num_rows)` in order, and takes them back in order.
+
+    `reserve` is called on the engine's thread and waits while there is no room,
+    `release` on the dispatcher's.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._taken: deque[Segment] = deque()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def reserve(self, num_rows: int, timeout: float | None = None) -> Segment | None:
+        """The next segment, or None if none became free within `timeout` seconds."""
+        assert 0 < num_rows <= self.num_rows, (
+            f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
+        )
+        with self._lock:
+            start = self._place(num_rows)
+            if start is None and timeout != 0.0:
+                self._changed.wait_for(
+                    lambda: self._place(num_rows) is not None, timeout
+                )
+                start = self._place(num_rows)
+            if start is None:
+                return None
+            segment = Segment(start, num_rows)
+            self._taken.append(segment)
+            return segment
+
+    def release(self, *segments: Segment) -> None:
+        """Give back the oldest segments that are still taken."""
+        with self._changed:
+            for segment in segments:
+                oldest = self._taken.popleft()
+                assert oldest == segment, f"released {segment}, the oldest is {oldest}"
+            self._changed.notify_all()
+
+    def _place(self, num_rows: int) -> int | None:
+        if not self._taken:
+            return 0
+        tail = self._taken[0].start
+        head = self._taken[-1].start + self._taken[-1].num_rows
+        if self._taken[-1].start >= tail:  # free: [head, end) and [0, tail)
+            if head + num_rows <= self.num_rows:
+                return head
+            return 0 if num_rows <= tail else None
+        return head if head + num_rows <= tail else None
+
+
+PINNED_SHARE = 0.75
+"""Of the host memory for rows; the rest is for rows that are copied once more."""
+PAGE_BYTES = 8 << 20
+"""What is worth a page."""
+PIECE_BYTES = 16 << 20
+"""The device copies one piece after another to the host. What others copy there, such
+as sampled tokens, waits for a piece, not for all rows of a prompt."""
+
+
+class Staging:
+    """Staging memory with the copies that empty it.
+
+    The engine's thread reserves, computes and calls `to_host`; the dispatcher's
+    thread waits for the copy, reads `host_rows` and releases.
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.ring = RowRing(num_rows)
+        # Recorded graphs hold the address: allocated once, never replaced.
+        self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        row_bytes = width * dtype.itemsize
+        self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
+        self._page_rows = PAGE_BYTES // row_bytes
+        self._stream: torch.cuda.Stream | None = None
+        self._pages: Pages | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            if num_rows // 2 >= self._page_rows:
+                most = int(BUDGET.limit * PINNED_SHARE)
+                largest = min(num_rows // 2 * row_bytes, most)
+                self._pages = Pages(largest, most, partial(pin, device=device))
+            memory = np.zeros((num_rows, row_bytes), dtype=np.uint8)
+            BUDGET.claim("staging", memory.nbytes)
+            pin(memory, device)
+            self.host_rows = torch.from_numpy(memory).view(dtype)
+        else:
+            self.host_rows = self.rows
+
+    def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
+        """Start copying segments to the host ring, after what the stream has queued.
+
+        Returns the event to wait for, or None if the rows are there already.
+        """
+        if self._stream is None:
+            return None
+        pieces = spans(segments)
+        return self._copy([(self.host_rows[span], self.rows[span]) for span in pieces])
+
+    def to_page(self, segment: Segment) -> tuple[torch.Tensor, torch.cuda.Event] | None:
+        """Start copying a segment of many rows to a page of its own.
+
+        Returns the page and the event to wait for; None where the ring will do.
+        """
+        if self._pages is None or segment.num_rows < self._page_rows:
+            return None
+        rows = self.rows[segment.start : segment.start + segment.num_rows]
+        page = self._pages.take(rows.shape, rows.dtype)
+        return None if page is None else (page, self._copy([(page, rows)]))
+
+    def trim(self) -> None:
+        """Give host memory back that was not needed since the last time."""
+        if self._pages is not None:
+            self._pages.trim()
+
+    def _copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.cuda.Event:
+        assert self._stream is not None, "there is nothing to copy from"
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for host, device in pairs:
+                for piece, source in zip(
+                    host.split(self._piece_rows), device.split(self._piece_rows)
+                ):
+                    piece.copy_(source, non_blocking=True)
+            # Blocking: a waiting dispatcher must not spin on the driver's lock.
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+        return done
+
+
+def spans(segments: Sequence[Segment]) -> list[slice]:
+    """The rows of segments that follow each other, in as few pieces as possible."""
+    pieces: list[slice] = []
+    for segment in segments:
+        stop = segment.start + segment.num_rows
+        if pieces and pieces[-1].stop == segment.start:
+            pieces[-1] = slice(pieces[-1].start, stop)
+        else:
+            pieces.append(slice(segment.start, stop))
+    return pieces

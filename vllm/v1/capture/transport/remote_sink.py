@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's stand-in for a consumer that lives in the front end's process."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from vllm.v1.capture.transport.zmq_channel import (
+    ChunksMessage,
+    EndMessage,
+    KeyedValue,
+    Outbox,
+    WireChunk,
+    rows_address,
+)
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureKey,
+    CaptureResult,
+)
+
+MESSAGE_BYTES = 8 << 20
+
+
+class ForwardingSink:
+    """Sends each request's chunks and endings to the front end that admitted it."""
+
+    location: Literal["worker", "driver"] = "driver"
+    _bounded = True
+
+    def __init__(
+        self, instance: str, stage: int, outbox: Outbox, truncates: bool = False
+    ) -> None:
+        self.truncates = truncates
+        self._instance = instance
+        self._stage = stage
+        self._outbox = outbox
+        self._routes: dict[str, str] = {}
+        self._ended: set[str] = set()
+
+    def route(self, request_id: str, address: str) -> None:
+        """Say where the request's front end listens, before its first row."""
+        self._routes[request_id] = rows_address(address, self._instance)
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        """Send one chunk."""
+        self.submit_chunk_batch([chunk])
+
+    def submit_chunk_batch(self, chunks: list[CaptureChunk]) -> None:
+        """Send a step's chunks, one message per front end."""
+        by_address: dict[str, list[CaptureChunk]] = {}
+        for chunk in chunks:
+            by_address.setdefault(self._routes[chunk.key[0]], []).append(chunk)
+        for address, batch in by_address.items():
+            for part in _parts(batch):
+                wire = [WireChunk.of(chunk) for chunk in part]
+                message = ChunksMessage(self._instance, self._stage, wire)
+                self._outbox.send(address, message, self._bounded)
+
+    def submit_request_end(
+        self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
+    ) -> None:
+        """Send the end of all streams of a request."""
+        sidecars = [
+            KeyedValue(final.key[1], final.key[2], final.sidecar) for final in finalizes
+        ]
+        address = self._routes.pop(request_id)
+        message = EndMessage(request_id, self._instance, self._stage, sidecars)
+        self._outbox.send(address, message, self._bounded)
+        self._ended.add(request_id)
+
+    def passed_on(self, request_id: str) -> bool:
+        """Whether the front end's own lane will give the result; asked once."""
+        passed = request_id in self._ended
+        self._ended.discard(request_id)
+        return passed
+
+    def submit_finalize(self, finalize: CaptureFinalize) -> None:
+        """Nothing to do: the end of a request travels as a whole."""
+
+    def get_result(self, key: CaptureKey) -> CaptureResult | None:
+        """The front end's own lane has the result; here there is nothing to add."""
+        return CaptureResult(key, "ok")
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """The outbox is closed by its owner."""
+
+
+def _parts(chunks: list[CaptureChunk]) -> Iterator[list[CaptureChunk]]:
+    """`chunks` in messages of about `MESSAGE_BYTES`, as their number is bounded."""
+    part: list[CaptureChunk] = []
+    size = 0
+    for chunk in chunks:
+        part.append(chunk)
+        size += chunk.tensor.nbytes
+        if size >= MESSAGE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+class LiveSink(ForwardingSink):
+    """Sends the rows of requests that are read output by output, as they settle.
+
+    The front end knows by itself which of them count and when the request ends.
+    """
+
+    _bounded = False
+
+    def __init__(self, instance: str, stage: int, outbox: Outbox) -> None:
+        super().__init__(instance, stage, outbox, truncates=True)
+
+    def route(self, request_id: str, address: str) -> None:
+        """The front end itself takes these rows, and must not be held up."""
+        self._routes[request_id] = address
+
+    def submit_request_end(
+        self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
+    ) -> None:
+        """Forget the request; the consumer itself reports the end."""
+        self._routes.pop(request_id)
+        self._ended.add(request_id)

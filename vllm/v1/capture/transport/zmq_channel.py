@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the workers to the front end that admitted a request, beside the steps.
+
+Results and rows for driver-side consumers do not travel with the engine's
+outputs: those exist only while steps run, and large rows would delay tokens.
+Each front end listens at an address that its plans carry; a worker connects
+when it first has something to say there.
+"""
+
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+import zmq
+
+from vllm.logger import init_logger
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.capture.memory.reclaim import collect_from
+from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
+from vllm.v1.capture.stats import LaneCounters, MemoryCounters
+from vllm.v1.capture.transport.borrower import Borrower
+from vllm.v1.capture.transport.lender import Lender
+from vllm.v1.capture.transport.tensors import put_back, set_aside
+from vllm.v1.capture.types import CaptureChunk, CaptureResult
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+logger = init_logger(__name__)
+
+BOUND_MESSAGES = 4
+"""On a bounded connection so many messages wait at each end."""
+
+SEND_SECONDS = 60.0
+"""A sender that waits for longer gives up."""
+
+MERGED_LAYER = -1
+MERGED_HOOK = "*"
+
+
+class KeyedValue(msgspec.Struct, array_like=True):
+    """One entry of a payload that maps `(layer, hook)` to something."""
+
+    layer: int
+    hook: str
+    value: Any = None
+    tensor: torch.Tensor | None = None
+
+
+class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
+    """What one stage's instance says of a request."""
+
+    request_id: str
+    instance: str
+    stage: int
+    status: str
+    error: str | None
+    payload: Any = None
+    by_key: list[KeyedValue] | None = None
+    tensors: list[torch.Tensor] = []
+    """What `payload` and `by_key` have marks for."""
+
+    @classmethod
+    def of(
+        cls, request_id: str, instance: str, stage: int, result: CaptureResult
+    ) -> "ResultMessage":
+        """The message for `result`; tensors in its payload travel as such."""
+        error = None if result.error is None else sendable(result.error)
+        message = cls(request_id, instance, stage, result.status, error)
+        payload = result.payload
+        try:
+            if isinstance(payload, RowsByTap):
+                message.by_key = [
+                    KeyedValue(*tap, value=payload.facts_of(tap), tensor=rows)
+                    for tap, rows in payload.items()
+                ]
+            elif is_by_tap(payload):
+                message.by_key = [
+                    KeyedValue(layer, hook, tensor=value)
+                    if isinstance(value, torch.Tensor)
+                    else KeyedValue(layer, hook, set_aside(value, message.tensors))
+                    for (layer, hook), value in payload.items()
+                ]
+            else:
+                message.payload = set_aside(payload, message.tensors)
+        except Exception as problem:
+            _give_up_payload(message, problem)
+        return message
+
+    def result(self) -> CaptureResult:
+        """The result as the instance gave it."""
+        payload = put_back(self.payload, self.tensors)
+        if self.by_key is not None:
+            payload = _keyed_payload(self.by_key, self.tensors)
+        key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
+        return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
+
+
+def _keyed_payload(
+    entries: list[KeyedValue], tensors: list[torch.Tensor]
+) -> dict[tuple[int, str], Any]:
+    rows = RowsByTap()
+    for entry in entries:
+        tap = (entry.layer, entry.hook)
+        if entry.tensor is not None and entry.value is not None:
+            rows.put(tap, entry.tensor, entry.value)
+    if rows:
+        return rows
+    return {
+        (entry.layer, entry.hook): put_back(entry.value, tensors)
+        if entry.tensor is None
+        else entry.tensor
+        for entry in entries
+    }
+
+
+class WireChunk(msgspec.Struct, array_like=True):
+    """A `CaptureChunk` on its way to another process."""
+
+    request_id: str
+    layer: int
+    hook: str
+    tensor: torch.Tensor
+    row_offset: int
+    step_index: int
+    metadata: dict[str, Any]
+
+    @classmethod
+    def of(cls, chunk: CaptureChunk) -> "WireChunk":
+        """The wire form of `chunk`."""
+        request_id, layer, hook = chunk.key
+        return cls(
+            request_id,
+            layer,
+            hook,
+            chunk.tensor,
+            chunk.row_offset,
+            chunk.step_index,
+            chunk.metadata,
+        )
+
+    def chunk(self) -> CaptureChunk:
+        """The chunk again."""
+        return CaptureChunk(
+            (self.request_id, self.layer, self.hook),  # type: ignore[arg-type]
+            self.tensor,
+            self.tensor.dtype,
+            self.row_offset,
+            self.step_index,
+            self.metadata,
+        )
+
+
+class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):
+    """Rows for a driver-side instance."""
+
+    instance: str
+    stage: int
+    chunks: list[WireChunk]
+
+
+class EndMessage(msgspec.Struct, array_like=True, tag="end"):
+    """A request's streams at a driver-side instance are complete."""
+
+    request_id: str
+    instance: str
+    stage: int
+    sidecars: list[KeyedValue]
+
+
+class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
+    """What the lanes of a worker have done so far."""
+
+    engine: int
+    stage: int
+    counters: dict[str, LaneCounters]
+    reforwarded: int
+    """Tokens that the engine has computed again for the sake of their rows."""
+    adds: bool = False
+    """Whether this front end is the one that adds them to metrics."""
+    memory: MemoryCounters = msgspec.field(default_factory=MemoryCounters)
+
+
+Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage | CountersMessage
+
+
+class _Link:
+    """A connection to one address; several threads may send, one at a time."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str, bounded: bool):
+        self.lender = Lender(address)
+        collect_from(self.lender)
+        self._encoder = MsgpackEncoder(oob_tensor_consumer=self.lender)
+        self._lock = threading.Lock()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, BOUND_MESSAGES if bounded else 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self.lender.collect()
+            try:
+                frames = self._encoder.encode(message)
+            except Exception as error:
+                self.lender.revoke()
+                if not isinstance(message, ResultMessage):
+                    raise
+                _give_up_payload(message, error)
+                frames = self._encoder.encode(message)
+            try:
+                self._socket.send_multipart(frames, copy=False)
+            except zmq.Again:
+                self.lender.revoke()
+                raise TimeoutError(
+                    f"the front end has taken no rows for {SEND_SECONDS:.0f} s"
+                ) from None
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+    def end(self) -> None:
+        """Nothing waits to be sent any more."""
+        self.lender.close()
+
+
+def _give_up_payload(message: ResultMessage, error: Exception) -> None:
+    message.payload, message.by_key, message.tensors = None, None, []
+    if message.status == "ok":
+        message.status = "partial_error"
+    problem = sendable(f"the payload cannot be sent: {error}")
+    message.error = f"{message.error}; {problem}".removeprefix("None; ")
+
+
+class Outbox:
+    """The workers' end: sends to any front end's address; any thread may call."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._links: dict[str, _Link] = {}
+        self._lock = threading.Lock()
+
+    def send(self, address: str, message: Message, bounded: bool = False) -> None:
+        """Queue `message` for `address`; with `bounded`, wait while too many wait.
+
+        A payload that cannot be encoded is replaced by a result that says so.
+
+        Raises:
+            TimeoutError: the receiver has long taken nothing.
+
+        """
+        with self._lock:
+            link = self._links.get(address)
+            if link is None:
+                link = self._links[address] = _Link(self._context, address, bounded)
+        link.send(message)
+
+    def close(self) -> None:
+        """Send what is queued, for at most two seconds, and close."""
+        with self._lock:
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.close()
+        self._context.term()
+        for link in links:
+            link.end()
+
+    def lent(self) -> dict[str, int]:
+        """What went to front ends, and what they hold now, in bytes."""
+        with self._lock:
+            lenders = [link.lender for link in self._links.values()]
+        return {
+            "lent_bytes": sum(lender.lent_bytes for lender in lenders),
+            "copied_bytes": sum(lender.sent_bytes for lender in lenders),
+            "held_by_front_ends_bytes": sum(lender.leased_bytes for lender in lenders),
+            "leases": sum(lender.num_leases for lender in lenders),
+        }
+
+
+def rows_address(address: str, instance: str) -> str:
+    """Where rows for a driver-side instance go, given its front end's address."""
+    return f"{address}-{zlib.crc32(instance.encode()):08x}"
+
+
+class Inbox:
+    """The front end's end: one thread that hands each message to `handle`."""
+
+    def __init__(
+        self,
+        handle: Callable[[Message], None],
+        address: str | None = None,
+        bounded: bool = False,
+        idle: Callable[[], Any] | None = None,
+    ) -> None:
+        """Listen.
+
+        Args:
+            handle: gets each message; while it works, no other is read.
+            address: where to listen, a new address if None.
+            bounded: whether only a few unread messages are kept, so that senders
+                wait.
+            idle: called several times a second while nothing comes.
+
+        """
+        self.address = address or get_open_zmq_ipc_path()
+        self._handle = handle
+        self._idle = idle or (lambda: None)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, BOUND_MESSAGES if bounded else 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._borrower = Borrower(self.address)
+        self._socket.bind(self.address)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="capture-inbox", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        decoder = MsgpackDecoder(
+            Message, share_mem=False, oob_tensor_provider=self._borrower
+        )
+        decoder.pin_tensors = False  # They stay on the host.
+        while not self._closing.is_set():
+            if not self._wait():
+                self._idle()
+                continue
+            try:
+                frames: Any = self._socket.recv_multipart(copy=False)
+                self._handle(decoder.decode(frames))
+            except Exception:
+                # One bad message must not stop those of other requests.
+                logger.exception("A message about captured rows was not understood")
+            finally:
+                self._borrower.end_message()
+        self._socket.close()
+        self._borrower.close()
+
+    def _wait(self) -> bool:
+        """Whether a message has come; meanwhile workers are attended to."""
+        poller = zmq.Poller()
+        for waited in (self._socket, *self._borrower.files):
+            poller.register(waited, zmq.POLLIN)
+        came = dict(poller.poll(200))
+        self._borrower.attend()
+        return self._socket in came
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closing.set()
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():  # else it is stuck in a consumer's queue
+            self._context.term()

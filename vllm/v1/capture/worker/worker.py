@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in one worker process: what the runner's adapter talks to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.capture.context import capture_context, remembers_specs
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.delivery.packet_queue import Opening
+from vllm.v1.capture.delivery.spill import SpillStore, prepare_folder
+from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
+from vllm.v1.capture.dispatch.request import (
+    LAYER_CONVENTION,
+    CapturedRequest,
+    RequestEnd,
+)
+from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
+from vllm.v1.capture.registry import (
+    as_sink,
+    build_consumer,
+    check_folders,
+    consumer_class,
+)
+from vllm.v1.capture.shutdown import flush_seconds
+from vllm.v1.capture.staging.blocks import StepView, TrueStarts, local_groups
+from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.slot_mapping import Slots
+from vllm.v1.capture.staging.step_layout import Placed, Placement
+from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
+from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
+from vllm.v1.capture.types import CaptureResult
+from vllm.v1.capture.worker.offload import Sending
+from vllm.v1.capture.worker.stats_reporter import Reporter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.capture.wire import CaptureEnd
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This process's place among the workers."""
+
+    tensor_rank: int
+    pipeline_rank: int
+    pipeline_size: int
+
+
+class WorkerCapture:
+    """Places, stages and dispatches the rows of one process.
+
+    All methods are called on the engine's thread. On tensor-parallel ranks other
+    than 0 the taps exist, so that graphs are equal, but no row is taken.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        stage: Stage,
+        taps: Sequence[Tap],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        config = self._config = vllm_config.capture_config
+        BUDGET.limit = config.host_memory_bytes
+        max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._stage = stage
+        self._dtype = dtype
+        self._columns = {tap: column for column, tap in enumerate(taps)}
+        self._takes_rows = stage.tensor_rank == 0
+        step_rows = config.rows_per_step(width * dtype.itemsize)
+        self._staging = Staging(
+            2 * step_rows if self._takes_rows else 1, width, dtype, device
+        )
+        self._slots = Slots(len(taps), max_rows, device)
+        self._vllm_config = vllm_config
+        self.addresses = {
+            tap: self._slots.of_taps[column].data_ptr()
+            for tap, column in self._columns.items()
+        }
+        """What the op of each tap is known by, as in `Launch`."""
+        self._placement = Placement(list(self.addresses.values()), step_rows)
+        self._plans: dict[str, CapturePlan] = {}
+        self._remembering: dict[str, Any] = {}
+        """The consumers here that must see what requests say to them."""
+        self._placed: Placed | None = None
+        self._segment: Segment | None = None
+        self._live: set[str] = set()
+        """Requests whose rows are wanted as steps compute them."""
+        self._true_starts: TrueStarts | None = None
+        self._step = 0
+        self._outbox = Outbox()
+        self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
+        self._early = frozenset(
+            name
+            for name, lane in self._lanes.items()
+            if getattr(lane.sink, "truncates", False)
+        )
+        self._at_once = {LIVE} | {
+            name
+            for name in self._early
+            if not getattr(self._lanes[name].sink, "batches_steps", False)
+        }
+        """Who wants rows as soon as a step has computed them."""
+        self._common = {
+            "model": vllm_config.model_config.served_model_name
+            or vllm_config.model_config.model,
+            "layer_convention": LAYER_CONVENTION,
+            "hidden_size": width,
+            "dtype": str(dtype).removeprefix("torch."),
+            "pipeline_parallel_rank": stage.pipeline_rank,
+            "pipeline_parallel_size": stage.pipeline_size,
+        }
+        self._dispatcher = Dispatcher(
+            self._staging,
+            self._lanes,
+            # Large packets in a small queue would let it hold more than it may.
+            min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
+        )
+        self._sending = Sending(self._staging, self._dispatcher)
+        self._reporter = Reporter(
+            vllm_config.parallel_config.data_parallel_index,
+            stage.pipeline_rank,
+            self._lanes,
+            self._outbox,
+            self._staging.trim,
+        )
+
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The slots of the hook point `tap`, where they begin, what it writes."""
+        slots = self._slots.of_taps[self._columns[tap]]
+        return slots, self._slots.base, self._staging.rows
+
+    def summary(self) -> str:
+        """For the log: the budget, and what happens where it does not suffice."""
+        config = self._config
+        rows, mib = self._staging.rows.shape[0], 1 << 20
+        spill = f" of {config.spill_max_bytes // mib} MiB in {config.spill_folder}"
+        return (
+            f"capture by {sorted(self._lanes.keys() - {LIVE})}, up to {rows // 2} rows "
+            f"a step in {self._staging.rows.nbytes // mib} MiB of staging memory; per "
+            f"consumer {config.dispatch_queue_size} packets of rows with "
+            f"{config.dispatch_queue_bytes // mib} MiB may wait, then "
+            f"{config.overload_policy}{spill * (config.overload_policy == 'spill')}"
+        )
+
+    def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
+        config = vllm_config.capture_config
+        forward = partial(
+            ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
+        )
+        sinks: dict[str, Any] = {}
+        built: dict[str, Any] = {}
+        for entry in config.consumers:
+            name, kind = entry.instance_name, consumer_class(entry.name)
+            if kind.location == "driver":
+                # The instance itself is the front end's: here is none.
+                truncates = getattr(kind, "truncates", False)
+                sinks[name] = forward(name, truncates=truncates)
+                continue
+            consumer = built[name] = build_consumer(entry, vllm_config)
+            if remembers_specs(consumer):
+                self._remembering[name] = consumer
+            sinks[name] = as_sink(consumer)
+        check_folders(built)
+        for name in config.driver_instances:
+            sinks[name] = forward(name, truncates=name in config.driver_truncating)
+        sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
+        spill = None
+        if config.overload_policy == "spill":
+            prepare_folder(config.spill_folder)
+            spill = SpillStore(config.spill_folder, config.spill_max_bytes)
+        return {
+            name: SinkLane(
+                name,
+                sink,
+                config.dispatch_queue_bytes,
+                config.dispatch_queue_size,
+                # The consumer gets live rows as well: these may always be dropped.
+                "drop" if name == LIVE or config.overload_policy == "drop" else "block",
+                None if name == LIVE else spill,
+            )
+            for name, sink in sinks.items()
+        }
+
+    def add_request(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        prompt_token_ids: Sequence[int] | None,
+        client_specs: Mapping[str, Any] | None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """A request with a plan is scheduled; again, after a preemption."""
+        if req_id in self._placement:
+            return
+        groups = local_groups(plan, self._columns)
+        self._placement.add(req_id, groups)
+        self._plans[req_id] = plan
+        lanes = plan.lanes
+        if not self._at_once.isdisjoint(lanes):
+            self._live.add(req_id)
+        if self._takes_rows:
+            if client_specs and self._remembering:
+                self._tell_specs(req_id, plan, client_specs, max_tokens)
+            self._reporter.know(plan.reply_to)
+            for name in lanes:
+                sink = self._lanes[name].sink
+                if isinstance(sink, ForwardingSink):
+                    sink.route(req_id, plan.reply_to)
+            self._dispatcher.open(
+                CapturedRequest(
+                    req_id,
+                    plan,
+                    groups,
+                    prompt_token_ids,
+                    self._common,
+                    client_specs or {},
+                    self._early,
+                    max_tokens,
+                    self._dtype,
+                )
+            )
+
+    def _tell_specs(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        specs: Mapping[str, Any],
+        max_tokens: int | None,
+    ) -> None:
+        """Let consumers here see what the request says, if they remember it."""
+        names = specs.keys() & self._remembering.keys() & set(plan.instances)
+        if not names:
+            return
+        config, points = self._vllm_config, self._config.hook_points or {}
+        context = capture_context(
+            config,
+            {layer: tuple(names) for layer, names in points.items()},
+            req_id,
+            plan.num_prompt_tokens,
+            max_tokens,
+            plan.num_samples,
+        )
+        for name in names:
+            validate = self._remembering[name].validate_client_spec
+            opening = Opening(req_id, partial(validate, specs[name], context))
+            self._lanes[name].open(opening)
+
+    def end_requests(self, ends: Sequence["CaptureEnd"]) -> None:
+        """The front end says that requests have ended, and with which tokens."""
+        for end in ends:
+            self._placement.remove(end.request_id)
+            self._plans.pop(end.request_id, None)
+            self._live.discard(end.request_id)
+        if self._takes_rows:
+            self._sending.send()
+            self._dispatcher.end([self._request_end(end) for end in ends])
+
+    def _request_end(self, end: "CaptureEnd") -> RequestEnd:
+        return RequestEnd(
+            request_id=end.request_id,
+            token_ids=tuple(end.token_ids),
+            sample_index=end.sample_index,
+            finish_reason=end.finish_reason,
+            answer=partial(self._answer, end.reply_to, end.request_id),
+            instances=tuple(end.instances),
+        )
+
+    def report_to(self, address: str) -> None:
+        """A front end wants to hear of all captures, though it may have had none."""
+        if self._takes_rows:
+            self._reporter.know(address)
+
+    def note_reforwarded(self, tokens: int) -> None:
+        """The step computes so many cached tokens again, because they are captured."""
+        if self._stage.pipeline_rank == 0:
+            self._reporter.add_reforwarded(tokens)
+
+    def _given_up(self, req_id: str, plan: CapturePlan) -> RequestEnd:
+        """The engine stops while the request is captured: its capture has failed."""
+        return RequestEnd(
+            request_id=req_id,
+            token_ids=(),
+            sample_index=0,
+            finish_reason="abort",
+            answer=partial(self._answer, plan.reply_to, req_id),
+            instances=plan.instances,
+            error="the engine stopped before the request had ended",
+        )
+
+    def _answer(
+        self, reply_to: str, request_id: str, instance: str, result: CaptureResult
+    ) -> None:
+        sink = self._lanes[instance].sink
+        if isinstance(sink, ForwardingSink) and sink.passed_on(request_id):
+            return
+        stage = self._stage.pipeline_rank
+        message = ResultMessage.of(request_id, instance, stage, result)
+        self._outbox.send(reply_to, message)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is captured."""
+        return self._placement.is_empty
+
+    def plan_step(self, view: StepView) -> frozenset[int]:
+        """Find the rows that a step captures; the ops that must launch for them.
+
+        Every rank of a stage decides this alike.
+        """
+        self._step += 1
+        placed = self._placed = self._placement.place(view)
+        if placed is None:
+            self._true_starts = None
+            return frozenset()
+        # Now: the pass will move them on.
+        self._true_starts = TrueStarts.of(view)
+        return placed.layout.launches
+
+    def begin_step(self, num_rows: int) -> None:
+        """Write the slots that the pass over `num_rows` rows (with padding) reads."""
+        if not self._takes_rows:
+            return
+        if self._placed is None:
+            self.clear_slots()
+            self._sending.hand_on()
+            return
+        layout = self._placed.layout
+        self._segment = self._sending.reserve(layout.num_rows)
+        self._slots.write(layout, self._segment.start, num_rows)
+
+    def clear_slots(self) -> None:
+        """A graph that always launches its taps must find nothing to do."""
+        self._slots.clear()
+
+    def end_step(self) -> None:
+        """The pass is queued on the device: send its rows on their way, or soon."""
+        placed, self._placed = self._placed, None
+        if self._segment is None:
+            return
+        assert placed is not None
+        staged = StagedStep(self._step, placed, self._segment, self._true_starts)
+        self._segment = None
+        self._sending.add(staged, self._live)
+
+    def close(self) -> None:
+        """Flush what is under way and shut the consumers down."""
+        if self._plans:
+            logger.error(
+                "The engine stops while %d requests are being captured; their captures "
+                "fail: %s",
+                len(self._plans),
+                sorted(self._plans)[:8],
+            )
+        self._sending.send()
+        if self._takes_rows:
+            self._dispatcher.end([self._given_up(*one) for one in self._plans.items()])
+        deadline = monotonic() + flush_seconds()
+        self._dispatcher.close(deadline - monotonic())
+        for lane in self._lanes.values():
+            lane.close(max(deadline - monotonic(), 0.0))
+        self._reporter.close()
+        self._outbox.close()

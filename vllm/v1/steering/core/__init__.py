@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in the engine core's process."""

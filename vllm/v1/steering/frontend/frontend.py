@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in the front end: admission of requests, changes of global vectors."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.steering.errors import SteeringValidationError, as_refused, fail
+from vllm.v1.steering.frontend.admission import (
+    FIELDS,
+    GLOBAL_FIELDS,
+    SteeringAdmission,
+)
+from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
+from vllm.v1.steering.global_vectors import SharedVectors
+from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.spec.describe import describe, describe_applied
+from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.model_identity import identity_of
+from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.spec.provenance import (
+    Provenance,
+    Source,
+    norms_of,
+    parse_registered,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+DISABLED = (
+    "this engine does not steer; start it with --enable-steering, or "
+    "LLM(enable_steering=True) offline"
+)
+
+
+class Change(NamedTuple):
+    """A change of the global vectors."""
+
+    tiers: SteeringTiers
+    applied: list[dict[str, Any]]
+    """What was understood, for the answer."""
+
+
+class NoSteering:
+    """The front end of an engine that does not steer: refuses every request to."""
+
+    shared = SharedVectors()
+    """The global vectors; there are none."""
+
+    def admit(
+        self, params: "SamplingParams", num_prompt: int, resumable: bool = False
+    ) -> None:
+        """Refuse a request that wants to be steered.
+
+        Raises:
+            SteeringValidationError: this engine does not steer.
+
+        """
+        for name in FIELDS:
+            value = getattr(params, name)
+            if value is not None:
+                raise fail(f"{name}: {DISABLED}", name, value)
+
+    def change(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> Change:
+        """Refuse."""
+        raise fail(f"vectors: {DISABLED}", "vectors", vectors)
+
+    def check_enabled(self) -> None:
+        """Refuse."""
+        raise fail(f"steering: {DISABLED}", "enable_steering", False)
+
+    def describe_model(self) -> dict[str, Any]:
+        """The layers with their hook points."""
+        return {}
+
+    def describe_modules(self) -> dict[str, Any]:
+        """The named sets with the norms of their vectors."""
+        return {}
+
+    def register(
+        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Refuse."""
+        raise fail(f"name: {DISABLED}", "name", name)
+
+    def unregister(self, name: Any) -> dict[str, Any]:
+        """Refuse."""
+        raise fail(f"name: {DISABLED}", "name", name)
+
+
+class SteeringFrontend(NoSteering):
+    """The front end of an engine that steers."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Read the named modules of the configuration.
+
+        Raises:
+            SteeringValidationError: a file is not what it says, or belongs to another
+                model.
+
+        """
+        points = vllm_config.capture_config.hook_points or {}
+        model = SteeredModel(
+            points,
+            vllm_config.model_config.get_hidden_size(),
+            torch_dtype(vllm_config.model_config),
+        )
+        self.modules = SteeringModules()
+        self.admission = SteeringAdmission(model, self.modules)
+        self.shared = self.admission.shared
+        self.identity = identity_of(vllm_config)
+        for name, path in vllm_config.steering_config.modules.items():
+            try:
+                self._load(name, path)
+            except SteeringValidationError as error:
+                # Of several modules one must know which.
+                raise SteeringValidationError(
+                    f"--steering-modules {name}={path}: {error.args[0]}",
+                    parameter=error.parameter,
+                    value=error.value,
+                ) from error
+
+    def _load(self, name: str, path: str) -> None:
+        module = read_module(path)
+        found, _ = self._checked(name, module.vectors, module.provenance, Source(path))
+        self.modules.register(name, found.tiers, provenance=found.provenance)
+
+    def admit(
+        self, params: "SamplingParams", num_prompt: int, resumable: bool = False
+    ) -> None:
+        """Check a request's steering and resolve it to vectors.
+
+        Args:
+            params: of the request; `max_tokens` is final.
+            num_prompt: tokens of the prompt.
+            resumable: more of the prompt may come.
+
+        """
+        self.admission.admit(params, num_prompt, resumable)
+
+    def change(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> Change:
+        """The checked form of a change of the global vectors."""
+        raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
+        if all(value is None for value in raw.values()):
+            raise fail(
+                f"give at least one of {list(GLOBAL_FIELDS.values())}; to remove all "
+                "vectors clear them",
+                "vectors",
+                None,
+            )
+        parsed = self.admission.parse(raw, GLOBAL_FIELDS)
+        tiers = self.admission.checked(parsed, keep_zeros=not replace)
+        return Change(tiers, describe_applied(parsed))
+
+    def check_enabled(self) -> None:
+        """Nothing to refuse."""
+
+    def describe_model(self) -> dict[str, Any]:
+        """The layers with their hook points."""
+        model = self.admission.model
+        return {
+            "layers": {
+                str(layer): list(model.hook_points[layer])
+                for layer in sorted(model.hook_points)
+            },
+            "hidden_size": model.hidden_size,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+    def describe_modules(self) -> dict[str, Any]:
+        """The named sets with the norms of their vectors."""
+        return {
+            name: {**describe(one.tiers), "metadata": one.provenance.facts()}
+            for name, one in self.modules.all().items()
+        }
+
+    def register(
+        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
+    ) -> dict[str, Any]:
+        """Add a named set; what was added."""
+        module, told = self.prepare(name, raw, metadata)
+        self.modules.register(name, module.tiers, replace, module.provenance)
+        return told
+
+    def prepare(
+        self, name: Any, raw: Any, metadata: Any
+    ) -> tuple[Module, dict[str, Any]]:
+        """The checked form of what shall get a name, and what to answer."""
+        source = Source(str(name)[:MAX_NAME], is_file=False)
+        said = parse_registered(metadata, source)
+        return self._checked(name, raw, said, source)
+
+    def _checked(
+        self, name: Any, raw: Any, said: Provenance, source: Source
+    ) -> tuple[Module, dict[str, Any]]:
+        """A set that belongs to this model, and what is told of it."""
+        said.check_model(self.identity, source)
+        parsed = self.admission.parse_named(raw)
+        norms = norms_of(parsed)
+        said.check_norms(norms, source)
+        said = dataclasses.replace(said, norms=norms)
+        tiers = self.admission.checked(parsed)
+        told = {**describe(tiers), "metadata": said.facts()}
+        answer = {"name": name, **told, "applied": describe_applied(parsed)}
+        return Module(tiers, said), answer
+
+    def unregister(self, name: Any) -> dict[str, Any]:
+        """Remove a named set."""
+        self.modules.unregister(name)
+        return {"name": name}
+
+
+NO_STEERING_FRONTEND = NoSteering()
+
+CLEARED = Change(SteeringTiers(), [])
+
+
+def open_frontend(engine: "LLMEngine | AsyncLLM") -> NoSteering:
+    """The front end of an engine, which admits its requests from now on."""
+    if not engine.vllm_config.steering_config.enabled:
+        return NO_STEERING_FRONTEND
+    frontend = SteeringFrontend(engine.vllm_config)
+    engine.input_processor.steering = frontend
+    return frontend
+
+
+class SteeringControl:
+    """`set_steering`, `clear_steering` and `get_steering` of an offline engine."""
+
+    def __init__(self, engine: "LLMEngine") -> None:
+        self.frontend = open_frontend(engine)
+        self._core: Any = engine.engine_core
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        if hasattr(self._core, "call_utility"):
+            found: dict[str, Any] = self._core.call_utility(method, *args)
+        else:  # The core runs in this process.
+            found = getattr(self._core.engine_core, method)(*args)
+        return found
+
+    def set(
+        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+    ) -> dict[str, Any]:
+        """Change the global vectors on every rank, or on none."""
+        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
+        state = self._change(change, replace)
+        return {**state, "applied": change.applied}
+
+    def clear(self) -> dict[str, Any]:
+        """Remove the global vectors."""
+        self.frontend.check_enabled()
+        return self._change(CLEARED, True)
+
+    def _change(self, change: Change, replace: bool) -> dict[str, Any]:
+        with self.frontend.shared.changing(change.tiers, replace):
+            try:
+                return self._call("set_steering", change.tiers, replace)
+            except Exception as error:
+                raise as_refused(error) from error
+
+    def get(self) -> dict[str, Any]:
+        """What is set, and how many slots are in use."""
+        self.frontend.check_enabled()
+        return self._call("get_steering")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named sets of vectors, which requests refer to by `steering_name`."""
+
+import threading
+from typing import Any, NamedTuple
+
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.spec.provenance import Provenance
+
+MAX_NAME = 128
+
+
+class Module(NamedTuple):
+    """A named set."""
+
+    tiers: SteeringTiers
+    provenance: Provenance
+
+
+class SteeringModules:
+    """The named sets that this front end knows; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Module] = {}
+        self._lock = threading.Lock()
+
+    def register(
+        self,
+        name: Any,
+        tiers: SteeringTiers,
+        replace: bool = False,
+        provenance: Provenance | None = None,
+    ) -> None:
+        """Add a named set; requests that are under way keep what they have.
+
+        Raises:
+            SteeringValidationError: the name is no name, or taken.
+
+        """
+        with self._lock:
+            self.check_free(name, replace)
+            self._modules[name] = Module(tiers, provenance or Provenance())
+
+    def unregister(self, name: Any) -> None:
+        """Remove a named set; requests that are under way keep it.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        with self._lock:
+            self.check_known(name)
+            del self._modules[name]
+
+    def put(self, name: str, module: Module | None) -> None:
+        """What has become of a name elsewhere; None where it was removed."""
+        with self._lock:
+            if module is None:
+                self._modules.pop(name, None)
+            else:
+                self._modules[name] = module
+
+    def check_free(self, name: Any, replace: bool) -> None:
+        """Refuse what is no name, and a name that is taken unless it may be replaced.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value and the remedy.
+
+        """
+        valid = isinstance(name, str) and name.isprintable() and name.strip() == name
+        if not valid or not 0 < len(name) <= MAX_NAME:
+            raise fail(
+                f"name must be printable text of 1 to {MAX_NAME} characters, without "
+                "blanks around it",
+                "name",
+                name,
+            )
+        if name in self._modules and not replace:
+            raise fail(
+                f"name: a steering module {name!r} exists; unregister it first, "
+                'or say "replace": true',
+                "name",
+                name,
+            )
+
+    def check_known(self, name: Any) -> None:
+        """Refuse a name that there is not.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value and the remedy.
+
+        """
+        if not isinstance(name, str) or name not in self._modules:
+            raise self._unknown(name, "name")
+
+    def get(self, name: Any) -> SteeringTiers:
+        """The named set.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        module = self._modules.get(name) if isinstance(name, str) else None
+        if module is None:
+            raise self._unknown(name, "steering_name")
+        return module.tiers
+
+    def all(self) -> dict[str, Module]:
+        """Every named set, by name."""
+        with self._lock:
+            return dict(sorted(self._modules.items()))
+
+    def _unknown(self, name: Any, parameter: str) -> SteeringValidationError:
+        return fail(
+            f"{parameter}: there is no steering module {name!r}; there are "
+            f"{sorted(self._modules)}. Add one with --steering-modules NAME=PATH or "
+            "POST /v1/steering/modules/register",
+            parameter,
+            name,
+        )

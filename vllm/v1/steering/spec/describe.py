@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vectors as answers tell of them: where they are and how long."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
+from vllm.v1.steering.spec.parse import Entry, Parsed
+
+FIELDS = {
+    "base": "vectors",
+    "prefill": "prefill_vectors",
+    "decode": "decode_vectors",
+}
+
+
+def describe(tiers: SteeringTiers) -> dict[str, Any]:
+    """`{tier: {hook: {layer: {"norm": n}}}}`; norms are those of scaled vectors."""
+    return {name: _norms(getattr(tiers, tier)) for tier, name in FIELDS.items()}
+
+
+def describe_applied(parsed: Mapping[str, Parsed]) -> list[dict[str, Any]]:
+    """The entries of a change, in their order, as they were understood.
+
+    Each has the tier, the hook point, the layer and the operation; norms are those
+    of the vectors as given, before they are scaled.
+    """
+    return [
+        {"tier": FIELDS[tier], **_entry(entry)}
+        for tier, one in parsed.items()
+        for entry in one.entries
+    ]
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    layer, hook = entry.tap
+    manner = entry.manner
+    return {
+        "hook": hook,
+        "layer": layer,
+        "op": manner.op,
+        "norm": _norm(entry.vector),
+        "scale": entry.scale,
+        "min": manner.low,
+        "max": manner.high,
+        "norm_match": manner.norm_match,
+        "positions": None if manner.positions is None else list(manner.positions),
+    }
+
+
+def _norm(vector: Vector) -> float:
+    return float(np.linalg.norm(vector.astype(np.float64)))
+
+
+def _norms(packed: PackedVectors | None) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for (layer, hook), vector in (packed.unpack() if packed else {}).items():
+        found.setdefault(hook, {})[str(layer)] = {"norm": _norm(vector)}
+    for one in packed.operations if packed else ():
+        at = found.setdefault(one.hook, {}).setdefault(str(one.layer), {})
+        at.setdefault("operations", []).append(_operation(one))
+    return found
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    return {
+        "op": one.op,
+        "norm": _norm(one.vector),
+        "scale": one.scale,
+        "min": one.low,
+        "max": one.high,
+        "norm_match": one.norm_match,
+        "positions": None if one.positions is None else list(one.positions),
+    }

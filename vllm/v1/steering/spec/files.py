@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of named vectors: safetensors with metadata, or JSON.
+
+Safetensors: a tensor `[hidden_size]` per vector, named `HOOK.LAYER`,
+`prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata says `format` and the
+provenance. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a request,
+packed or not, and the provenance under `"metadata"`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.describe import FIELDS
+from vllm.v1.steering.spec.model_identity import ModelIdentity
+from vllm.v1.steering.spec.provenance import Provenance, Source
+
+FORMAT = "clearbox-steering-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """What a file of vectors holds."""
+
+    vectors: dict[str, Any]
+    """In the form of a request: `{"vectors": {hook: {layer: entry}}, ...}`."""
+    provenance: Provenance
+
+
+def load_module(
+    path: str | Path, identity: ModelIdentity | None = None
+) -> dict[str, Any]:
+    """What a file holds, in the form of a request.
+
+    Hook points, layers and numbers are not checked yet.
+
+    Args:
+        path: ends in `.safetensors` or `.json`.
+        identity: the model that the vectors must have been made for; not checked
+            if it is left out.
+
+    Raises:
+        SteeringValidationError: the file is missing, not of a known form, or made
+            for another model.
+
+    """
+    module = read_module(path)
+    if identity is not None:
+        module.provenance.check_model(identity, Source(str(path)))
+    return module.vectors
+
+
+def read_module(path: str | Path) -> ModuleFile:
+    """What a file holds, with its provenance.
+
+    Raises:
+        SteeringValidationError: the file is missing or not of a known form.
+
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
+    if file.suffix == ".safetensors":
+        return _load_safetensors(file)
+    if file.suffix == ".json":
+        return _load_json(file)
+    raise fail(
+        f"path: {file.name!r} is neither .safetensors nor .json", "path", str(path)
+    )
+
+
+def _load_json(file: Path) -> ModuleFile:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise fail(
+            f"path: {file.name!r} is not JSON: {error}", "path", str(file)
+        ) from None
+    if not isinstance(raw, dict):
+        raise fail(f"path: {file.name!r} must hold an object", "path", str(file))
+    provenance = Provenance.parse(raw.pop("metadata", {}), Source(str(file)))
+    return ModuleFile(raw, provenance)
+
+
+def _load_safetensors(file: Path) -> ModuleFile:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise fail(
+            f"path: {file.name!r} is not a safetensors file: {error}",
+            "path",
+            str(file),
+        ) from None
+    if metadata.get("format") != FORMAT:
+        raise fail(
+            f"path: {file.name!r} does not say format={FORMAT!r} in its metadata; "
+            "write it with vllm.v1.steering.spec.files.save_module",
+            "path",
+            str(file),
+        )
+    provenance = Provenance.parse(metadata, Source(str(file)))
+    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
+    provenance.check_norms(norms, Source(str(file)))
+    return ModuleFile(_by_tier(tensors, file), provenance)
+
+
+def _norm(vector: torch.Tensor) -> float:
+    return vector.double().norm().item()
+
+
+def _by_tier(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        tier = parts.pop(0) if len(parts) == 3 else "base"
+        if len(parts) != 2 or tier not in FIELDS:
+            raise fail(
+                f"path: the tensor {name!r} of {file.name!r} is not named "
+                "[prefill.|decode.]HOOK.LAYER",
+                "path",
+                str(file),
+            )
+        hook, layer = parts
+        found.setdefault(FIELDS[tier], {}).setdefault(hook, {})[layer] = tensor
+    return found
+
+
+def save_module(
+    path: str | Path,
+    vectors: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
+    prefill_vectors: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
+    decode_vectors: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    provenance: Provenance | None = None,
+) -> None:
+    """Write a safetensors file that `load_module` reads.
+
+    Args:
+        path: ends in `.safetensors`.
+        vectors: for all tokens, `{hook: {layer: tensor [hidden_size]}}`.
+        prefill_vectors: for prompt tokens, on top.
+        decode_vectors: for generated tokens, on top.
+        metadata: for people; the names that `Provenance` has are checked on load.
+        provenance: which model the vectors belong to, and how they were made. The
+            norms of the vectors are written in any case.
+
+    """
+    from safetensors.torch import save
+
+    tiers = {"": vectors, "prefill.": prefill_vectors, "decode.": decode_vectors}
+    tensors = {
+        f"{prefix}{hook}.{layer}": torch.as_tensor(vector).contiguous()
+        for prefix, tier in tiers.items()
+        for hook, layers in (tier or {}).items()
+        for layer, vector in layers.items()
+    }
+    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
+    said = replace(provenance or Provenance(), norms=norms).metadata()
+    # Not `save_file`, whose files only their owner may read.
+    Path(path).write_bytes(
+        save(tensors, metadata={**(metadata or {}), **said, "format": FORMAT})
+    )

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user writes (hooks, layers, lists, packed data) to vectors."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.spec.entry import Manner, is_finite, parse_manner
+
+HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+MAX_ENTRIES = 16
+"""Entries of one tier at one hook point of one layer."""
+
+PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
+_PACKED_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+
+
+@dataclass(frozen=True, slots=True)
+class SteeredModel:
+    """What a vector must fit."""
+
+    hook_points: Mapping[int, Sequence[str]]
+    """The hook points of each layer."""
+    hidden_size: int
+    dtype: torch.dtype
+    """Of the residual stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry as it was given, checked."""
+
+    tap: Tap
+    vector: Vector
+    """Not scaled."""
+    scale: float
+    manner: Manner
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One tier, checked."""
+
+    vectors: dict[Tap, Vector] = field(default_factory=dict)
+    """Scaled vectors that are added at every token."""
+    operations: list[Operation] = field(default_factory=list)
+    """Everything else."""
+    entries: list[Entry] = field(default_factory=list)
+    """What both were made of."""
+
+
+def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
+    """What `{hook: {layer: entry}}` stands for.
+
+    Args:
+        raw: `{hook: {layer: entry}}`, or for a hook the packed form `{"dtype",
+            "shape", "layer_indices", "data", "scales"?}`. An entry is a vector, an
+            object with the keys of `entries.KEYS`, or a list of such objects. A
+            vector is a list, a numpy array or a tensor.
+        model: what the vectors must fit.
+        where: the parameter's name in messages, such as `steering_vectors`.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    if not isinstance(raw, Mapping) or not raw:
+        raise fail(
+            f"{where} must map at least one hook point to vectors by layer, for "
+            'example {"post_block": {"3": [0.1, ...]}}; leave it out to not steer',
+            where,
+            raw,
+        )
+    seen: set[Tap] = set()
+    parsed = Parsed()
+    for hook, layers in raw.items():
+        at = f"{where}.{hook}"
+        if hook not in HOOKS:
+            raise fail(
+                f"{where}: {hook!r} is not a hook point; the hook points are "
+                f"{list(HOOKS)}",
+                where,
+                hook,
+            )
+        if isinstance(layers, Mapping) and "data" in layers:
+            entries = _unpack(layers, at)
+        else:
+            entries = _by_layer(layers, at)
+        for layer, these in entries:
+            _check_tap(layer, hook, model, at)
+            if (layer, hook) in seen:
+                raise fail(f"{at}: layer {layer} is given twice", at, layer)
+            seen.add((layer, hook))
+            _check_count(len(these), f"{at}.{layer}")
+            for entry in these:
+                _take(parsed, (layer, hook), entry, model, f"{at}.{layer}")
+    return parsed
+
+
+def _take(
+    parsed: Parsed, tap: Tap, entry: Mapping[str, Any], model: SteeredModel, at: str
+) -> None:
+    """Add one entry to what is parsed."""
+    manner = parse_manner(entry, at)
+    scale = entry.get("scale", 1.0)
+    vector = _vector(entry["vector"], model, at)
+    scaled = _scaled(vector, scale, model, at)
+    parsed.entries.append(Entry(tap, vector, float(scale), manner))
+    if manner.is_plain:
+        before = parsed.vectors.get(tap)
+        if before is not None:
+            scaled = _finite(before + scaled, model, at)
+        parsed.vectors[tap] = scaled
+        return
+    operation = manner.operation(tap, vector, float(scale), at)
+    if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
+        parsed.operations.append(operation)
+
+
+def _check_count(count: int, at: str) -> None:
+    if count > MAX_ENTRIES:
+        raise fail(
+            f"{at}: at most {MAX_ENTRIES} entries act at one hook point of one layer; "
+            "add up those that only add",
+            at,
+            count,
+        )
+
+
+Entries = list[tuple[int, list[Mapping[str, Any]]]]
+
+
+def _by_layer(layers: Any, at: str) -> Entries:
+    if not isinstance(layers, Mapping) or not layers:
+        raise fail(
+            f"{at} must map at least one layer to a vector, or be a packed form "
+            f"with the keys {sorted(PACKED_KEYS)}",
+            at,
+            layers,
+        )
+    entries: Entries = []
+    for key, entry in layers.items():
+        layer = _layer_index(key, at)
+        if isinstance(entry, Mapping):
+            entries.append((layer, [entry]))
+        elif _is_list_of_entries(entry):
+            entries.append((layer, list(entry)))
+        else:
+            entries.append((layer, [{"vector": entry}]))
+    return entries
+
+
+def _is_list_of_entries(entry: Any) -> bool:
+    if not isinstance(entry, (list, tuple)) or not entry:
+        return False
+    return isinstance(entry[0], Mapping) and all(
+        isinstance(one, Mapping) for one in entry
+    )
+
+
+def _layer_index(key: Any, at: str) -> int:
+    # JSON has only text as keys.
+    is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+    is_text = is_text and len(key) < 10  # Python converts no text of thousands.
+    is_index = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
+    if not is_text and not is_index:
+        raise fail(f"{at}: a layer is a 0-based index, not {key!r}", at, key)
+    return int(key)
+
+
+def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
+    having = model.hook_points.get(layer)
+    if having is None:
+        layers = sorted(model.hook_points)
+        raise fail(
+            f"{at}: this model has no layer {layer}; its layers with hook points "
+            f"are {layers[0]} to {layers[-1]}",
+            at,
+            layer,
+        )
+    if hook not in having:
+        raise fail(
+            f"{at}: layer {layer} of this model has no hook point {hook!r}; it has "
+            f"{list(having)}",
+            at,
+            layer,
+        )
+
+
+def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
+    unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
+    missing = sorted(PACKED_KEYS - {"scales"} - packed.keys())
+    if unknown or missing:
+        raise fail(
+            f"{at}: the packed form has the keys {sorted(PACKED_KEYS)} (scales is "
+            f"optional); unknown: {unknown}, missing: {missing}",
+            at,
+            sorted(map(str, packed)),
+        )
+    layers = packed["layer_indices"]
+    if not isinstance(layers, (list, tuple)) or not layers:
+        raise fail(
+            f"{at}.layer_indices must list at least one layer",
+            f"{at}.layer_indices",
+            layers,
+        )
+    rows = _packed_rows(packed, at)
+    scales = packed.get("scales")
+    scales = [1.0] * len(layers) if scales is None else scales
+    if len(rows) != len(layers) or not _is_list_of(scales, len(layers)):
+        raise fail(
+            f"{at}: shape[0], layer_indices and scales must have one entry per "
+            f"layer; they have {len(rows)}, {len(layers)} and "
+            f"{len(scales) if isinstance(scales, (list, tuple)) else scales!r}",
+            at,
+            len(layers),
+        )
+    return [
+        (
+            _layer_index(layer, f"{at}.layer_indices"),
+            [{"vector": row, "scale": scale}],
+        )
+        for layer, row, scale in zip(layers, rows, scales, strict=True)
+    ]
+
+
+def _is_list_of(value: Any, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == length
+
+
+def _packed_rows(packed: Mapping[str, Any], at: str) -> Vector:
+    """The rows of a packed form, as float32 `[n, hidden]`."""
+    shape, dtype, data = packed["shape"], packed["dtype"], packed["data"]
+    if dtype not in (*_PACKED_DTYPES, "bfloat16"):
+        raise fail(
+            f"{at}.dtype: {dtype!r} is not one of {[*_PACKED_DTYPES, 'bfloat16']}",
+            f"{at}.dtype",
+            dtype,
+        )
+    if not _is_list_of(shape, 2) or not all(
+        isinstance(size, int) and size > 0 for size in shape
+    ):
+        raise fail(f"{at}.shape must be [n, hidden_size]", f"{at}.shape", shape)
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise fail(
+            f"{at}.data is not base64: {error}", f"{at}.data", str(data)[:40]
+        ) from None
+    width = 2 if dtype == "bfloat16" else np.dtype(_PACKED_DTYPES[dtype]).itemsize
+    if len(raw) != shape[0] * shape[1] * width:
+        raise fail(
+            f"{at}.data holds {len(raw)} bytes, but shape {list(shape)} in {dtype} "
+            f"takes {shape[0] * shape[1] * width}",
+            f"{at}.data",
+            len(raw),
+        )
+    if dtype == "bfloat16":
+        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape)
+    with np.errstate(over="ignore"):  # What overflows is refused as infinite.
+        rows = np.frombuffer(raw, dtype=_PACKED_DTYPES[dtype]).astype(np.float32)
+    return rows.reshape(shape)
+
+
+def _vector(raw: Any, model: SteeredModel, at: str) -> Vector:
+    vector = _as_array(raw, at)
+    if vector.shape != (model.hidden_size,):
+        raise fail(
+            f"{at}: a vector of this model has {model.hidden_size} numbers, this "
+            f"one has the shape {list(vector.shape)}",
+            at,
+            list(vector.shape),
+        )
+    return _finite(vector, model, at)
+
+
+def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:
+    if not is_finite(scale):
+        raise fail(f"{at}.scale must be a finite number", f"{at}.scale", scale)
+    if scale == 1.0:
+        return vector
+    with np.errstate(over="ignore"):
+        return _finite(vector * np.float32(scale), model, at)
+
+
+def _finite(vector: Vector, model: SteeredModel, at: str) -> Vector:
+    """The vector, if the model's dtype can hold it."""
+    largest = float(np.abs(vector).max())
+    # NaN compares false too.
+    if not largest <= torch.finfo(model.dtype).max:
+        raise fail(
+            f"{at}: the scaled vector must be finite in {model.dtype}; its largest "
+            f"magnitude is {largest}",
+            at,
+            largest,
+        )
+    return vector
+
+
+def _as_array(raw: Any, at: str) -> Vector:
+    try:
+        if isinstance(raw, torch.Tensor) and not raw.is_complex():
+            raw = raw.detach().to("cpu", torch.float32).numpy()
+        array = np.asarray(raw)
+        if array.dtype.kind not in "fiu":
+            raise TypeError("it must hold real numbers only")
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise fail(
+            f"{at} must be a list of numbers, a numpy array or a tensor: {error}",
+            at,
+            type(raw).__name__,
+        ) from None

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vectors pass from a front end to an engine once, not with each request.
+
+A configuration of all hook points is megabytes, and requests that name one come by the
+hundred. Both ends of a connection remember what passed, by the same rule and in the
+same order, so that each knows what the other has: what the engine still has is sent by
+its digest alone.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from vllm.v1.steering.core.prefix_cache import tiers_of, with_tiers
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+SMALLEST = 4 << 10
+"""Bytes below which vectors are sent each time."""
+MOST_REMEMBERED = 128 << 20
+"""Bytes of vectors that an engine remembers of a front end."""
+NO_DATA = memoryview(b"")
+
+
+class Passed:
+    """The vectors that passed over one connection, those longest unused first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: OrderedDict[str, PackedVectors] = OrderedDict()
+        self._num_bytes = 0
+
+    def __contains__(self, packed: PackedVectors) -> bool:
+        return packed.digest in self._known
+
+    def find(self, packed: PackedVectors) -> PackedVectors:
+        """Vectors in full, of which only the digest was sent."""
+        known = self._known[packed.digest]
+        return structs.replace(packed, data=known.data)
+
+    def note(self, parts: Sequence[PackedVectors]) -> None:
+        """Vectors pass, in this order, whether in full or by their digest."""
+        for packed in parts:
+            size = len(packed.data)
+            if not SMALLEST <= size <= self._most:
+                continue
+            if self._known.pop(packed.digest, None) is None:
+                self._num_bytes += size
+            self._known[packed.digest] = packed
+            while self._num_bytes > self._most:
+                _, oldest = self._known.popitem(last=False)
+                self._num_bytes -= len(oldest.data)
+
+
+class SentVectors:
+    """A front end's part: what each engine has.
+
+    Engines that come and go under one name are refused with steering.
+    """
+
+    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+        self._passed: defaultdict[Any, Passed] = defaultdict(lambda: Passed(most))
+
+    def shortened(self, request: Any, engine: Any) -> Any:
+        """What to send of a message: requests without vectors that the engine has.
+
+        Args:
+            request: the message, of any kind; left as it is.
+            engine: identifies the engine.
+
+        """
+        tiers = _tiers(request)
+        if tiers is None:
+            return request
+        passed = self._passed[engine]
+        if not any(packed in passed for packed in _parts(tiers)):
+            return request
+        return _with_tiers(
+            request,
+            _each(
+                tiers,
+                lambda p: structs.replace(p, data=NO_DATA) if p in passed else p,
+            ),
+        )
+
+    def note(self, request: Any, engine: Any) -> None:
+        """A message, as it was before it was shortened, is being sent."""
+        tiers = _tiers(request)
+        if tiers is not None:
+            self._passed[engine].note(list(_parts(tiers)))
+
+
+class ReceivedVectors:
+    """An engine's part: what each front end has sent. Input thread only."""
+
+    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+        self._passed: defaultdict[int, Passed] = defaultdict(lambda: Passed(most))
+
+    def complete(self, request: "EngineCoreRequest") -> None:
+        """Put into a request the vectors that were sent before.
+
+        Every request that steers comes by here, in the order in which they were sent.
+        """
+        tiers = tiers_of(request)
+        if tiers is None:
+            return
+        passed = self._passed[request.client_index]
+        tiers = _each(
+            tiers, lambda p: passed.find(p) if p.taps and not p.data.nbytes else p
+        )
+        passed.note(list(_parts(tiers)))
+        assert request.sampling_params is not None
+        request.sampling_params._steering = tiers
+
+
+def _tiers(request: Any) -> SteeringTiers | None:
+    """What steers a request; None for messages of other kinds."""
+    return tiers_of(request) if hasattr(request, "sampling_params") else None
+
+
+def _parts(tiers: SteeringTiers) -> Iterator[PackedVectors]:
+    return (packed for packed in tiers.parts if packed is not None)
+
+
+def _each(
+    tiers: SteeringTiers, change: Callable[[PackedVectors], PackedVectors]
+) -> SteeringTiers:
+    return SteeringTiers(*(None if p is None else change(p) for p in tiers.parts))
+
+
+def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:
+    """A copy: the front end goes on with what it has."""
+    assert request.sampling_params is not None
+    other = copy(request)
+    other.sampling_params = with_tiers(request.sampling_params, tiers)
+    return other

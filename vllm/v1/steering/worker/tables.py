@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables that taps read: one row per configuration and phase, at every tap."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
+from vllm.utils.math_utils import round_up
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.steering.plan import (
+    NO_STEERING,
+    PackedVectors,
+    SteeringTiers,
+    Tap,
+    Vector,
+    total,
+)
+from vllm.v1.steering.slots import (
+    GLOBAL_DECODE_ROW,
+    GLOBAL_PREFILL_ROW,
+    decode_row,
+    prefill_row,
+)
+
+Rows = dict[int, dict[Tap, Vector]]
+"""What rows shall hold, by tap; zeros at taps that are not named."""
+NOWHERE: frozenset[Tap] = frozenset()
+
+
+class SteeringTables:
+    """Persistent device memory `[taps, rows, hidden_size]`, and what it holds.
+
+    Recorded graphs hold its address; its content changes between steps only, in
+    the order of the device's stream.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._columns = {tap: column for column, tap in enumerate(taps)}
+        # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
+        # nothing change no bit.
+        # Each tap's table is aligned, whatever the width.
+        length = round_up(num_rows, ALIGNMENT // dtype.itemsize)
+        self._table = torch.full(
+            (len(taps), length, width), -0.0, dtype=dtype, device=device
+        )
+        self._filled: dict[int, frozenset[Tap]] = {}
+        """Where each row adds something; equal sets are the same one."""
+        self.loaded: dict[int, SteeringTiers] = {}
+        """The configuration of each slot."""
+        self.tiers = NO_STEERING
+        """The global vectors."""
+        self.has_operations = False
+        """Whether anything may be done beyond adding vectors."""
+        self.names_positions = False
+        """Whether anything of that is done at positions that are named one by one."""
+
+    def at(self, tap: Tap) -> torch.Tensor:
+        """The table `[rows, hidden_size]` of one tap."""
+        return self._table[self._columns[tap]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all tables."""
+        return self._table.nbytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is steered unless it has a slot."""
+        return not self.tiers
+
+    def filled_taps(self, rows: Iterable[int]) -> frozenset[Tap]:
+        """The taps of this process at which any of `rows` adds something."""
+        distinct = {self._filled.get(row, NOWHERE) for row in rows}
+        return distinct.pop() if len(distinct) == 1 else NOWHERE.union(*distinct)
+
+    def load(self, slot: int, tiers: SteeringTiers) -> None:
+        """A slot gets another configuration."""
+        self.loaded[slot] = tiers
+        self._look_for_operations()
+        self.write(self._rows_of(slot, tiers, self.tiers))
+
+    def rows_with(self, tiers: SteeringTiers) -> Rows:
+        """What every row in use would hold under other global vectors.
+
+        Changes nothing, so that a failure on one rank leaves all as they were.
+        """
+        rows: Rows = {
+            GLOBAL_PREFILL_ROW: self._sum(tiers.base, tiers.prefill),
+            GLOBAL_DECODE_ROW: self._sum(tiers.base, tiers.decode),
+        }
+        for slot, loaded in self.loaded.items():
+            rows.update(self._rows_of(slot, loaded, tiers))
+        return rows
+
+    def set_global(self, tiers: SteeringTiers, rows: Rows) -> None:
+        """Take over global vectors and the rows made for them."""
+        self.tiers = tiers
+        self._look_for_operations()
+        self.write(rows)
+
+    def _look_for_operations(self) -> None:
+        operations = [
+            one
+            for tiers in (self.tiers, *self.loaded.values())
+            for one in (*tiers.prefill_operations, *tiers.decode_operations)
+        ]
+        self.has_operations = bool(operations)
+        self.names_positions = any(one.positions is not None for one in operations)
+
+    def write(self, rows: Rows) -> None:
+        """Overwrite rows in full, without waiting for the device."""
+        sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for row, vectors in rows.items():
+            of_taps = self._table[:, row]
+            filled = frozenset(vectors)
+            emptied = self._filled.get(row, NOWHERE) - filled
+            if emptied:
+                of_taps.index_fill_(0, self._where(emptied), -0.0)
+            same = (other for other in self._filled.values() if other == filled)
+            self._filled[row] = next(same, filled)
+            if not vectors:
+                continue
+            if id(vectors) not in sent:  # Both phases may have the same.
+                sent[id(vectors)] = self._where(vectors), self._on_device(vectors)
+            of_taps.index_copy_(0, *sent[id(vectors)])
+
+    def _where(self, taps: Iterable[Tap]) -> torch.Tensor:
+        columns = [self._columns[tap] for tap in taps]
+        return async_tensor_h2d(columns, self._table.device, torch.int64)
+
+    def _on_device(self, vectors: Mapping[Tap, Vector]) -> torch.Tensor:
+        """Vectors `[len(vectors), hidden_size]` as they are in the table."""
+        rows = np.stack(list(vectors.values()))
+        found = async_tensor_h2d(rows, self._table.device, self._table.dtype)
+        return found.masked_fill_(found == 0, -0.0)
+
+    def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
+        """Both rows of a slot: the same vectors where no phase has any of its own."""
+        prefill = self._sum(shared.base, shared.prefill, own.base, own.prefill)
+        decode = prefill
+        if shared.prefill or shared.decode or own.prefill or own.decode:
+            decode = self._sum(shared.base, shared.decode, own.base, own.decode)
+        return {prefill_row(slot): prefill, decode_row(slot): decode}
+
+    def _sum(self, *parts: PackedVectors | None) -> dict[Tap, Vector]:
+        """The sum of vectors at the taps of this process."""
+        return {t: v for t, v in total(parts).items() if t in self._columns}
