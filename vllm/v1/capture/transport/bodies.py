@@ -92,14 +92,13 @@ def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
     boundary = token_hex(16)
     first = document_part(boundary, tell)
     last = b"--" + boundary.encode() + b"--\r\n"
-    size: int | None = len(first) + len(last)
+    size = len(first) + len(last)
     for part in parts:
-        if part.encoding is not None:
-            size = None
-            break
         size += len(head(boundary, part, part.rows.nbytes)) + part.rows.nbytes + 2
+    known = not any(part.encoding for part in parts)
     media_type = f"multipart/mixed; boundary={boundary}"
-    return Body(media_type, size, _multipart(boundary, first, parts, last))
+    pieces = _multipart(boundary, first, parts, last)
+    return Body(media_type, size if known else None, pieces)
 
 
 def _multipart(

@@ -39,8 +39,10 @@ class Part:
     @property
     def data(self) -> memoryview:
         """The rows' bytes, row by row, little-endian; no copy of them."""
-        flat = self.rows.contiguous().view(torch.uint8).numpy()
-        return memoryview(flat).cast("B") if flat.size else memoryview(b"")
+        if not self.rows.nbytes:
+            return memoryview(b"")
+        flat: Any = self.rows.contiguous().view(torch.uint8).numpy()
+        return memoryview(flat).cast("B")
 
 
 def parts_of(results: Mapping[str, CaptureResult]) -> list[Part]:
