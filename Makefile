@@ -52,8 +52,8 @@ lint: $(INSTALLED)
 
 type: venv
 	$(BIN)/mypy
-	cd $(TREE) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache/tree $(MODULES)
+	cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+		--cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
@@ -82,10 +82,10 @@ parity: venv  ## Every architecture against Transformers, recorded; about 6 minu
 	@$(MAKE) models
 
 test-native: $(INSTALLED)  ## The C++ tests, under the address and UB sanitizers
-	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/native-tests -G Ninja \
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/native-tests -G Ninja \
 		-DCLEARBOX_MODULE=OFF -DCLEARBOX_TESTS=ON
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/native-tests --parallel 2
-	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/native-tests \
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/native-tests --parallel 2
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/native-tests \
 		--output-on-failure
 
 test-gpu:  ## What needs a GPU

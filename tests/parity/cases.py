@@ -17,11 +17,10 @@ from tests.parity.twins import Twin
 from tests.support.models import randomise
 
 VOCABULARY = 256
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""The largest relative error of a row, by dtype."""
 GENTLE = 0.085
 """Weights that bfloat16 can follow: with larger ones the library's own rows in
-bfloat16 differ from those in float32 by more than the tolerance."""
+bfloat16 differ from those in float32 by so much that wrong rows are not told from
+right ones."""
 
 TOKENS = {
     "vocab_size": VOCABULARY,
@@ -92,11 +91,6 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.architecture}-{self.variant}-{self.dtype}"
-
-    @property
-    def tolerance(self) -> float:
-        """The largest relative error of a row."""
-        return TOLERANCE[self.dtype]
 
     @property
     def notes(self) -> list[str]:

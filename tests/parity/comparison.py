@@ -5,24 +5,24 @@ The negative controls ask the same comparison whether it would notice rows or
 interventions that are a little wrong.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from tests.parity.engine import Answer, Answers, vector
+from tests.parity.bounds import Bounds, Expected, generated
+from tests.parity.distance import relative
+from tests.parity.engine import Answer, Answers
 from tests.parity.recipe import ORDER
 from tests.parity.reference import Reference, Stream, Tap
-
-CHANGE = {1e-4: 2e-3, 2e-2: 1e-1}
-"""By the tolerance of rows, the largest error of steered logits, relative to what
-steering changed."""
 
 
 @dataclass(slots=True)
 class Compared:
     """What came of a case."""
 
+    tolerance: float = 0.0
+    """The largest error that a row may have, at any hook point."""
     row_error: float = 0.0
     """The largest error of a row, relative to the row's norm."""
     change_error: float = 0.0
@@ -42,20 +42,9 @@ class Compared:
         return self.wrong_rows + self.wrong_changes + self.unnoticed
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error of a row, relative to that row's norm in `expected`."""
-    if found.shape != expected.shape:
-        return float("inf")
-    error = (found.float() - expected).norm(dim=-1)
-    size = expected.norm(dim=-1)
-    # Where nothing is expected, anything found is wrong.
-    parts = torch.where(size > 0, error / size, torch.where(error > 0, torch.inf, 0.0))
-    return float(parts.max()) if parts.isfinite().all() else float("inf")
-
-
-def compare(answers: Answers, reference: Reference, tolerance: float) -> Compared:
-    """Hold all requests of a case to the library's model."""
-    compared = Compared()
+def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
+    """Hold all requests of a case to the library's model in float32."""
+    compared = Compared(tolerance=bounds.largest)
     expected_taps = {(i, h) for i, hooks in answers.hook_points.items() for h in hooks}
     unknown = expected_taps - reference.points.keys()
     if unknown:
@@ -69,75 +58,60 @@ def compare(answers: Answers, reference: Reference, tolerance: float) -> Compare
         if answer.rows.keys() != expected_taps:
             compared.wrong_rows.append(f"{answer.steered}: rows of other taps came")
         elif answer.steered is None:
-            _plain(answer, reference, tolerance, compared)
+            _plain(answer, reference, bounds, compared)
         else:
-            _steered(answer, answer.steered, reference, tolerance, compared)
+            _steered(answer, answer.steered, reference, bounds, compared)
     return compared
 
 
-def _run(reference: Reference, answer: Answer) -> tuple[Stream, torch.Tensor]:
-    return reference.run(answer.fed, answer.num_prompt_tokens)
-
-
-def _generated(logits: torch.Tensor, answer: Answer) -> torch.Tensor:
-    return logits[answer.num_prompt_tokens - 1 :]
-
-
 def _check_rows(
-    answer: Answer, expected: Stream, tolerance: float, compared: Compared
+    answer: Answer, expected: Stream, bounds: Bounds, compared: Compared
 ) -> None:
     who = f"steered at {answer.steered}" if answer.steered else "plain"
     for tap, rows in answer.rows.items():
         error = relative(rows, expected[tap])
         compared.row_error = max(compared.row_error, error)
-        if not error <= tolerance:
-            compared.wrong_rows.append(f"{who}, rows of {tap}: {error:.1e}")
+        if not error <= (bound := bounds.rows[tap]):
+            wrong = f"{who}, rows of {tap}: {error:.1e}, at most {bound:.1e}"
+            compared.wrong_rows.append(wrong)
 
 
 def _plain(
-    answer: Answer, reference: Reference, tolerance: float, compared: Compared
+    answer: Answer, reference: Reference, bounds: Bounds, compared: Compared
 ) -> None:
-    expected, logits = _run(reference, answer)
-    _check_rows(answer, expected, tolerance, compared)
-    error = relative(answer.logits, _generated(logits, answer))
+    expected = Expected(reference, answer)
+    _check_rows(answer, expected.rows, bounds, compared)
+    error = relative(answer.logits, expected.logits)
     compared.logit_error = max(compared.logit_error, error)
-    for what, passes in neighbours(expected, set(answer.rows), tolerance):
+    for what, passes in neighbours(expected.rows, set(answer.rows), bounds.rows):
         if passes:
             compared.unnoticed.append(what)
 
 
 def _steered(
-    answer: Answer, tap: Tap, reference: Reference, tolerance: float, compared: Compared
+    answer: Answer, tap: Tap, reference: Reference, bounds: Bounds, compared: Compared
 ) -> None:
-    rows, logits = _run(reference, answer)
-    before = _generated(logits, answer)
-    added = vector(tap, answer.rows[tap].shape[-1])
-    with reference.adding(tap, added):
-        expected, logits = _run(reference, answer)
-    # A capture sees a point before what is added there.
-    expected[tap] = rows[tap]
-    for other in reference.shared_with(tap):
-        expected[other] = rows[other] + added
-    _check_rows(answer, expected, tolerance, compared)
-    after = _generated(logits, answer)
-    changes = CHANGE[tolerance]
-    error = relative(answer.logits - before, after - before)
+    expected = Expected(reference, answer)
+    assert expected.added is not None
+    _check_rows(answer, expected.rows, bounds, compared)
+    error = expected.change_error(answer.logits)
     compared.change_error = max(compared.change_error, error)
-    if not error <= changes:
-        compared.wrong_changes.append(f"logits steered at {tap}: {error:.1e}")
-    for other, size in _elsewhere(tap, tolerance, reference):
-        with reference.adding(other, added * size):
-            wrong = _generated(_run(reference, answer)[1], answer)
-        if relative(wrong - before, after - before) <= changes:
+    if not error <= bounds.changes:
+        wrong = f"logits steered at {tap}: {error:.1e}, at most {bounds.changes:.1e}"
+        compared.wrong_changes.append(wrong)
+    for other, size in _elsewhere(tap, bounds, reference):
+        with reference.adding(other, expected.added * size):
+            _, logits = reference.run(answer.fed, answer.num_prompt_tokens)
+        if expected.change_error(generated(logits, answer)) <= bounds.changes:
             compared.unnoticed.append(f"steered at {other} by {size}, not at {tap}")
 
 
 def _elsewhere(
-    tap: Tap, tolerance: float, reference: Reference
+    tap: Tap, bounds: Bounds, reference: Reference
 ) -> Iterator[tuple[Tap, float]]:
     """Interventions that are a little wrong."""
     layer, hook = tap
-    yield tap, 1.1 if tolerance == 1e-4 else -1.0
+    yield tap, 1.1 if bounds.exact else -1.0
     if hook not in ORDER:
         return
     for ahead in ORDER[ORDER.index(hook) + 1 :][:1]:
@@ -146,15 +120,18 @@ def _elsewhere(
 
 
 def neighbours(
-    stream: Stream, taps: set[Tap], tolerance: float
+    stream: Stream, taps: set[Tap], bounds: Mapping[Tap, float]
 ) -> Iterator[tuple[str, bool]]:
     """Rows that are a little wrong, and whether the comparison lets them pass."""
     for (layer, hook), rows in stream.items():
         if (layer, hook) not in taps:
             continue
+        bound = bounds[layer, hook]
 
-        def passes(other: torch.Tensor, rows: torch.Tensor = rows) -> bool:
-            return relative(other, rows) <= tolerance
+        def passes(
+            other: torch.Tensor, rows: torch.Tensor = rows, bound: float = bound
+        ) -> bool:
+            return relative(other, rows) <= bound
 
         here = f"layer {layer} {hook}"
         yield f"{here}, one position off", passes(rows.roll(1, dims=0))

@@ -100,17 +100,21 @@ def _ask(folder: Path, case: Case, device: str, options: dict[str, Any]) -> None
 
 
 def _compare(folder: Path, case: Case) -> None:
+    from tests.parity import bounds
     from tests.parity.reference import Reference
 
     answers = torch.load(folder / "answers.pt", weights_only=False)
-    reference = Reference(
-        folder / "library",
-        case.torch_dtype,
-        case.recipe,
-        case.substitute,
-        case.loader,
-    )
-    compared = compare(answers, reference, case.tolerance)
+
+    def library(dtype: torch.dtype) -> Reference:
+        chosen = (case.recipe, case.substitute, case.loader)
+        return Reference(folder / "library", dtype, *chosen)
+
+    exact = library(torch.float32)
+    if case.torch_dtype == torch.float32:
+        allowed = bounds.in_float32(exact)
+    else:
+        allowed = bounds.in_bfloat16(answers, exact, library(case.torch_dtype))
+    compared = compare(answers, exact, allowed)
     torch.save((compared, answers.hook_points), folder / "compared.pt")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the library's rows in bfloat16 are from its own in float32.
 
-Upstream rounds as often, at other places: what it computes in bfloat16 may be as far
-from these rows again. `python -m tests.parity.rounding [NAME ...]` prints it for the
-cases that are in bfloat16 on a GPU; a name stands for all that it is a part of.
+The comparison measures the same for its bounds (`bounds.py`).
+`python -m tests.parity.rounding [NAME ...]` prints it for the cases that are in
+bfloat16 on a GPU; a name stands for all that it is a part of.
 """
 
 import sys
@@ -17,7 +17,7 @@ import torch
 
 import tests.conftest  # noqa: F401
 from tests.parity.cases import Case
-from tests.parity.comparison import relative
+from tests.parity.distance import relative
 from tests.parity.engine import MAX_TOKENS, requests, vector
 from tests.parity.families import CASES
 from tests.parity.recipe import HOOKS
@@ -78,7 +78,7 @@ def main() -> None:
             continue
         error, tap, steered = rounding(form)
         where = f", steered at {steered}" if steered else ""
-        print(f"{case.name}: {error:.1e} of {form.tolerance} at {tap}{where}")
+        print(f"{case.name}: {error:.1e} at {tap}{where}")
 
 
 if __name__ == "__main__":

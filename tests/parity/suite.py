@@ -39,10 +39,6 @@ class Suite:
         """Why upstream itself cannot run the case on this device."""
         return case.obstacle(self.device)
 
-    def tolerance(self, case: Case) -> float:
-        """The largest relative error of a row of the case on this device."""
-        return self._forms[case].tolerance
-
     def result(self, case: Case) -> Outcome:
         """What came of a case.
 

@@ -3,7 +3,8 @@
 
 And a vector that is added there changes the logits as it does in the library. In
 float32 a difference is rounding, so a small tolerance tells a wrong place from a right
-one; the negative controls show that it would.
+one; the negative controls show that it would. In bfloat16 the tolerance is what
+bfloat16 costs the library itself on this machine (`bounds.py`).
 
 `make test` runs a representative part; `make parity` runs all, and records.
 `tests/gpu/test_parity_cuda.py` runs all on a GPU.
@@ -56,7 +57,7 @@ def test_rows_are_those_of_the_library(case: Case, suite: Suite) -> None:
     compared, hook_points = suite.result(case)
     assert hook_points
     assert not compared.wrong_rows
-    assert compared.row_error <= suite.tolerance(case)
+    assert compared.row_error <= compared.tolerance
 
 
 @each_case

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.parity.cases import Case, common
-from tests.parity.comparison import neighbours, relative
+from tests.parity.comparison import neighbours
+from tests.parity.distance import relative
 from tests.parity.families import repeated
 from tests.parity.recipe import PARALLEL, PLAIN, SANDWICH
 from tests.parity.reference import Reference
@@ -95,7 +96,8 @@ def test_what_is_added_arrives_in_the_stream(reference: Reference, hook: str) ->
 def test_wrong_rows_are_told_from_right_ones(reference: Reference) -> None:
     rows, _ = reference.run(TOKENS)
     assert all(relative(found, found) == 0.0 for found in rows.values())
-    passed = [what for what, passes in neighbours(rows, set(rows), 1e-4) if passes]
+    bounds = dict.fromkeys(rows, 1e-4)
+    passed = [what for what, passes in neighbours(rows, set(rows), bounds) if passes]
     assert not passed
 
 

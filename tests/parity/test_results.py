@@ -56,12 +56,11 @@ def test_what_is_not_proven_is_listed_with_its_reason(path: Path) -> None:
 
 
 def test_what_passed_without_figures_is_at_most_its_tolerance(path: Path) -> None:
-    passed = results.within(case("a"), ["post_attn", "pre_attn"])
+    passed = outcome(1e-4) | {"at_most": True}
     results.record({case("a"): passed, case("b"): outcome(1e-6)}, "cuda", path)
     entry = results.read(path)["ToyForCausalLM float32 cuda"]
-    assert (entry["max_relative_error"], entry["intervention_error"]) == (1e-4, 2e-3)
+    assert entry["max_relative_error"] == 1e-4
     assert entry["at_most"] is True
-    assert entry["cases"]["a"]["hook_points"] == ["pre_attn", "post_attn"]
     results.record({case("a"): outcome(2e-6)}, "cuda", path)
     assert "at_most" not in results.read(path)["ToyForCausalLM float32 cuda"]
 

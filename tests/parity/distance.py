@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distance between rows."""
+
+import torch
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of a row, relative to that row's norm in `expected`."""
+    if found.shape != expected.shape:
+        return float("inf")
+    error = (found.float() - expected).norm(dim=-1)
+    size = expected.norm(dim=-1)
+    # Where nothing is expected, anything found is wrong.
+    parts = torch.where(size > 0, error / size, torch.where(error > 0, torch.inf, 0.0))
+    return float(parts.max()) if parts.isfinite().all() else float("inf")
