@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: what a decode step costs a GPU with capture and steering, against upstream's.
 
-    python benchmarks/decode_step.py --fork FORK_PATH --upstream UPSTREAM_PATH \\
+    python benchmarks/decode_step.py --fork FORK_PATH [--upstream UPSTREAM_PATH] \\
         [--model 1b|8b] [--variants off,capture,...] [--quick] [--out results.json]
 
 Recorded graphs are replayed, so that what the CPU does is not in the figures. Two
@@ -23,7 +23,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,8 @@ class Engine(Child):
         self, name: str, path: str, model: str, features: str, batches: Sequence[int]
     ) -> None:
         """Start it."""
+        self.name = name
+        self.batches = batches
         super().__init__(
             [
                 sys.executable,
@@ -183,9 +185,14 @@ def main() -> None:
     """Parse the command line, take turns, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fork", required=True, help="PYTHONPATH of the fork")
-    parser.add_argument("--upstream", required=True, help="PYTHONPATH of upstream")
+    parser.add_argument(
+        "--upstream",
+        help="PYTHONPATH of upstream; without it only what cases cost over plain steps "
+        "of the fork's",
+    )
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--variants", help="default all; both with --quick")
+    parser.add_argument("--only", default="", help="cases whose names hold this")
     parser.add_argument("--rounds", type=int, help="default 6; 4 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 3 minutes")
     parser.add_argument(
@@ -203,6 +210,12 @@ def main() -> None:
     def start(name: str) -> Engine:
         return Engine(name, args.fork, args.model, VARIANTS[name], batches)
 
+    def chosen(fork: Engine) -> list[str]:
+        return [one for one in fork.about["cases"] if args.only in one]
+
+    if args.upstream is None:
+        compare_alone(report, (start(name) for name in names), chosen, rounds, args.out)
+        return
     with ExitStack() as running:
         upstream = Engine("upstream", args.upstream, args.model, "", batches)
         running.enter_context(upstream)
@@ -216,7 +229,7 @@ def main() -> None:
         for name in names:
             with early.pop() if early else start(name) as fork:
                 fork.ready()
-                cases = fork.about["cases"]
+                cases = chosen(fork)
                 found = compare(upstream, fork, cases, batches, rounds)
                 same = fork.about["tokens"] == upstream.about["tokens"]
                 if name == names[-1]:
@@ -231,6 +244,28 @@ def main() -> None:
             reports.save(report, args.out)  # in case it is cut short
             print_variant(name, report["variants"][name])
     reports.write(report, args.out)
+
+
+def compare_alone(
+    report: dict[str, Any],
+    engines: Iterable[Engine],
+    cases_of: Callable[[Engine], list[str]],
+    rounds: int,
+    out: Path,
+) -> None:
+    """What cases cost over plain steps of the fork's, one engine after the other."""
+    report["variants"] = {}
+    for fork in engines:
+        with fork:
+            fork.ready()
+            report |= {one: fork.about[one] for one in ("device", "torch")}
+            cases, batches = cases_of(fork), fork.batches
+            found = compare(fork, fork, cases, batches, rounds)
+            report["variants"][fork.name] = {**fork.report(), "over_own_plain": found}
+        reports.save(report, out)
+        print(f"{fork.name}, alone, over its own plain steps:")
+        print_ratios(found, "plain, over its median")
+    reports.write(report, out)
 
 
 def print_variant(name: str, variant: dict[str, Any]) -> None:

@@ -45,12 +45,14 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     What they let launch is forgotten behind each.
     """
     from vllm.model_executor.layers.residual.capture_op import Launch
+    from vllm.model_executor.layers.residual.program_op import StepPrograms
     from vllm.model_executor.layers.residual.steer_op import Ahead
 
     monkeypatch.setattr(Launch, "taps", frozenset())
     monkeypatch.setattr(Launch, "families", (frozenset(),))
     monkeypatch.setattr(Launch, "known", None)
     monkeypatch.setattr(Launch, "whole", False)
+    monkeypatch.setattr(StepPrograms, "at", {})
     yield
     Ahead.begun.clear()
 

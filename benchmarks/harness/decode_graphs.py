@@ -165,6 +165,10 @@ class Case:
     captured: list[Any] = field(default_factory=list)
     steered: list[Any] = field(default_factory=list)
     configs: int = 0
+    programs: list[dict[Any, Any]] = field(default_factory=list)
+    """By hook point, each for some tokens in turn."""
+    alone: bool = False
+    """Only the first token has one."""
 
     def prepare(self, runner, batch) -> None:  # type: ignore[no-untyped-def]
         """Put into the memory that graphs read what a step would put there."""
@@ -184,6 +188,9 @@ class Case:
                 capture._slots.of_taps[columns, :batch] = rows.T
         if steering is not None:
             steering.row_index.zero_()
+            steering.program_rows.zero_()
+            if self.programs:
+                self._prepare_programs(steering, batch)
             if self.steered:
                 for tap in self.steered:
                     steering.tables.at(tap)[1:].normal_(0, 1e-3)
@@ -197,6 +204,62 @@ class Case:
                         generator=generator,
                     )
                 )
+
+    def _prepare_programs(self, steering, batch) -> None:  # type: ignore[no-untyped-def]
+        """Give tokens programs, as steps do at which positions are named."""
+        import torch
+
+        from vllm.v1.steering.worker.programs import place
+
+        index, rows = steering.tables.programs, steering.program_rows
+        index.write_special([place(one, rows.device) for one in self.programs])
+        count = 1 if self.alone else batch
+        number = torch.arange(count, device=rows.device) % len(self.programs)
+        rows[:count] = (index.first_special + number).to(rows.dtype)
+
+
+def program_cases(runner, taps):  # type: ignore[no-untyped-def]
+    """What is done beyond adding, by the name of the case.
+
+    The values do not matter, but each instruction must change what it is given: it
+    would write nothing otherwise.
+    """
+    import torch
+
+    from vllm.model_executor.layers.residual.program import Flag, Instruction, Kind
+
+    steering = runner.residual.steering
+    width, device = steering.tables.at(taps[0]).shape[1], steering.row_index.device
+
+    def unit(count=1):  # type: ignore[no-untyped-def]
+        drawn = torch.randn(count, width, device=device)
+        return drawn / drawn.norm(dim=-1, keepdim=True)
+
+    def project(u):  # type: ignore[no-untyped-def]
+        return (Instruction(Kind.LINEAR, u, flags=Flag.DOT, c2=-0.1),)
+
+    def clamp(u):  # type: ignore[no-untyped-def]
+        bounds = {"low": 1.0, "high": 1.0}
+        return (Instruction(Kind.LINEAR, u, flags=Flag.DOT, c3=0.1, **bounds),)
+
+    layers = sorted({layer for layer, _ in taps})
+    middle = layers[len(layers) // 2]
+    one, behind = [(middle, "post_block")], [t for t in taps if t[1] == "post_block"]
+    gated = one + [t for t in behind if t[0] > middle][:10]
+    u, v = unit(), unit()
+    matched = (Instruction(Kind.LINEAR, v, flags=Flag.SAVE_NORM, c1=1e-3),)
+    probe = (Instruction(Kind.PROBE, u, c2=-99.0, c3=1.0, gate=0),)
+    acts = (Instruction(Kind.LINEAR, v, c0=1e-3, gate=0),)
+    many = [{tap: project(unit()) for tap in taps} for _ in range(16)]
+    different = [{one[0]: project(row[None])} for row in unit(256)]
+    yield "one token clamped at all layers", behind, [{t: clamp(u) for t in behind}]
+    yield "all projected at one layer", one, [{one[0]: project(u)}]
+    yield "all projected at all layers", behind, [{t: project(u) for t in behind}]
+    yield "all projected at all points, 16 configs", taps, many
+    yield "all norm-matched at one layer", one, [{one[0]: matched}]
+    every = {t: probe if t == one[0] else acts for t in gated}
+    yield "all gated at one layer, acting at ten", gated, [every]
+    yield "256 programs at one point", one, different
 
 
 def cases(runner, batches):  # type: ignore[no-untyped-def]
@@ -231,6 +294,10 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
         for configs in (16, CONFIGS):
             name = f"all layers and hooks steered, {configs} configs"
             yield Case(name, graphs(known, taps), [], taps, configs)
+        known = steering.program_addresses
+        for name, where, programs in program_cases(runner, taps):
+            alone = name.startswith("one token")
+            yield Case(name, graphs(known, where), programs=programs, alone=alone)
 
 
 def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]

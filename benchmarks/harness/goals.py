@@ -26,6 +26,13 @@ DECODE_STEP = {
             "one layer steered, 16 configs": 1.01,
             "all layers and hooks steered, 16 configs": 1.03,
             "all layers and hooks steered, 64 configs": 1.03,
+            "one token clamped at all layers": 1.02,
+            "all projected at one layer": 1.01,
+            "all projected at all layers": 1.04,
+            "all projected at all points, 16 configs": 1.08,
+            "all norm-matched at one layer": 1.01,
+            "all gated at one layer, acting at ten": 1.03,
+            "256 programs at one point": 1.02,
         }
     ),
     "8b": _at_most(
@@ -36,6 +43,13 @@ DECODE_STEP = {
             "one layer steered, 16 configs": 1.005,
             "all layers and hooks steered, 16 configs": 1.015,
             "all layers and hooks steered, 64 configs": 1.015,
+            "one token clamped at all layers": 1.01,
+            "all projected at one layer": 1.005,
+            "all projected at all layers": 1.015,
+            "all projected at all points, 16 configs": 1.04,
+            "all norm-matched at one layer": 1.005,
+            "all gated at one layer, acting at ten": 1.01,
+            "256 programs at one point": 1.02,
         }
     ),
 }
@@ -75,3 +89,16 @@ CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
 
 STEERING_COST = {"idle": 1.01, "one": 1.015, "all": 1.06}
 """Time over that of a server without steering, at most."""
+
+STEERING_STEPS = {
+    **STEERING_COST,
+    "one clamps at all layers": 1.02,
+    "one projects at all layers": 1.02,
+    "one norm-matches at all layers": 1.02,
+    "one replaces at all layers": 1.02,
+    "all project at one layer": 1.02,
+    "all project at all layers": 1.06,
+    "all project at all points, 16 configs": 1.15,
+    "all norm-match at one layer": 1.02,
+}
+"""CPU time of a decode step over that of an engine without steering, at most."""

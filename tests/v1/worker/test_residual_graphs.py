@@ -81,7 +81,7 @@ class Manager:
 
 def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies:
     return GraphFamilies(
-        families_at_start(CAPTURE, STEERING, may_record),
+        families_at_start(CAPTURE, STEERING, {}, may_record),
         one_family=one_family,
         may_record=may_record,
     )
@@ -189,17 +189,35 @@ def test_the_start_records_the_usual_capture_steering_and_everything() -> None:
     behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
     captures, steers = set(CAPTURE.values()), set(STEERING.values())
     every = [set(), behind, steers, EVERYTHING]
-    assert families_at_start(CAPTURE, STEERING, True) == every
+    assert families_at_start(CAPTURE, STEERING, {}, True) == every
     for may_record in (True, False):
-        assert families_at_start({}, STEERING, may_record) == [set(), steers]
-        assert families_at_start(CAPTURE, {}, may_record) == [set(), behind, captures]
-        assert families_at_start({}, {}, may_record) == [set()]
+        assert families_at_start({}, STEERING, {}, may_record) == [set(), steers]
+        assert families_at_start(CAPTURE, {}, {}, may_record) == [
+            set(),
+            behind,
+            captures,
+        ]
+        assert families_at_start({}, {}, {}, may_record) == [set()]
+
+
+def test_programs_launch_in_families_of_their_own() -> None:
+    programs = {tap: 3000 + number for number, tap in enumerate(TAPS)}
+    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
+    both = STEERS | set(programs.values())
+    assert families_at_start(CAPTURE, STEERING, programs, True) == [
+        set(),
+        behind,
+        STEERS,
+        both,
+        EVERYTHING | both,
+    ]
+    assert families_at_start({}, STEERING, programs, True) == [set(), STEERS, both]
 
 
 def test_where_nothing_is_recorded_later_the_start_has_each_feature_alone() -> None:
     behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
     captures, steers = set(CAPTURE.values()), set(STEERING.values())
-    assert families_at_start(CAPTURE, STEERING, False) == [
+    assert families_at_start(CAPTURE, STEERING, {}, False) == [
         set(),
         behind,
         captures,

@@ -38,13 +38,6 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     """SHA-256 of what it does, without where in the sequence."""
 
     @property
-    def reason(self) -> str:
-        """Why no graph can do it: what it depends on that a graph does not know."""
-        if self.op != "add":
-            return self.op
-        return "norm_match" if self.norm_match else "positions"
-
-    @property
     def tap(self) -> tuple[int, str]:
         """Where it acts."""
         return self.layer, self.hook
@@ -53,6 +46,11 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     def vector(self) -> npt.NDArray[np.float32]:
         """`[hidden_size]`, a view of the data."""
         return np.frombuffer(self.data, dtype=np.float32)
+
+    def last(self, num_prompt: int) -> int:
+        """The last position that it names; without positions none is the last."""
+        assert self.positions is not None, "it acts everywhere"
+        return max(p if p >= 0 else num_prompt + p for p in self.positions)
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` that it acts on, ascending."""

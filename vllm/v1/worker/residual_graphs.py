@@ -57,19 +57,20 @@ Addresses = Mapping[tuple[int, str], int]
 
 
 def families_at_start(
-    capture: Addresses, steering: Addresses, may_record: bool
+    capture: Addresses, steering: Addresses, programs: Addresses, may_record: bool
 ) -> list[Ops]:
     """What the graphs launch that are recorded at the start, ascending.
 
     Besides nothing and everything: the capture of what most requests ask for, the
-    stream behind the blocks; and steering alone, as nothing can be added beside the
-    branch where a capture launches in between. A family takes some ten MiB and a second
-    of the start, so that all captures alone are among them only where no graph can be
-    recorded later.
+    stream behind the blocks; and additions alone, then with programs, as nothing can be
+    added beside the branch where a capture or a program launches in between. A family
+    takes some ten MiB and a second of the start, so that all captures alone are among
+    them only where no graph can be recorded later.
     """
     behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
-    captures, steers = frozenset(capture.values()), frozenset(steering.values())
-    alone = (steers,) if may_record else (captures, steers)
+    captures, adds = frozenset(capture.values()), frozenset(steering.values())
+    steers = adds | frozenset(programs.values())
+    alone = (adds, steers) if may_record else (captures, adds, steers)
     every = (NOTHING, behind, *alone, captures | steers)
     return sorted(dict.fromkeys(every), key=len)
 

@@ -85,11 +85,6 @@ class ResidualStream:
     steering: WorkerSteering | None = None
     """Set where hidden states can be steered."""
 
-    @property
-    def runs_eagerly(self) -> bool:
-        """Whether the step that was planned can run neither compiled nor recorded."""
-        return self.steering is not None and self.steering.runs_eagerly
-
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
 
@@ -244,8 +239,6 @@ def open_residual_stream(
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(vllm_config, taps, width, dtype, device)
     made = {tap: _tap(tap, capture, steering) for tap in taps}
-    if steering is not None:
-        steering.attach(made)
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
     logger.info(
@@ -263,6 +256,7 @@ def open_residual_stream(
         families_at_start(
             {} if capture is None else capture.addresses,
             {} if steering is None else steering.addresses,
+            {} if steering is None else steering.program_addresses,
             may_record,
         ),
         one_family=one_family,
@@ -282,8 +276,8 @@ def _tap(
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
-    table, rows = (None, None) if steering is None else steering.tensors(tap)
-    return ResidualTap(slots, base, staging, table, rows)
+    steers = () if steering is None else steering.tensors(tap)
+    return ResidualTap(slots, base, staging, *steers)
 
 
 def _check_supported(

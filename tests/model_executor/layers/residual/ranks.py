@@ -26,7 +26,8 @@ from vllm.distributed import (
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.row_edits import RowEdit
+from vllm.model_executor.layers.residual.program import Flag, Instruction, Kind
+from vllm.model_executor.layers.residual.program_op import Rows, StepPrograms
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 WIDTH, ROWS, VECTORS, BASE = 6, 40, 4, 3
@@ -84,20 +85,31 @@ def step(seed: int, dtype: torch.dtype, full: bool = False) -> Step:
     rows[:tokens] = torch.randint(VECTORS, (tokens,)).int()
     staging = torch.zeros(ROWS + BASE, WIDTH, dtype=dtype)
     base = torch.tensor([BASE], dtype=torch.int32)
-    tap = ResidualTap(slots[:, 1], base, staging, table, rows)
-    Launch.taps = frozenset({slots[:, 1].data_ptr(), table.data_ptr()})
+    index = torch.zeros(2, dtype=torch.int64)
+    gates = torch.zeros(MOST_TOKENS + PADDING, 4)
+    tap = ResidualTap(slots[:, 1], base, staging, table, rows, index, rows, gates)
+    Launch.taps = frozenset(
+        {slots[:, 1].data_ptr(), table.data_ptr(), index.data_ptr()}
+    )
+    StepPrograms.at = {}
     return Step(hidden, residual, tap)
 
 
-def edits(one: Step, seed: int) -> list[RowEdit]:
-    """Operations on random tokens of a step, wherever they are."""
+def add_programs(one: Step, seed: int) -> None:
+    """Programs for random tokens of a step, wherever they are."""
     torch.manual_seed(seed)
-
-    def edit(op: str) -> RowEdit:
-        rows = torch.randperm(one.num_tokens)[: seed % 4 + 1].sort().values
-        return RowEdit(rows, op, torch.randn(WIDTH), 1.5, -0.5, 0.5, False)
-
-    return [edit("replace"), edit("project_out"), edit("clamp")]
+    u, v = torch.randn(2, 1, WIDTH)
+    replace = Instruction(Kind.REPLACE, v, c0=1.5)
+    project = Instruction(Kind.LINEAR, u / u.norm(), flags=Flag.DOT, c2=-1.5)
+    tokens = torch.randperm(one.num_tokens)
+    parts = tokens[: seed % 4 + 1].sort().values, tokens[seed % 4 + 1 :].sort().values
+    assert one.tap.index is not None
+    programs = ((replace, project), (project,))
+    StepPrograms.at = {
+        one.tap.index.data_ptr(): [
+            Rows(program, part) for program, part in zip(programs, parts, strict=True)
+        ]
+    }
 
 
 def taken(one: Step, visit: Callable[[], Pair]) -> tuple[Pair, torch.Tensor]:
@@ -137,10 +149,11 @@ def run(rank: int, ranks: int, folder: str, done: Barrier) -> None:
     for seed in range(40):
         dtype = (torch.float32, torch.bfloat16)[seed % 2]
         captured += check(one := step(seed, dtype, full=seed > 35), one.tap.on_split)
-        one.tap.edits = edits(one, seed)
+        add_programs(one, seed)
         check(one, one.tap.on_split)
     for seed in range(8):
         one = step(seed, torch.float32)
+        add_programs(one, seed)
         check(one, lambda *pair, tap=one.tap: compiled(tap, *pair))  # type: ignore[misc]
     assert (captured > 40) == (rank == 0), f"rank {rank} took {captured} rows"
     check_lone()

@@ -43,7 +43,9 @@ def compiles_anew() -> Iterator[None]:
 def tap() -> ResidualTap:
     table, rows = torch.randn(3, WIDTH), torch.tensor([0, 1, 2, 1, 0]).int()
     slots, base = torch.arange(TOKENS).int(), torch.zeros(1).int()
-    return ResidualTap(slots, base, torch.zeros(TOKENS, WIDTH), table, rows)
+    index, gates = torch.zeros(4, dtype=torch.int64), torch.zeros(TOKENS, 4)
+    staging = torch.zeros(TOKENS, WIDTH)
+    return ResidualTap(slots, base, staging, table, rows, index, rows, gates)
 
 
 def compiled(tap: ResidualTap) -> Callable[..., Any]:
@@ -66,6 +68,7 @@ def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
     begun = [line.partition("(")[0] for line in calls if not line.startswith("#")]
     assert sorted(set(begun)) == [
         "Launch.taps and torch.ops.vllm.capture_rows.default",
+        "Launch.taps and torch.ops.vllm.intervene_rows.default",
         "Launch.taps and torch.ops.vllm.steer_rows.default",
         "Launch.whole and torch.ops.vllm.steer_rows_ahead.default",
     ]
@@ -82,7 +85,8 @@ def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> 
         Launch.taps = STRANGE
         with pytest.raises(RuntimeError, match="other memory than its own"):
             run(hidden)
-        Launch.taps = frozenset({tap.slots.data_ptr(), tap.table.data_ptr()})
+        known = (tap.slots, tap.table, tap.index)
+        Launch.taps = frozenset(one.data_ptr() for one in known if one is not None)
         steered = run(hidden)
     assert tap.rows is not None
     torch.testing.assert_close(steered, plain + tap.table[tap.rows])
@@ -107,6 +111,7 @@ def test_it_knows_every_op_of_hook_points() -> None:
     ours = {
         name.split("::")[1]
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("vllm::") and ("capture_" in name or "steer_" in name)
+        if name.startswith("vllm::")
+        and any(part in name for part in ("capture_", "steer_", "intervene_"))
     }
     assert ours == set(CONDITIONS)

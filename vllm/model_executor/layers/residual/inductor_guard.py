@@ -29,6 +29,8 @@ CONDITIONS = {
     "steer_rows": ANY,
     "steer_split_rows": ANY,
     "steer_rows_ahead": WHOLE,
+    "intervene_rows": ANY,
+    "intervene_split_rows": ANY,
 }
 """What must hold where an op does anything, by the op."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"

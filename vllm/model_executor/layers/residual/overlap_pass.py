@@ -24,6 +24,16 @@ PRODUCTS = ("linear", "mm", "gemm", "matmul", "moe")
 """Parts of the names of what is long enough to begin something beside it."""
 
 
+READERS = (
+    "capture_rows",
+    "capture_split_rows",
+    "intervene_rows",
+    "intervene_split_rows",
+)
+"""Ops of hook points that read the stream, where they launch. Nothing may be begun
+early beside one that does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Additions:
     """What one residual takes between two of its uses."""
@@ -158,7 +168,8 @@ def _is(node: fx.Node, op: str) -> bool:
 
 
 def _is_capture(node: fx.Node) -> bool:
-    return _is(node, "capture_rows") or _is(node, "capture_split_rows")
+    """Whether it is another op of a hook point, which reads its third argument."""
+    return any(_is(node, op) for op in READERS)
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -5,22 +5,13 @@ Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.residual import program_op  # noqa: F401  its ops
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.row_edits import (
-    RowEdit,
-    apply_edits,
-    edited_rows,
-)
 from vllm.model_executor.layers.residual.split_ops import share
 
 
@@ -38,14 +29,18 @@ class ResidualTap:
         staging: torch.Tensor | None = None,  # [S, H]
         table: torch.Tensor | None = None,  # [V, H]
         rows: torch.Tensor | None = None,  # [>= T], int32: a row of the table
+        index: torch.Tensor | None = None,  # [I], int64: addresses of programs
+        program_rows: torch.Tensor | None = None,  # [>= T], int32: a row of the index
+        gates: torch.Tensor | None = None,  # [>= T, columns], float32
     ) -> None:
         self.slots = slots
         self.base = base
         self.staging = staging
         self.table = table
         self.rows = rows
-        self.edits: Sequence[RowEdit] | None = None
-        """What the step under way does here beyond adding."""
+        self.index = index
+        self.program_rows = program_rows
+        self.gates = gates
 
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -76,18 +71,14 @@ class ResidualTap:
             torch.ops.vllm.capture_split_rows(
                 hidden_states, residual, self.slots, self.base, self.staging
             )
-        if self.table is None or self.rows is None:
-            return hidden_states, residual
         if torch.compiler.is_compiling():
-            return self._steer_in_graph(
+            hidden_states, residual = self._steer_in_graph(
                 hidden_states, residual, torch.ops.vllm.steer_split_rows
             )
-        if self.edits is None and not Launch.wants(self.table):
-            return hidden_states, residual
-        tokens = share(len(hidden_states))
-        part = ResidualTap(table=self.table, rows=self.rows[tokens])
-        part.edits = _edits_in(tokens, self.edits or ())
-        return part(hidden_states, residual)
+        elif self.rows is not None:
+            rows = self.rows[share(len(hidden_states))]
+            hidden_states, residual = self._steer(hidden_states, residual, rows)
+        return self._intervene(hidden_states, residual, None)
 
     def _visit(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
@@ -96,15 +87,13 @@ class ResidualTap:
             torch.ops.vllm.capture_rows(
                 hidden_states, residual, self.slots, self.base, self.staging, partial
             )
-        if self.table is None or self.rows is None:
-            return hidden_states, residual
         if torch.compiler.is_compiling():
-            return self._steer_in_graph(
+            hidden_states, residual = self._steer_in_graph(
                 hidden_states, residual, torch.ops.vllm.steer_rows
             )
-        if self.edits is not None:
-            return self._edit(hidden_states, residual, partial)
-        return self._steer(hidden_states, residual)
+        elif self.rows is not None:
+            hidden_states, residual = self._steer(hidden_states, residual, self.rows)
+        return self._intervene(hidden_states, residual, partial)
 
     def _steer_in_graph(
         self,
@@ -122,7 +111,8 @@ class ResidualTap:
         be known to the layer by another name: a copy takes the vector, which the
         compiler joins to whatever made the stream.
         """
-        assert self.table is not None and self.rows is not None
+        if self.table is None or self.rows is None:
+            return hidden_states, residual
         if residual is not None:
             add(residual, self.table, self.rows, hidden_states)
             return hidden_states, residual
@@ -131,51 +121,50 @@ class ResidualTap:
         return hidden_states, None
 
     def _steer(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_steer_in_graph`, in a pass that is not compiled: nothing in place."""
-        assert self.table is not None and self.rows is not None
+        assert self.table is not None
         if not Launch.wants(self.table):
             return hidden_states, residual
         tokens = hidden_states.numel() // hidden_states.shape[-1]
-        vectors = self.table.index_select(0, self.rows[:tokens])
+        vectors = self.table.index_select(0, rows[:tokens])
         vectors = vectors.view(hidden_states.shape)
         if residual is None:
             return hidden_states + vectors, None
         return hidden_states, residual + vectors
 
-    def _edit(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
+    def _intervene(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        partial: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Change whole rows: they come out as the branch, with nothing beside it."""
-        assert self.edits is not None and self.table is not None
-        assert self.rows is not None
-        rows = edited_rows(self.edits)
-        width = hidden_states.shape[-1]
-        branch = hidden_states.reshape(-1, width)[rows]
-        if partial:
-            branch = tensor_model_parallel_all_reduce(branch)
-        stream = branch.float()
-        if residual is not None:
-            stream = stream + residual.reshape(-1, width)[rows].float()
-        added = self.table.index_select(0, self.rows[rows]).float()
-        stream = apply_edits(self.edits, rows, stream, added)
-        leads = not partial or get_tensor_model_parallel_rank() == 0
-        changed, beside = self._steer(hidden_states, residual)
-        # A copy in any case: the layer may use what it passed in elsewhere.
-        changed = changed.clone()
-        changed.view(-1, width)[rows] = stream.to(changed.dtype) if leads else 0.0
-        if beside is not None:
-            beside = beside.clone()
-            beside.view(-1, width)[rows] = 0.0
-        return changed, beside
+        """Carry out each token's program; `partial` is None where tokens are split.
 
-
-def _edits_in(tokens: slice, edits: Sequence[RowEdit]) -> list[RowEdit] | None:
-    """What `edits` do to the tokens of one rank, counted from its first."""
-    parts = []
-    for edit in edits:
-        rows = edit.rows[(edit.rows >= tokens.start) & (edit.rows < tokens.stop)]
-        if len(rows):
-            parts.append(replace(edit, rows=rows - tokens.start))
-    return parts or None
+        Rows that change become the branch. The layer may use what it passed in
+        elsewhere: a copy takes them, which the compiler leaves out where nothing else
+        reads the original. What the graph holds as the residual is written in place,
+        as additions do it.
+        """
+        index, rows, gates = self.index, self.program_rows, self.gates
+        if index is None or rows is None or gates is None:
+            return hidden_states, residual
+        if not torch.compiler.is_compiling():
+            if not Launch.wants(index):
+                return hidden_states, residual
+            residual = None if residual is None else residual.clone()
+        if residual is not None or not torch.compiler.is_compiling():
+            hidden_states = hidden_states.clone()
+        if partial is None:
+            torch.ops.vllm.intervene_split_rows(
+                hidden_states, residual, index, rows, gates
+            )
+        else:
+            torch.ops.vllm.intervene_rows(
+                hidden_states, residual, index, rows, gates, partial
+            )
+        return hidden_states, residual

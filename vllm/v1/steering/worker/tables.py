@@ -2,6 +2,7 @@
 """The tables that taps read: one row per configuration and phase, at every tap."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +24,19 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.programs import NO_PHASE, Phase, ProgramIndex
 
-Rows = dict[int, dict[Tap, Vector]]
-"""What rows shall hold, by tap; zeros at taps that are not named."""
+
+class Row(NamedTuple):
+    """What a row shall hold."""
+
+    vectors: dict[Tap, Vector]
+    """By tap; zeros at taps that are not named."""
+    phase: Phase
+    """Beyond that."""
+
+
+Rows = dict[int, Row]
 NOWHERE: frozenset[Tap] = frozenset()
 
 
@@ -43,6 +54,7 @@ class SteeringTables:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_tokens: int,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
@@ -58,10 +70,10 @@ class SteeringTables:
         """The configuration of each slot."""
         self.tiers = NO_STEERING
         """The global vectors."""
-        self.has_operations = False
-        """Whether anything may be done beyond adding vectors."""
-        self.names_positions = False
-        """Whether anything of that is done at positions that are named one by one."""
+        self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
+        """What is done beyond adding vectors, by the same rows."""
+        self.phases: dict[int, Phase] = {}
+        """Of the rows that do anything beyond that."""
 
     def at(self, tap: Tap) -> torch.Tensor:
         """The table `[rows, hidden_size]` of one tap."""
@@ -70,7 +82,7 @@ class SteeringTables:
     @property
     def num_bytes(self) -> int:
         """Device memory of all tables."""
-        return self._table.nbytes
+        return self._table.nbytes + self.programs.num_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -85,7 +97,6 @@ class SteeringTables:
     def load(self, slot: int, tiers: SteeringTiers) -> None:
         """A slot gets another configuration."""
         self.loaded[slot] = tiers
-        self._look_for_operations()
         self.write(self._rows_of(slot, tiers, self.tiers))
 
     def rows_with(self, tiers: SteeringTiers) -> Rows:
@@ -94,8 +105,8 @@ class SteeringTables:
         Changes nothing, so that a failure on one rank leaves all as they were.
         """
         rows: Rows = {
-            GLOBAL_PREFILL_ROW: self._sum(tiers.base, tiers.prefill),
-            GLOBAL_DECODE_ROW: self._sum(tiers.base, tiers.decode),
+            GLOBAL_PREFILL_ROW: self._row(tiers.base, tiers.prefill),
+            GLOBAL_DECODE_ROW: self._row(tiers.base, tiers.decode),
         }
         for slot, loaded in self.loaded.items():
             rows.update(self._rows_of(slot, loaded, tiers))
@@ -104,22 +115,13 @@ class SteeringTables:
     def set_global(self, tiers: SteeringTiers, rows: Rows) -> None:
         """Take over global vectors and the rows made for them."""
         self.tiers = tiers
-        self._look_for_operations()
         self.write(rows)
-
-    def _look_for_operations(self) -> None:
-        operations = [
-            one
-            for tiers in (self.tiers, *self.loaded.values())
-            for one in (*tiers.prefill_operations, *tiers.decode_operations)
-        ]
-        self.has_operations = bool(operations)
-        self.names_positions = any(one.positions is not None for one in operations)
 
     def write(self, rows: Rows) -> None:
         """Overwrite rows in full, without waiting for the device."""
         sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for row, vectors in rows.items():
+        for row, (vectors, phase) in rows.items():
+            self._set_phase(row, phase)
             of_taps = self._table[:, row]
             filled = frozenset(vectors)
             emptied = self._filled.get(row, NOWHERE) - filled
@@ -133,6 +135,12 @@ class SteeringTables:
                 sent[id(vectors)] = self._where(vectors), self._on_device(vectors)
             of_taps.index_copy_(0, *sent[id(vectors)])
 
+    def _set_phase(self, row: int, phase: Phase) -> None:
+        self.phases.pop(row, None)
+        if phase.taps:
+            self.phases[row] = phase
+        self.programs.write(row, phase.fixed)
+
     def _where(self, taps: Iterable[Tap]) -> torch.Tensor:
         columns = [self._columns[tap] for tap in taps]
         return async_tensor_h2d(columns, self._table.device, torch.int64)
@@ -145,12 +153,17 @@ class SteeringTables:
 
     def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
         """Both rows of a slot: the same vectors where no phase has any of its own."""
-        prefill = self._sum(shared.base, shared.prefill, own.base, own.prefill)
+        prefill = self._row(shared.base, shared.prefill, own.base, own.prefill)
         decode = prefill
         if shared.prefill or shared.decode or own.prefill or own.decode:
-            decode = self._sum(shared.base, shared.decode, own.base, own.decode)
+            decode = self._row(shared.base, shared.decode, own.base, own.decode)
         return {prefill_row(slot): prefill, decode_row(slot): decode}
 
-    def _sum(self, *parts: PackedVectors | None) -> dict[Tap, Vector]:
-        """The sum of vectors at the taps of this process."""
-        return {t: v for t, v in total(parts).items() if t in self._columns}
+    def _row(self, *parts: PackedVectors | None) -> Row:
+        """What these do at the taps of this process."""
+        added = {t: v for t, v in total(parts).items() if t in self._columns}
+        operations = [one for part in parts if part for one in part.operations]
+        if not operations:
+            return Row(added, NO_PHASE)
+        phase = Phase(operations, added, self._columns, self._table.device)
+        return Row({t: v for t, v in added.items() if t not in phase.taps}, phase)

@@ -2,7 +2,7 @@
 """Steering in one worker process: what the runner's adapter talks to."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
+from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import Decoding, StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
@@ -23,7 +24,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.wire import SteeringStep
-from vllm.v1.steering.worker.row_edits import plan_edits, row_edit
+from vllm.v1.steering.worker.programs import Programs, special_rows
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 
 if TYPE_CHECKING:
@@ -31,6 +32,34 @@ if TYPE_CHECKING:
 
 PADDING = 64
 """Rows beyond the largest batch that padding may reach."""
+
+
+class TokenRows:
+    """A row for each token of a step, in memory that recorded graphs read."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.index = torch.full((size,), ZERO_ROW, dtype=torch.int32, device=device)
+        self._rows: npt.NDArray[np.int32] | None = None
+        self._written = 0
+        self._unchanged = True
+        """Whether the memory holds what was planned."""
+
+    def plan(self, rows: npt.NDArray[np.int32] | None) -> None:
+        """What the next step reads; None: no token has a row."""
+        self._rows = rows
+        self._unchanged = rows is None and not self._written
+
+    def write(self) -> None:
+        """Write it, unless it is there: a step like the one before has the same."""
+        if self._unchanged:
+            return
+        num_tokens = 0 if self._rows is None else len(self._rows)
+        if self._written > num_tokens:
+            self.index[num_tokens : self._written].fill_(ZERO_ROW)
+        if self._rows is not None:
+            async_tensor_h2d(self._rows, out=self.index[:num_tokens])
+        self._written = num_tokens
+        self._unchanged = True
 
 
 class WorkerSteering:
@@ -48,38 +77,51 @@ class WorkerSteering:
         device: torch.device,
     ) -> None:
         rows = vllm_config.steering_config.num_rows
-        self.tables = SteeringTables(taps, rows, width, dtype, device)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
-        # Recorded graphs hold the address.
-        self.row_index = torch.full((size,), ZERO_ROW, dtype=torch.int32, device=device)
+        self.tables = SteeringTables(taps, rows, width, dtype, device, size)
+        self._vectors_of = TokenRows(size, device)
+        self._programs_of = TokenRows(size, device)
         self._slots: dict[str, int] = {}
         self._prompt_lengths: dict[str, int] = {}
-        self._rows: npt.NDArray[np.int32] | None = None
-        self._written = 0
-        self._unchanged = False
-        """Whether `row_index` holds what the planned step reads."""
+        self._on_host: dict[int, list[ProgramRows]] = {}
+        """The programs of the planned step, where no kernel finds them."""
         self._launches: frozenset[int] = frozenset()
         self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
         """The ops of some taps: those that were asked for last."""
         self._decoding: Decoding | None = None
         """The last step, if the next may be steered like it."""
-        self._taps: dict[Tap, ResidualTap] = {}
         self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
-        """What the op of each tap is known by, as in `Launch`."""
-        self._edited_taps: set[Tap] = set()
+        """What the op that adds at each tap is known by, as in `Launch`."""
+        self.program_addresses = {
+            tap: self.tables.programs.at(tap).data_ptr() for tap in taps
+        }
+        """The same of the op that carries programs out."""
         self._staged: tuple[SteeringTiers, Rows] | None = None
         self.eager_steps: Counter[str] = Counter()
-        """Steps that could run neither compiled nor recorded, by the reason."""
+        """Steps that could run neither compiled nor recorded, by the reason: none."""
 
-    def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table `[rows, hidden_size]` of a hook point, and each token's row."""
-        return self.tables.at(tap), self.row_index
+    @property
+    def row_index(self) -> torch.Tensor:
+        """The row of the tables of vectors that each token takes."""
+        return self._vectors_of.index
 
-    def attach(self, taps: Mapping[Tap, ResidualTap]) -> None:
-        """Take note of the taps, which are told what a step does beyond adding."""
-        self._taps = dict(taps)
+    @property
+    def program_rows(self) -> torch.Tensor:
+        """The row of the index of programs that each token takes."""
+        return self._programs_of.index
+
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor, ...]:
+        """What the taps read: table, rows, index of programs, their rows, gates."""
+        programs = self.tables.programs
+        return (
+            self.tables.at(tap),
+            self.row_index,
+            programs.at(tap),
+            self.program_rows,
+            programs.gates,
+        )
 
     def summary(self) -> str:
         """For the log: what the tables take."""
@@ -121,15 +163,21 @@ class WorkerSteering:
             return self._plan_nothing()
         if self._decoding is not None and self._decoding.goes_on(view):
             return self._launches
-        self._unchanged = False
         self._decoding = None
         pairs = self._rows_of_requests(view.req_ids)
         lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
-        filled = self.tables.filled_taps(set(chain.from_iterable(pairs)))
-        self._rows = token_rows(pairs, lengths, view) if filled else None
+        used = set(chain.from_iterable(pairs))
+        filled = self.tables.filled_taps(used)
+        plain = self.tables.phases.keys().isdisjoint(used)
+        rows = None if plain and not filled else token_rows(pairs, lengths, view)
+        self._vectors_of.plan(rows if filled else None)
         self._launches = self._ops_at(filled)
-        self._plan_edits(view)
-        if not self.tables.has_operations and view.only_decodes:
+        if plain or rows is None:
+            self._programs_of.plan(None)
+            self._on_host = {}
+        else:
+            self._plan_programs(view, pairs, lengths, rows)
+        if view.only_decodes and not self._acts_later(view, pairs, lengths):
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
@@ -141,36 +189,88 @@ class WorkerSteering:
 
     def _plan_nothing(self) -> frozenset[int]:
         """A step that nothing steers, as most are: as little as can be."""
-        self._rows = self._decoding = None
-        self._unchanged = not self._written
+        self._vectors_of.plan(None)
+        self._programs_of.plan(None)
+        self._on_host = {}
+        self._decoding = None
         self._launches = frozenset()
-        self.end_step()
         return self._launches
 
-    @property
-    def runs_eagerly(self) -> bool:
-        """Whether the step does what neither compiled code nor a graph can do."""
-        return bool(self._edited_taps)
+    def _plan_programs(
+        self,
+        view: StepView,
+        pairs: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        rows: npt.NDArray[np.int32],
+    ) -> None:
+        """Find each token's programs: those of its row, or of where it stands."""
+        index = self.tables.programs
+        special: list[Programs] = []
+        if any(one.positioned for one in self.tables.phases.values()):
+            rows = rows.copy()
+            special = self._at_positions(view.settled(), pairs, lengths, rows)
+            index.write_special(special)
+        self._programs_of.plan(rows)
+        used = np.unique(rows).tolist()
+        at_taps = {row: index.of_row(row) for row in used}
+        taps = frozenset(chain.from_iterable(at_taps.values()))
+        self._launches |= {self.program_addresses[tap] for tap in taps}
+        self._on_host = {}
+        if self.row_index.device.type == "cpu":
+            for row, programs in at_taps.items():
+                tokens = torch.from_numpy(np.flatnonzero(rows == row))
+                for tap, placed in programs.items():
+                    at = self._on_host.setdefault(self.program_addresses[tap], [])
+                    at.append(ProgramRows(placed.program, tokens))
 
-    def _plan_edits(self, view: StepView) -> None:
-        """Tell taps what they do beyond adding, which is nothing for most steps."""
-        self.end_step()
-        if not self.tables.has_operations:
-            return
-        device = self.row_index.device
-        if self.tables.names_positions:
-            view = view.settled()
-        edits = plan_edits(view, self._tiers_of, self._prompt_lengths, self._taps)
-        for tap, these in edits.items():
-            self._taps[tap].edits = [row_edit(one, rows, device) for one, rows in these]
-        self._edited_taps = set(edits)
-        self.eager_steps.update({one.reason for at in edits.values() for one, _ in at})
+    def _at_positions(
+        self,
+        view: StepView,
+        pairs: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        rows: npt.NDArray[np.int32],  # [num_tokens], changed in place
+    ) -> list[Programs]:
+        """Give tokens at which positioned operations act rows of their own."""
+        known: dict[tuple[int, frozenset[int]], int] = {}
+        special: list[Programs] = []
+        first_row, first_special = view.first_row, self.tables.programs.first_special
+        for number, (of_prompt, of_decode) in enumerate(pairs):
+            start = int(view.num_computed[number])
+            stop = start + int(view.num_scheduled[number])
+            middle = min(max(lengths[number], start), stop)
+            offset = int(first_row[number]) - start
+            phases = ((of_prompt, start, middle), (of_decode, middle, stop))
+            for row, first, last in phases:
+                phase = self.tables.phases.get(row)
+                if phase is None or not phase.positioned or first == last:
+                    continue
+                sets, which = special_rows(phase, lengths[number], first, last)
+                if not sets:
+                    continue
+                for active in sets:
+                    if (row, active) not in known:
+                        known[row, active] = first_special + len(special)
+                        special.append(phase.at_positions(active))
+                places = np.array([known[row, active] for active in sets], np.int32)
+                tokens = np.flatnonzero(which >= 0)
+                rows[tokens + first + offset] = places[which[tokens]]
+        return special
 
-    def _tiers_of(self, req_id: str) -> list[SteeringTiers]:
-        """What steers a request: the engine's vectors, then its own."""
-        slot = self._slots.get(req_id)
-        own = [] if slot is None else [self.tables.loaded[slot]]
-        return [self.tables.tiers, *own]
+    def _acts_later(
+        self,
+        view: StepView,
+        pairs: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+    ) -> bool:
+        """Whether an operation has a position in this step, or in one to come."""
+        phases = self.tables.phases
+        for number, (_, row) in enumerate(pairs):
+            phase = phases.get(row)
+            if phase is None or not phase.positioned:
+                continue
+            if phase.last_position(lengths[number]) >= int(view.num_computed[number]):
+                return True
+        return False
 
     def _rows_of_requests(self, req_ids: Sequence[str]) -> list[tuple[int, int]]:
         """Prefill and decode row of each request."""
@@ -183,22 +283,14 @@ class WorkerSteering:
         ]
 
     def begin_step(self) -> None:
-        """Write what the pass reads: a row for each token, none for padding."""
-        if self._unchanged:
-            return
-        num_tokens = 0 if self._rows is None else len(self._rows)
-        if self._written > num_tokens:
-            self.row_index[num_tokens : self._written].fill_(ZERO_ROW)
-        if self._rows is not None:
-            async_tensor_h2d(self._rows, out=self.row_index[:num_tokens])
-        self._written = num_tokens
-        self._unchanged = True
+        """Write what the pass reads: rows for each token, none for padding."""
+        self._vectors_of.write()
+        self._programs_of.write()
+        StepPrograms.at = self._on_host
 
     def end_step(self) -> None:
         """The pass is queued: what follows, a dummy batch perhaps, has other rows."""
-        for tap in self._edited_taps:
-            self._taps[tap].edits = None
-        self._edited_taps = set()
+        StepPrograms.at = {}
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""

@@ -40,16 +40,6 @@ self.residual.begin_step(num_tokens_padded)
 """,
         why="The batch's order and padding are known.",
     ),
-    after(
-        scope="GPUModelRunner.execute_model",
-        anchor="has_encoder_input = ...",
-        insert="""
-if self.residual.runs_eagerly:
-    has_encoder_input = True
-    cudagraph_mode = CUDAGraphMode.NONE
-""",
-        why="Steering that depends on the stream's values is no part of graphs.",
-    ),
     before(
         scope="GPUModelRunner.execute_model",
         anchor='with record_function_or_nullcontext("gpu_model_runner: postprocess"):',

@@ -34,12 +34,6 @@ self.residual.plan_step(
 """,
         why="The batch's order is known, and its graph is not yet chosen.",
     ),
-    after(
-        scope="GPUModelRunner.execute_model",
-        anchor="skip_compiled = False",
-        insert="skip_compiled = self.residual.runs_eagerly and not dummy_run",
-        why="Steering that depends on the stream's values is no part of graphs.",
-    ),
     before(
         scope="GPUModelRunner.execute_model",
         anchor="if batch_desc.num_tokens == 0:",

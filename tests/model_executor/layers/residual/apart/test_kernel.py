@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel that carries programs out, against float64: on a GPU, or interpreted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.residual.program import (
+    Activation,
+    Flag,
+    Instruction,
+    Kind,
+    Program,
+    run,
+    words_of,
+)
+from vllm.model_executor.layers.residual.program_kernel import launch_programs
+from vllm.triton_utils import HAS_TRITON
+
+pytestmark = [
+    pytest.mark.usefixtures("no_engine"),
+    pytest.mark.skipif(not HAS_TRITON, reason="neither a GPU nor the interpreter"),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Twice the distance of neighbouring numbers, as the interpreter truncates."""
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def unit(width: int) -> torch.Tensor:
+    vector = randn(1, width)
+    return vector / vector.norm()
+
+
+def plane(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    basis = torch.linalg.qr(torch.randn(width, 2))[0].T.contiguous().to(DEVICE)
+    return basis[:1], basis[1:]
+
+
+def programs(width: int, tokens: int) -> dict[str, Program]:
+    u, v = unit(width), unit(width)
+    first, second = plane(width)
+    rows, writes = randn(3, width) / width**0.5, randn(3, width)
+    bias = torch.tensor([0.1, -0.2, 0.3], device=DEVICE)
+    mask = (torch.arange(width, device=DEVICE) % 3 / 2).contiguous()
+    project = Instruction(Kind.LINEAR, u, flags=Flag.DOT, c2=-1.0)
+    matched = Instruction(Kind.LINEAR, v, flags=Flag.SAVE_NORM, c1=0.3)
+    low_rank: Any = {"write": writes, "c1": 0.7, "bias": bias, "threshold": bias}
+    return {
+        "add": (Instruction(Kind.LINEAR, v, c0=1.5),),
+        "add, matched": (matched,),
+        "project": (project,),
+        "clamp": (
+            Instruction(Kind.LINEAR, u, flags=Flag.DOT, c3=0.8, low=-0.1, high=0.2),
+        ),
+        "swap": (Instruction(Kind.LINEAR, u, write=(v - u), flags=Flag.DOT, c2=1.0),),
+        "replace": (Instruction(Kind.REPLACE, v, c0=2.0),),
+        "replace, mixed": (Instruction(Kind.REPLACE, v, c0=2, alpha=0.3),),
+        "replace, masked": (
+            Instruction(Kind.REPLACE, v, flags=Flag.SAVE_NORM, c1=1, mask=mask),
+        ),
+        "replace, by rows": (
+            Instruction(Kind.REPLACE, randn(tokens + 2, width), c0=1.0, offset=2),
+        ),
+        "rotate": (Instruction(Kind.ROTATE, first, write=second, c0=0.6, c1=-0.8),),
+        **{
+            f"low rank, {activation.name}": (
+                Instruction(
+                    Kind.LOW_RANK,
+                    rows,
+                    activation=activation,
+                    low=-0.2,
+                    high=0.4,
+                    **low_rank,
+                ),
+            )
+            for activation in Activation
+        },
+        "feature": (
+            Instruction(
+                Kind.LOW_RANK,
+                rows[:1],
+                write=writes[:1],
+                flags=Flag.ONLY_ACTIVE,
+                c0=2.0,
+                c1=-1.0,
+                activation=Activation.RELU,
+            ),
+        ),
+        "gated": (
+            Instruction(Kind.PROBE, u, c3=1.0, gate=1),
+            Instruction(Kind.LINEAR, v, c0=3.0, gate=1),
+        ),
+        "gated by a sigmoid": (
+            Instruction(
+                Kind.PROBE, u, flags=Flag.COSINE, c0=0.1, c1=4.0, c3=-1.0, gate=2
+            ),
+            Instruction(Kind.REPLACE, v, c0=3.0, gate=2),
+        ),
+        "many": (
+            Instruction(Kind.REPLACE, v, c0=2.0, alpha=0.5),
+            matched,
+            project,
+            Instruction(Kind.ROTATE, first, write=second, c0=0.6, c1=-0.8),
+            project,
+        ),
+    }
+
+
+def wide(x: torch.Tensor | None) -> Any:
+    return None if x is None else x.double()
+
+
+def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
+    """A row behind a program, in float64 and by the formulas."""
+    norm, gates = torch.zeros_like(x[0]), {}
+    for one in program:
+        norm = x.norm() if one.flags & Flag.SAVE_NORM else norm
+        place = 0 if one.offset is None else token + one.offset
+        u, w = wide(one.read)[place], wide(one.written)[place]
+        g, dot = gates.get(one.gate, 1.0), x @ u
+        if one.kind == Kind.LINEAR:
+            c = one.c0 + one.c1 * norm
+            if one.flags & Flag.DOT:
+                c = c + one.c2 * dot + one.c3 * (dot.clamp(one.low, one.high) - dot)
+            x = x + g * c * w
+        elif one.kind == Kind.REPLACE:
+            m = g * one.alpha * (1.0 if one.mask is None else wide(one.mask))
+            x = (1 - m) * x + m * (one.c0 + one.c1 * norm) * w
+        elif one.kind == Kind.ROTATE:
+            rho = (dot**2 + (x @ w) ** 2).sqrt()
+            x = x + (rho * one.c0 - dot) * u + (rho * one.c1 - x @ w) * w
+        elif one.kind == Kind.PROBE:
+            v = dot / x.norm() if one.flags & Flag.COSINE else dot
+            z = one.c3 * (v + one.c0 - one.c2)
+            gates[one.gate] = torch.sigmoid(one.c1 * z) if one.c1 else (z > 0).double()
+        else:
+            y = wide(one.read) @ x
+            y = y if one.bias is None else y + wide(one.bias)
+            t = 0.0 if one.threshold is None else wide(one.threshold)
+            f = {
+                Activation.IDENTITY: y,
+                Activation.RELU: y.relu(),
+                Activation.JUMPRELU: y * (y > t),
+                Activation.STEP: (y > t).double(),
+                Activation.CLIP: y.clamp(one.low, one.high),
+            }[one.activation]
+            amount = one.c0 + one.c1 * f
+            amount = amount * (f != 0) if one.flags & Flag.ONLY_ACTIVE else amount
+            x = x + g * amount @ wide(one.written)
+    return x
+
+
+def index_of(program: Program) -> tuple[torch.Tensor, Any]:
+    """An index whose row 1 is the program, and what must live as long as it does."""
+    words = torch.from_numpy(words_of(program)).to(DEVICE)
+    return torch.tensor([0, words.data_ptr(), 0, 0], device=DEVICE), (words, program)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(5, 96), (3, 130)])
+def test_each_program_does_what_its_formula_says(
+    dtype: torch.dtype, has_residual: bool, tokens: int, width: int
+) -> None:
+    torch.manual_seed(width)
+    for name, program in programs(width, tokens).items():
+        index, _kept = index_of(program)
+        rows = torch.arange(tokens + 2, dtype=torch.int32, device=DEVICE) % 2
+        hidden = randn(tokens, width).to(dtype)
+        residual = randn(tokens, width).to(dtype) if has_residual else None
+        gates = torch.zeros(tokens, 4, device=DEVICE)
+        found = hidden.clone()
+        beside = None if residual is None else residual.clone()
+        launch_programs(found, found, beside, index, rows, gates)
+        for token in range(tokens):
+            if not rows[token]:
+                assert torch.equal(found[token], hidden[token])
+                assert residual is None or torch.equal(beside[token], residual[token])
+                continue
+            x = wide(hidden[token])
+            x = x if residual is None else x + wide(residual[token])
+            expected = one_row(program, x, token)
+            stream = wide(found[token])
+            stream = stream if beside is None else stream + wide(beside[token])
+            error = (stream - expected).abs().max() / expected.abs().max()
+            assert error < ROUNDING[dtype], f"{name}: {error}"
+
+
+def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
+    torch.manual_seed(0)
+    tokens, width = 6, 96
+    for name, program in programs(width, tokens).items():
+        index, _kept = index_of(program)
+        rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+        stream = randn(tokens, width)
+        gates = [torch.zeros(tokens, 4, device=DEVICE) for _ in range(2)]
+        every = torch.arange(tokens, device=DEVICE)
+        expected, changed = run(program, stream.clone(), every, gates[0])
+        found = stream.clone()
+        launch_programs(found, found, None, index, rows, gates[1])
+        torch.testing.assert_close(gates[1], gates[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
+        assert torch.equal((found != stream).any(1), changed), name
+
+
+def test_what_acts_on_nothing_changes_no_bit() -> None:
+    width = 64
+    u = unit(width)
+    idle: tuple[Program, ...] = (
+        (Instruction(Kind.LINEAR, u, flags=Flag.DOT, c3=1.0, low=-99, high=99),),
+        (Instruction(Kind.LINEAR, u, c0=0.0),),
+        (Instruction(Kind.REPLACE, u, c0=1.0, alpha=0.0),),
+        (
+            Instruction(Kind.PROBE, u, c2=99.0, c3=1.0, gate=0),
+            Instruction(Kind.REPLACE, u, c0=1.0, gate=0),
+        ),
+    )
+    for program in idle:
+        index, _kept = index_of(program)
+        hidden, residual = randn(2, width).bfloat16(), randn(2, width).bfloat16()
+        found, beside = hidden.clone(), residual.clone()
+        rows = torch.ones(2, dtype=torch.int32, device=DEVICE)
+        gates = torch.zeros(2, 4, device=DEVICE)
+        launch_programs(found, found, beside, index, rows, gates)
+        assert torch.equal(found, hidden) and torch.equal(beside, residual)
+
+
+def test_a_rank_that_does_not_lead_has_nothing_of_the_result() -> None:
+    width = 64
+    index, _kept = index_of((Instruction(Kind.REPLACE, unit(width), c0=1.0),))
+    whole, residual = randn(2, width), randn(2, width)
+    part, beside = whole / 2, residual.clone()
+    rows = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    gates = torch.zeros(2, 4, device=DEVICE)
+    launch_programs(whole, part, beside, index, rows, gates, leads=False)
+    assert not part[0].any() and not beside[0].any()
+    assert torch.equal(part[1], whole[1] / 2) and torch.equal(beside[1], residual[1])

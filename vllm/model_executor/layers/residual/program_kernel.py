@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel that carries out the programs of a hook point, one row for each token.
+
+A row of the stream stays in registers, in float32, from the first instruction of its
+program to the last, and is rounded once. What differs between steps is data: tables at
+fixed addresses say which program a token has, programs hold the addresses of their
+vectors. So one recording serves every program.
+
+Legend: T tokens of the step (padding included), H width of the stream.
+"""
+
+import torch
+
+from vllm.model_executor.layers.residual.program import WORDS, Activation, Flag, Kind
+from vllm.triton_utils import HAS_TRITON, tl, triton
+
+MOST_WARPS_FROM = 8192
+"""Columns from which a row takes sixteen warps."""
+
+if HAS_TRITON:
+    _WORDS = tl.constexpr(WORDS)
+    _LINEAR = tl.constexpr(int(Kind.LINEAR))
+    _REPLACE = tl.constexpr(int(Kind.REPLACE))
+    _LOW_RANK = tl.constexpr(int(Kind.LOW_RANK))
+    _ROTATE = tl.constexpr(int(Kind.ROTATE))
+    _PROBE = tl.constexpr(int(Kind.PROBE))
+    _DOT = tl.constexpr(int(Flag.DOT))
+    _SAVE_NORM = tl.constexpr(int(Flag.SAVE_NORM))
+    _OTHER_WRITE = tl.constexpr(int(Flag.OTHER_WRITE))
+    _MASK = tl.constexpr(int(Flag.MASK))
+    _ONLY_ACTIVE = tl.constexpr(int(Flag.ONLY_ACTIVE))
+    _COSINE = tl.constexpr(int(Flag.COSINE))
+    _RELU = tl.constexpr(int(Activation.RELU))
+    _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
+    _STEP = tl.constexpr(int(Activation.STEP))
+    _CLIP = tl.constexpr(int(Activation.CLIP))
+
+    @triton.jit
+    def _vector(address, column, mask, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Float32 columns behind an address; zeros past the width."""
+        pointer = tl.cast(address, tl.pointer_type(tl.float32))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        return tl.load(pointer + column, mask=mask, other=0.0)
+
+    @triton.jit
+    def _number(address, place, other):  # type: ignore[no-untyped-def]
+        """A float32 behind an address, `other` where the address is 0."""
+        pointer = tl.cast(address, tl.pointer_type(tl.float32))
+        return tl.load(pointer + place, mask=address != 0, other=other)
+
+    @triton.jit
+    def _activated(value, threshold, activation, low, high):  # type: ignore[no-untyped-def]
+        found = value
+        if activation == _RELU:
+            found = tl.maximum(value, 0.0)
+        if activation == _JUMPRELU:
+            found = tl.where(value > threshold, value, 0.0)
+        if activation == _STEP:
+            found = tl.where(value > threshold, 1.0, 0.0)
+        if activation == _CLIP:
+            found = tl.minimum(tl.maximum(value, low), high)
+        return found
+
+    @triton.jit
+    def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
+        source_ptr,  # [T, H], the branch, whole
+        hidden_ptr,  # [T, H], what of it this rank goes on with
+        residual_ptr,  # [T, H] or unused
+        index_ptr,  # [rows], int64: the address of a program, or 0
+        rows_ptr,  # [T], int32
+        gates_ptr,  # [T, columns], float32
+        source_stride,
+        hidden_stride,
+        residual_stride,
+        gates_stride,
+        width,
+        HAS_RESIDUAL: tl.constexpr,
+        LEADS: tl.constexpr,
+        ALIGNED: tl.constexpr,
+        BLOCK: tl.constexpr,
+        launch_pdl: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        mask = column < width
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        program = tl.load(index_ptr + row)
+        words = tl.cast(program, tl.pointer_type(tl.int32))
+        count = tl.load(words, mask=program != 0, other=0)
+        # All of that was written before the graph began; the stream may not be yet.
+        # In every block: one that ended before the kernel in front would let the one
+        # behind begin too early.
+        if launch_pdl:
+            tl.extra.cuda.gdc_wait()
+        if count == 0:
+            return
+        x = tl.load(source_ptr + token * source_stride + column, mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        if HAS_RESIDUAL:
+            beside = residual_ptr + token * residual_stride + column
+            x += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
+        norm = tl.full([], 0.0, tl.float32)
+        changed = tl.full([], 0, tl.int32)
+        for number in range(count):
+            at = words + (number + 1) * _WORDS
+            longs = tl.cast(at, tl.pointer_type(tl.int64))
+            floats = tl.cast(at, tl.pointer_type(tl.float32))
+            kind = tl.load(at)
+            flags = tl.load(at + 1)
+            slot = tl.load(at + 4)
+            shift = token * tl.load(longs + 3)
+            read_at = tl.load(longs + 4) + shift
+            write_at = tl.load(longs + 5) + shift
+            c0 = tl.load(floats + 18)
+            c1 = tl.load(floats + 19)
+            c2 = tl.load(floats + 20)
+            c3 = tl.load(floats + 21)
+            low = tl.load(floats + 22)
+            high = tl.load(floats + 23)
+            u = _vector(read_at, column, mask, ALIGNED)
+            gate_at = gates_ptr + token * gates_stride + slot
+            gate = tl.full([], 1.0, tl.float32)
+            if kind != _PROBE:
+                gate = tl.load(gate_at, mask=slot >= 0, other=1.0)
+            if (flags & _SAVE_NORM) != 0:
+                norm = tl.sqrt(tl.sum(x * x))
+            if kind <= _REPLACE:
+                w = u
+                if (flags & _OTHER_WRITE) != 0:
+                    w = _vector(write_at, column, mask, ALIGNED)
+                amount = c0 + c1 * norm
+                if (flags & _DOT) != 0:
+                    dot = tl.sum(x * u)
+                    clipped = tl.minimum(tl.maximum(dot, low), high)
+                    amount += c2 * dot + c3 * (clipped - dot)
+                if kind == _LINEAR:
+                    amount *= gate
+                    x += amount * w
+                    changed = tl.where(amount != 0.0, 1, changed)
+                else:
+                    share = gate * tl.load(floats + 24)
+                    part = tl.zeros([BLOCK], tl.float32) + share
+                    if (flags & _MASK) != 0:
+                        part *= _vector(tl.load(longs + 6), column, mask, ALIGNED)
+                    value = amount * w
+                    mixed = x * (1.0 - part) + part * value
+                    mixed = tl.where(part == 0.0, x, mixed)
+                    x = tl.where(part == 1.0, value, mixed)
+                    changed = tl.where(share != 0.0, 1, changed)
+            if kind == _LOW_RANK:
+                rank = tl.load(at + 2)
+                activation = tl.load(at + 3)
+                biases = tl.load(longs + 7)
+                thresholds = tl.load(longs + 8)
+                total = tl.zeros([BLOCK], tl.float32)
+                for place in range(rank):
+                    direction = _vector(read_at, column, mask, ALIGNED)
+                    value = tl.sum(x * direction) + _number(biases, place, 0.0)
+                    threshold = _number(thresholds, place, 0.0)
+                    active = _activated(value, threshold, activation, low, high)
+                    amount = gate * (c0 + c1 * active)
+                    if (flags & _ONLY_ACTIVE) != 0:
+                        amount = tl.where(active != 0.0, amount, 0.0)
+                    total += amount * _vector(write_at, column, mask, ALIGNED)
+                    changed = tl.where(amount != 0.0, 1, changed)
+                    read_at += width * 4
+                    write_at += width * 4
+                x += total
+            if kind == _ROTATE:
+                w = _vector(write_at, column, mask, ALIGNED)
+                a = tl.sum(x * u)
+                b = tl.sum(x * w)
+                length = tl.sqrt(a * a + b * b)
+                along = gate * (length * c0 - a)
+                across = gate * (length * c1 - b)
+                x += along * u + across * w
+                turned = (along != 0.0) | (across != 0.0)
+                changed = tl.where(turned, 1, changed)
+            if kind == _PROBE:
+                value = tl.sum(x * u)
+                if (flags & _COSINE) != 0:
+                    value /= tl.maximum(tl.sqrt(tl.sum(x * x)), 1.1754944e-38)
+                beyond = c3 * (value + c0 - c2)
+                decided = tl.where(beyond > 0.0, 1.0, 0.0)
+                if c1 != 0.0:
+                    decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
+                tl.store(gate_at, decided)
+                tl.debug_barrier()  # What follows in this program may read it.
+        if changed != 0:
+            changed_ptr = hidden_ptr + token * hidden_stride + column
+            nothing = tl.zeros([BLOCK], hidden_ptr.dtype.element_ty)
+            if LEADS:
+                tl.store(changed_ptr, x.to(nothing.dtype), mask=mask)
+            else:
+                tl.store(changed_ptr, nothing, mask=mask)
+            if HAS_RESIDUAL:
+                emptied_ptr = residual_ptr + token * residual_stride + column
+                tl.store(emptied_ptr, nothing, mask=mask)
+
+
+def launch_programs(
+    source: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    leads: bool = True,
+    early: bool = False,
+) -> None:
+    """Carry out each token's program, in place.
+
+    Args:
+        source: `[T, H]`, the branch, summed over ranks; may be `hidden`.
+        hidden: `[T, H]`, the branch. Rows that change become the result, or zeros
+            where this rank does not lead.
+        residual: `[T, H]` or None; rows that change become zeros.
+        index: `[rows]` int64, the address of the program of each row, or 0.
+        rows: `[>= T]` int32.
+        gates: `[>= T, columns]` float32, which probes write.
+        leads: whether this rank has the result.
+        early: the kernel may begin while the one in front of it ends.
+
+    """
+    num_tokens, width = hidden.shape
+    assert source.stride(-1) == hidden.stride(-1) == 1, "rows must be contiguous"
+    assert residual is None or residual.stride(-1) == 1, "rows must be contiguous"
+    block = triton.next_power_of_2(width)
+    _intervene_kernel[(num_tokens,)](
+        source,
+        hidden,
+        hidden if residual is None else residual,
+        index,
+        rows,
+        gates,
+        source.stride(0),
+        hidden.stride(0),
+        0 if residual is None else residual.stride(0),
+        gates.stride(0),
+        width,
+        HAS_RESIDUAL=residual is not None,
+        LEADS=leads,
+        ALIGNED=width % 4 == 0,
+        BLOCK=block,
+        num_warps=16 if block > MOST_WARPS_FROM else 8,
+        launch_pdl=early,
+    )

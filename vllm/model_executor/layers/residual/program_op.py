@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op of a hook point that carries out programs, in the graph.
+
+It is launched like the additions, only where the step needs it. On a GPU the kernel
+finds each token's program in tables on the device; elsewhere the rows of each program
+are known from the step's plan.
+
+Legend: T tokens of the step (padding included), H width of the stream.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
+from vllm.model_executor.layers.residual.program import Program, run
+from vllm.model_executor.layers.residual.program_kernel import launch_programs
+from vllm.model_executor.layers.residual.split_ops import share
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+class Rows(NamedTuple):
+    """Tokens of a step that have the same program at a hook point."""
+
+    program: Program
+    tokens: torch.Tensor  # [n], int64, ascending
+
+
+class StepPrograms:
+    """What the step under way does at each hook point, where no kernel finds it out.
+
+    Engine thread only.
+    """
+
+    at: ClassVar[Mapping[int, Sequence[Rows]]] = {}
+    """By the address of the hook point's index."""
+
+
+def intervene_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    partial: bool,
+) -> None:
+    """Carry out each token's program on its row of the stream, in place.
+
+    A row that changes becomes the branch, with zeros beside it; others keep all bits.
+
+    Args:
+        hidden: `[T, H]` (or `[1, T, H]`), the stream, or the pair's branch.
+        residual: the pair's other half, or None.
+        index: `[rows]` int64, the address of the program of each row, or 0.
+        rows: `[>= T]` int32, a row of the index for each token.
+        gates: `[>= T, columns]` float32, which probes write and instructions read.
+        partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
+
+    """
+    if not Launch.wants(index):
+        return
+    whole, leads = hidden, True
+    if partial:
+        # The layer goes on with its own part: only a copy is summed.
+        whole = tensor_model_parallel_all_reduce(hidden.clone())
+        leads = get_tensor_model_parallel_rank() == 0
+    _intervene(whole, hidden, residual, index, rows, gates, leads, 0)
+
+
+def _intervene(
+    whole: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    leads: bool,
+    first: int,
+) -> None:
+    width = hidden.shape[-1]
+    whole, hidden = whole.view(-1, width), hidden.view(-1, width)
+    residual = None if residual is None else residual.view(-1, width)
+    if hidden.is_cuda:
+        launch_programs(
+            whole,
+            hidden,
+            residual,
+            index,
+            rows[first:],
+            gates[first:],
+            leads=leads,
+            early=begins_early(),
+        )
+        return
+    for program, tokens in StepPrograms.at.get(index.data_ptr(), ()):
+        here = (tokens >= first) & (tokens < first + len(hidden))
+        of_step = tokens if bool(here.all()) else tokens[here]
+        if not len(of_step):
+            continue
+        places = of_step - first if first else of_step
+        stream = whole[places].float()
+        if residual is not None:
+            stream = stream + residual[places].float()
+        stream, changed = run(program, stream, of_step, gates)
+        places = places[changed]
+        hidden[places] = stream[changed].to(hidden.dtype) if leads else 0.0
+        if residual is not None:
+            residual[places] = 0.0
+
+
+def intervene_rows_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    partial: bool,
+) -> None:
+    """What the compiler sees of `intervene_rows`: it returns nothing."""
+
+
+direct_register_custom_op(
+    op_name="intervene_rows",
+    op_func=intervene_rows,
+    mutates_args=["hidden", "residual", "gates"],
+    fake_impl=intervene_rows_fake,
+)
+
+
+def intervene_split_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+) -> None:
+    """As `intervene_rows`, where each tensor-parallel rank has its share of the tokens.
+
+    Args:
+        hidden: `[C, H]`, this rank's share of the stream, or of the pair's branch.
+        residual: the pair's other half, or None.
+        index: as `intervene_rows` has it.
+        rows: for each token of all ranks, and for padding.
+        gates: for each token of all ranks, and for padding.
+
+    """
+    if not Launch.wants(index):
+        return
+    first = share(len(hidden)).start
+    _intervene(hidden, hidden, residual, index, rows, gates, True, first)
+
+
+def _intervene_split_rows_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="intervene_split_rows",
+    op_func=intervene_split_rows,
+    mutates_args=["hidden", "residual", "gates"],
+    fake_impl=_intervene_split_rows_fake,
+)
