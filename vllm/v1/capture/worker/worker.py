@@ -208,6 +208,8 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
+        if self._staging.requests is not None:
+            self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
@@ -263,6 +265,8 @@ class WorkerCapture:
         for end in ends:
             self._placement.remove(end.request_id)
             self._plans.pop(end.request_id, None)
+            if self._staging.requests is not None:
+                self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
         if self._takes_rows:
             self._sending.send()
