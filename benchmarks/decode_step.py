@@ -116,6 +116,7 @@ def compare(
     cases: Sequence[str],
     batches: Sequence[int],
     rounds: int,
+    tells: bool = False,
 ) -> dict[str, Any]:
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
@@ -123,6 +124,7 @@ def compare(
     recording their graphs anew. Medians over the rounds, whose ratios are in `rounds`.
     `recordings`: upstream's time in its fastest and in its slowest round, over the
     median. `upstream` and `fork` may be the same engine: of its own plain steps then.
+    `tells`: each ratio is printed at once.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -139,6 +141,9 @@ def compare(
             else:
                 theirs, ours = in_turns((upstream, PLAIN), (fork, case), batch)
             pairs.setdefault((case, batch), []).append((ours, theirs))
+            if tells:
+                of_round = f"{number + 1}, {case}, {batch}: {ours:.4f}"
+                print(f"  round {of_round} ({ours / theirs:.4f})", flush=True)
     report: dict[str, Any] = {
         "milliseconds": {},
         "ratio": {},
@@ -260,7 +265,7 @@ def compare_alone(
             fork.ready()
             report |= {one: fork.about[one] for one in ("device", "torch")}
             cases, batches = cases_of(fork), fork.batches
-            found = compare(fork, fork, cases, batches, rounds)
+            found = compare(fork, fork, cases, batches, rounds, tells=True)
             report["variants"][fork.name] = {**fork.report(), "over_own_plain": found}
         reports.save(report, out)
         print(f"{fork.name}, alone, over its own plain steps:")

@@ -4,7 +4,7 @@
 import json
 from ast import literal_eval
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -191,6 +191,17 @@ class CaptureConfig:
     def spill_folder(self) -> Path:
         """Where rows wait under `spill`."""
         return Path(self.spill_dir or Path(gettempdir()) / "vllm-capture-spill")
+
+    def prepare_spill_folder(self) -> None:
+        """Make the folder of `spill` and write to it once.
+
+        Raises:
+            OSError: rows could not be spilled there.
+
+        """
+        self.spill_folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=self.spill_folder, buffering=0) as file:
+            file.write(b"\0")
 
     def rows_per_step(self, row_bytes: int) -> int:
         """How many rows of `row_bytes` bytes a step may capture."""

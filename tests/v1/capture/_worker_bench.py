@@ -18,8 +18,8 @@ from tests.v1.capture._strategies import HOOKS
 from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.staging.blocks import Block, StepView
+from vllm.v1.capture.plan import CaptureEnd, CapturePlan
+from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.transport.zmq_channel import (
@@ -29,8 +29,8 @@ from vllm.v1.capture.transport.zmq_channel import (
     Inbox,
     rows_address,
 )
-from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.step_view import StepView
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
 STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)

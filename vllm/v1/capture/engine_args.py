@@ -9,7 +9,6 @@ import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.capture.delivery.spill import prepare_folder
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
@@ -204,7 +203,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
         return
     if config.overload_policy == "spill":
         try:
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
         except OSError as error:
             raise CaptureValidationError(
                 f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "

@@ -59,6 +59,22 @@ def contains(ranges: Ranges, position: int) -> bool:
     return any(start <= position < stop for start, stop in ranges)
 
 
+class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one request, as the client has seen it.
+
+    Travels to the workers with the scheduler's output, after every step that
+    computed rows of the request. Only the front end knows which generated tokens
+    count: it finds stop strings, and aborts come from there.
+    """
+
+    request_id: str
+    reply_to: str
+    token_ids: list[int]
+    sample_index: int
+    finish_reason: str
+    instances: list[str]
+
+
 class Reader(msgspec.Struct, frozen=True, array_like=True):
     """One consumer instance that reads a group's rows at `ranges`."""
 

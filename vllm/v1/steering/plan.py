@@ -8,14 +8,20 @@ module imports neither torch nor the rest of steering, because
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pickle import PickleBuffer
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.steering.operations import Operation
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
 
 Tap: TypeAlias = tuple[int, str]
 """`(layer, hook)`: a place where vectors are added."""
@@ -156,3 +162,18 @@ def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
+
+
+def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
+    """The configuration that admission gave a request, if any."""
+    params = request.sampling_params
+    return params._steering if params is not None else None
+
+
+def with_tiers(
+    params: "SamplingParams", tiers: SteeringTiers | None
+) -> "SamplingParams":
+    """A copy of a request's parameters with another configuration, or none."""
+    other = copy(params)
+    other._steering = tiers
+    return other

@@ -25,10 +25,10 @@ from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import StepView
-from vllm.v1.capture.wire import CaptureEnd
+from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.residual_graphs import (

@@ -17,9 +17,10 @@ from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.row_buffer import Gathering
 from vllm.v1.capture.dispatch.step_buffer import rows_in
 from vllm.v1.capture.dispatch.step_chain import StagedStep
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView, TrueStarts
+from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.residual.step_view import StepView, TrueStarts
 
 WIDTH, TAPS = 4, 3
 EVERYTHING = ((0, 1 << 40),)

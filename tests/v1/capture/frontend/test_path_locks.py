@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.path_locks import Claims
-from vllm.v1.capture.frontend.path_locks_shared import NobodyElse
+from vllm.v1.capture.frontend.path_locks import Claims, NobodyElse
 from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm.v1.capture.dispatch.step_chain import StagedStep
-from vllm.v1.capture.staging.blocks import TrueStarts
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Sending
+from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE
 

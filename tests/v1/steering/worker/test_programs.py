@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual.program import run
 from vllm.model_executor.layers.residual.program_op import StepPrograms
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import OP_NAMES, Operation, in_order, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
-from vllm.v1.steering.wire import SlotUse, SteeringStep
+from vllm.v1.steering.slots import SlotUse, SteeringStep
 from vllm.v1.steering.worker.programs import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering
 

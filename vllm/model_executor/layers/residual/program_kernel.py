@@ -63,6 +63,26 @@ if HAS_TRITON:
         return found
 
     @triton.jit
+    def _instruction(words, number, token, count):  # type: ignore[no-untyped-def]
+        """What the kernel needs of an instruction before it knows the stream."""
+        live = number < count
+        at = words + (number + 1) * _WORDS
+        longs = tl.cast(at, tl.pointer_type(tl.int64))
+        floats = tl.cast(at, tl.pointer_type(tl.float32))
+        kind = tl.load(at, mask=live, other=0)
+        flags = tl.load(at + 1, mask=live, other=0)
+        shift = token * tl.load(longs + 3, mask=live, other=0)
+        read_at = tl.load(longs + 4, mask=live, other=0) + shift
+        write_at = tl.load(longs + 5, mask=live, other=0) + shift
+        c0 = tl.load(floats + 18, mask=live, other=0.0)
+        c1 = tl.load(floats + 19, mask=live, other=0.0)
+        c2 = tl.load(floats + 20, mask=live, other=0.0)
+        c3 = tl.load(floats + 21, mask=live, other=0.0)
+        low = tl.load(floats + 22, mask=live, other=0.0)
+        high = tl.load(floats + 23, mask=live, other=0.0)
+        return kind, flags, read_at, write_at, c0, c1, c2, c3, low, high
+
+    @triton.jit
     def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
         source_ptr,  # [T, H], the branch, whole
         hidden_ptr,  # [T, H], what of it this rank goes on with
@@ -88,6 +108,10 @@ if HAS_TRITON:
         program = tl.load(index_ptr + row)
         words = tl.cast(program, tl.pointer_type(tl.int32))
         count = tl.load(words, mask=program != 0, other=0)
+        kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
+            words, 0, token, count
+        )
+        u = _vector(read_at, column, column < tl.where(count > 0, width, 0), ALIGNED)
         # All of that was written before the graph began; the stream may not be yet.
         # In every block: one that ended before the kernel in front would let the one
         # behind begin too early.
@@ -106,19 +130,7 @@ if HAS_TRITON:
             at = words + (number + 1) * _WORDS
             longs = tl.cast(at, tl.pointer_type(tl.int64))
             floats = tl.cast(at, tl.pointer_type(tl.float32))
-            kind = tl.load(at)
-            flags = tl.load(at + 1)
             slot = tl.load(at + 4)
-            shift = token * tl.load(longs + 3)
-            read_at = tl.load(longs + 4) + shift
-            write_at = tl.load(longs + 5) + shift
-            c0 = tl.load(floats + 18)
-            c1 = tl.load(floats + 19)
-            c2 = tl.load(floats + 20)
-            c3 = tl.load(floats + 21)
-            low = tl.load(floats + 22)
-            high = tl.load(floats + 23)
-            u = _vector(read_at, column, mask, ALIGNED)
             gate_at = gates_ptr + token * gates_stride + slot
             gate = tl.full([], 1.0, tl.float32)
             if kind != _PROBE:
@@ -187,6 +199,12 @@ if HAS_TRITON:
                     decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
                 tl.store(gate_at, decided)
                 tl.debug_barrier()  # What follows in this program may read it.
+            # The next one's, while this one's are still at work.
+            kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
+                words, number + 1, token, count
+            )
+            there = tl.where(number + 1 < count, width, 0)
+            u = _vector(read_at, column, column < there, ALIGNED)
         if changed != 0:
             changed_ptr = hidden_ptr + token * hidden_stride + column
             nothing = tl.zeros([BLOCK], hidden_ptr.dtype.element_ty)

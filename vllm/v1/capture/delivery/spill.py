@@ -146,18 +146,6 @@ class SpillStore:
         return offset
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make `folder` and write to it once.
-
-    Raises:
-        OSError: rows could not be spilled there.
-
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _unnamed_file(folder) as file:
-        file.write(b"\0")
-
-
 def _unnamed_file(folder: Path) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 

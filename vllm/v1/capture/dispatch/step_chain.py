@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.capture.dispatch.row_spans import Piece, Span
-from vllm.v1.capture.staging.blocks import Block, Seat, TrueStarts
+from vllm.v1.capture.staging.blocks import Block, Seat
 from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.step_layout import Placed
+from vllm.v1.residual.step_view import TrueStarts
 
 Found: TypeAlias = tuple[str, int, Piece]
 """A request, its group's number, and rows of it."""

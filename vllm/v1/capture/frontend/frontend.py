@@ -13,8 +13,7 @@ from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import Room
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.frontend.path_locks import Claims
-from vllm.v1.capture.frontend.path_locks_shared import other_servers
+from vllm.v1.capture.frontend.path_locks import Claims, other_servers
 from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay

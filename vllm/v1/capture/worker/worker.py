@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.context import capture_context, remembers_specs
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Opening
-from vllm.v1.capture.delivery.spill import SpillStore, prepare_folder
+from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.dispatch.request import (
     LAYER_CONVENTION,
@@ -30,7 +30,7 @@ from vllm.v1.capture.registry import (
     consumer_class,
 )
 from vllm.v1.capture.shutdown import flush_seconds
-from vllm.v1.capture.staging.blocks import StepView, TrueStarts, local_groups
+from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import Slots
 from vllm.v1.capture.staging.step_layout import Placed, Placement
@@ -39,10 +39,11 @@ from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Sending
 from vllm.v1.capture.worker.stats_reporter import Reporter
+from vllm.v1.residual.step_view import StepView, TrueStarts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.capture.wire import CaptureEnd
+    from vllm.v1.capture.plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -179,7 +180,7 @@ class WorkerCapture:
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
         spill = None
         if config.overload_policy == "spill":
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
             spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
             name: SinkLane(

@@ -8,16 +8,17 @@ compare them.
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.consumers.storage.files import Bytes
 
 logger = init_logger(__name__)
 
-MODULE = "vllm.v1.capture._native"
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+MODULE = "vllm.v1.capture.native._native"
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
