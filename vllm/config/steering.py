@@ -17,8 +17,6 @@ class SteeringConfig:
     that would exceed it waits."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of vectors: name -> file."""
-    api_keys: list[str] = Field(default_factory=list, repr=False)
-    """Keys that allow to change steering over HTTP."""
 
     @property
     def num_rows(self) -> int:

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
+from vllm.entrypoints.serve.utils.residual_fields import refuse_variables
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.errors import CaptureValidationError
@@ -110,6 +111,7 @@ def capture_config(
         ValueError: a consumer is unknown, badly written or not a consumer.
 
     """
+    refuse_variables()
     entries: list[Any] = []
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.early_files import check_files
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
@@ -53,8 +55,14 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def steering_config(args: "EngineArgs") -> SteeringConfig:
+def steering_config(
+    args: "EngineArgs", model_config: "ModelConfig | None" = None
+) -> SteeringConfig:
     """The configuration that the engine's arguments stand for.
+
+    Args:
+        args: of the engine.
+        model_config: of the model that files of vectors must fit, if it is known.
 
     Raises:
         SteeringValidationError: an option is badly written, or needs
@@ -91,6 +99,8 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
             "enable_steering",
             True,
         )
+    if model_config is not None:
+        check_files(modules, model_config)
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
         raise fail(
@@ -100,7 +110,6 @@ def steering_config(args: "EngineArgs") -> SteeringConfig:
         enabled=args.enable_steering,
         max_configs=args.max_steering_configs,
         modules=modules,
-        api_keys=keys,
     )
 
 

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.positions import Spans, last_of, selected
+
 OpName: TypeAlias = Literal["add", "project_out", "clamp", "replace"]
 
 OP_NAMES: tuple[OpName, ...] = ("replace", "add", "project_out", "clamp")
@@ -32,7 +34,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     high: float | None
     norm_match: bool
     """Whether `scale` counts in norms of the stream."""
-    positions: tuple[int, ...] | None
+    positions: Spans | None
     """Token positions, negative ones from the prompt's end; None for all."""
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
@@ -50,14 +52,13 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     def last(self, num_prompt: int) -> int:
         """The last position that it names; without positions none is the last."""
         assert self.positions is not None, "it acts everywhere"
-        return max(p if p >= 0 else num_prompt + p for p in self.positions)
+        return last_of(self.positions, num_prompt)
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` that it acts on, ascending."""
         if self.positions is None:
             return list(range(start, stop))
-        absolute = {p if p >= 0 else num_prompt + p for p in self.positions}
-        return sorted(p for p in absolute if start <= p < stop)
+        return selected(self.positions, num_prompt, start, stop)
 
 
 def operation(
@@ -67,14 +68,13 @@ def operation(
     scale: float,
     bounds: tuple[float | None, float | None],
     norm_match: bool,
-    positions: Iterable[int] | None,
+    positions: Spans | None,
 ) -> Operation:
     """An operation with its digest."""
     data = vector.astype("<f4").tobytes()
     what = repr((tap, op, scale, bounds, norm_match)).encode()
-    where = None if positions is None else tuple(sorted(set(positions)))
     digest = hashlib.sha256(what + data).hexdigest()
-    return Operation(*tap, op, data, scale, *bounds, norm_match, where, digest)
+    return Operation(*tap, op, data, scale, *bounds, norm_match, positions, digest)
 
 
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:

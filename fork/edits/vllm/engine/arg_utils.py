@@ -43,7 +43,7 @@ steering_api_key: list[str] | None = None
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="steering_config=steering_config(self)",
+        argument="steering_config=steering_config(self, model_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     before(

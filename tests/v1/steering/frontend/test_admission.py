@@ -88,7 +88,9 @@ def test_positions_with_a_token_are_taken(field: str, positions: Any) -> None:
 
 def test_named_positions_fit_prompts_of_any_length() -> None:
     named = admission(far=edited([100]))
-    assert admit(named, steering_name="far").base.operations[0].positions == (100,)
+    assert admit(named, steering_name="far").base.operations[0].positions == (
+        (100, 101),
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_what_adds_nothing_is_not_steering(entry: Any) -> None:
 
 def test_numpy_integers_are_positions() -> None:
     tiers = admit(admission(), **{BASE: edited(list(np.arange(2)))})
-    assert tiers.base.operations[0].positions == (0, 1)
+    assert tiers.base.operations[0].positions == ((0, 2),)
 
 
 @pytest.mark.parametrize("name", [BASE, PREFILL, DECODE, "steering_name"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+from vllm.utils.option_help import list_own_options
 
 COMMANDS = {
     "extract": "Extract vectors from pairs of contrasting texts.",
@@ -50,6 +51,7 @@ class SteerSubcommand(CLISubcommand):
             # Engine options take long to declare; only one command is run.
             if name in sys.argv:
                 importlib.import_module(f"{__package__}.{name}").add_arguments(command)
+                list_own_options(command)
         return parser
 
     @staticmethod

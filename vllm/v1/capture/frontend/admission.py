@@ -16,6 +16,7 @@ from vllm.v1.capture.errors import (
 from vllm.v1.capture.frontend.inflight_limit import HeldRows
 from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
 from vllm.v1.capture.selectors import (
+    check_size,
     check_text,
     fail,
     plain,
@@ -26,6 +27,7 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
+from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 HookPoints = Mapping[int, tuple[str, ...]]
 """The hook points of each layer of the loaded model, over all stages."""
+
+
+_KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 
 
 class Admission:
@@ -117,6 +122,8 @@ class Admission:
             CaptureValidationError: naming the parameter, the value, the remedy.
 
         """
+        if params.capture == {}:
+            params.capture = None  # Nothing is asked for, so nothing is captured.
         if params.capture is None and not self._global_specs:
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
@@ -174,10 +181,11 @@ class Admission:
         }
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:
+        check_size(raw, "capture")
         capture = plain(raw)
-        if not isinstance(capture, dict) or not capture:
+        if not isinstance(capture, dict):
             raise fail(
-                "capture must map at least one consumer to what it shall capture, "
+                "capture must map consumers to what they shall capture, "
                 'for example {"filesystem": {"hooks": {"post_block": [0]}}}',
                 "capture",
                 raw,
@@ -187,11 +195,21 @@ class Admission:
             consumer = self.consumers.get(name)
             if consumer is None:
                 having = sorted(self.consumers)
+                if name in _KEYS_OF_SPECS:
+                    first = having[0] if having else "filesystem"
+                    raise UnknownCaptureConsumerError(
+                        f"capture: {name!r} belongs to what one consumer captures; "
+                        f"name the consumer: {{{first!r}: {{{name!r}: ...}}}}; this "
+                        f"server has {listed(having)}",
+                        parameter=f"capture.{name}",
+                        value=name,
+                    )
                 raise UnknownCaptureConsumerError(
-                    f"capture: this server has no consumer {name!r}; it has "
-                    f"{having}. Start it with --capture-consumers {name} to add one",
+                    f"capture: this server has no consumer {shown(name)}; it has "
+                    f"{listed(having)}. Start it with --capture-consumers NAME to add "
+                    "one",
                     parameter="capture",
-                    value=name,
+                    value=shown(name),
                 )
             if not getattr(consumer, "reads_client_spec", False):
                 raise CaptureValidationError(
@@ -218,7 +236,9 @@ class Admission:
             except Exception as error:
                 # A plug-in's own way of saying no.
                 raise CaptureValidationError(
-                    f"capture.{name}: {error}", parameter=f"capture.{name}", value=raw
+                    f"capture.{name}: {cut(str(error))}",
+                    parameter=f"capture.{name}",
+                    value=shown(raw),
                 ) from error
         return specs
 

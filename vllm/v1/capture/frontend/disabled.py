@@ -29,6 +29,8 @@ class NoCapture:
             CaptureValidationError: there is nobody to capture for.
 
         """
+        if params.capture == {}:
+            params.capture = None  # Nothing is asked for.
         if params.capture is not None:
             raise fail(
                 "capture: this server has no capture consumers; start it with "

@@ -9,84 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import BaseModel, model_serializer, model_validator
+from pydantic import BaseModel, model_serializer
 
-from vllm.exceptions import VLLMValidationError
-from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend import admission as steering_admission
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
-
-FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
-"""Fields of the generation requests; other requests refuse them."""
-
-
-def refuse_unsupported(model_class: Any, data: Any) -> None:
-    """Refuse our fields on a kind of request that cannot carry them.
-
-    Raises:
-        CaptureValidationError: names the field.
-        SteeringValidationError: names the field.
-
-    """
-    if not isinstance(data, Mapping):
-        return
-    for name in FIELDS:
-        if data.get("use_beam_search") and data.get(name):
-            raise _error(name)(
-                f"{name}: beam search can neither be captured nor steered; leave out "
-                "use_beam_search",
-                parameter=name,
-            )
-        if name in data and name not in model_class.model_fields:
-            elsewhere = (
-                "put it into sampling_params"
-                if "sampling_params" in model_class.model_fields
-                else "only /v1/completions and /v1/chat/completions can be captured, "
-                "and these and /v1/chat/completions/batch steered"
-            )
-            raise _error(name)(
-                f"{name}: {model_class.__name__} has no such field; {elsewhere}",
-                parameter=name,
-            )
-    _refuse_shared_request_id(data)
-
-
-def refusing() -> Any:
-    """A validator for kinds of requests that have no base class in common."""
-
-    def check(cls: Any, data: Any) -> Any:
-        refuse_unsupported(cls, data)
-        return data
-
-    return model_validator(mode="before")(check)
-
-
-def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
-    """Refuse one name for the rows of several prompts: the last would overwrite."""
-    prompts, capture = data.get("prompt"), data.get("capture")
-    if not isinstance(prompts, list) or len(prompts) < 2:
-        return
-    if isinstance(prompts[0], int) or not isinstance(capture, Mapping):
-        return  # One prompt, given as token ids.
-    for name, spec in capture.items():
-        if isinstance(spec, Mapping) and spec.get("request_id") is not None:
-            raise CaptureValidationError(
-                f"capture.{name}.request_id: {len(prompts)} prompts cannot share one; "
-                "leave it out (each prompt then has an id of its own), or send one "
-                "request per prompt",
-                parameter=f"capture.{name}.request_id",
-                value=spec["request_id"],
-            )
-
-
-def _error(name: str) -> type[VLLMValidationError]:
-    return CaptureValidationError if "capture" in name else SteeringValidationError
 
 
 Show: TypeAlias = Callable[[str, RowsByTap], list[dict[str, Any]]]
@@ -163,6 +93,7 @@ def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
             "layer": layer,
             "hook": hook,
             "positions": payload.positions[layer, hook],
+            "token_ids": payload.token_ids[layer, hook],
             "dtype": str(rows.dtype).removeprefix("torch."),
             "shape": list(rows.shape),
             **_encoded(rows, payload.encoding),

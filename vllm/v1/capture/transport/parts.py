@@ -82,6 +82,7 @@ def described(part: Part, reference: Reference) -> dict[str, Any]:
         "layer": part.layer,
         "hook": part.hook,
         "positions": part.positions,
+        "token_ids": part.token_ids,
         "dtype": part.dtype,
         "shape": list(part.rows.shape),
         **reference(part),

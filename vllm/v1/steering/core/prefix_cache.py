@@ -69,18 +69,16 @@ def _operation_keys(
 ) -> Iterator[tuple[str, ...]]:
     """What is done at the tokens of a block, by their places in it."""
     middle = min(max(boundary, start), stop)
-    phases = (
-        (tiers.prefill_operations, start, middle),
-        (tiers.decode_operations, middle, stop),
-    )
-    # An operation of both phases counts as one, wherever the prompt ends.
+    base, prefill, decode = tiers.groups
+    phases = ((base + prefill, start, middle), (base + decode, middle, stop))
+    # What is done in both phases counts as one, wherever the prompt ends.
     places: dict[tuple[str, int], list[int]] = {}
-    for operations, first, last in phases:
+    for groups, first, last in phases:
         times: Counter[str] = Counter()
-        for one in operations:
-            found = places.setdefault((one.digest, times[one.digest]), [])
+        for digest, one in groups:
+            found = places.setdefault((digest, times[digest]), [])
             found += one.selected(boundary, first, last)
-            times[one.digest] += 1
+            times[digest] += 1
     for (digest, _), selected in places.items():
         if selected:
             named = ",".join(str(place - start) for place in selected)

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import OP_NAMES, Operation, OpName, operation
 from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.positions import Spans, spans_of
 
 KEYS = ("vector", "scale", "op", "min", "max", "norm_match", "positions")
 MAX_POSITIONS = 65536
+"""Of a list. Many that follow one another cost as little as one."""
 FARTHEST = 2**31
 """No position is farther from the start, or from the end, of a prompt."""
 
@@ -26,7 +29,7 @@ class Manner:
     low: float | None = None
     high: float | None = None
     norm_match: bool = False
-    positions: tuple[int, ...] | None = None
+    positions: Spans | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -74,13 +77,17 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
     if unknown or "vector" not in entry:
         raise fail(
             f"{at}: an entry is a vector, or an object with the keys {list(KEYS)}; "
-            + (f"it has no key {unknown[0]!r}" if unknown else "vector is missing"),
+            + (
+                f"it has no key {shown(unknown[0])}" if unknown else "vector is missing"
+            ),
             at,
             sorted(map(str, entry)),
         )
     op = entry.get("op", "add")
     if not isinstance(op, str) or op not in OP_NAMES:
-        raise fail(f"{at}.op: {op!r} is not one of {list(OP_NAMES)}", f"{at}.op", op)
+        raise fail(
+            f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
+        )
     low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
     _check_bounds(op, low, high, "scale" in entry, at)
     norm_match = entry.get("norm_match", False)
@@ -131,7 +138,7 @@ def _check_bounds(
         )
 
 
-def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
+def parse_positions(raw: Any, at: str) -> Spans | None:
     """A list of positions, negative ones from the prompt's end, or `{"last": k}`.
 
     Raises:
@@ -144,10 +151,10 @@ def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
         given = raw.get("last")
         last = int(given) if given is not None and _is_index(given) else 0
         if raw.keys() != {"last"} or last < 1:
-            raise fail(f'{at} must be a list or {{"last": k}}', at, dict(raw))
-        if last > MAX_POSITIONS:
-            raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, last)
-        return tuple(range(-last, 0))
+            raise fail(f'{at} must be a list or {{"last": k}}', at, raw)
+        return ((-last, 0),)
+    if isinstance(raw, (list, tuple)) and len(raw) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
     if not isinstance(raw, (list, tuple)) or not raw or not all(map(_is_index, raw)):
         raise fail(
             f"{at} must list at least one token position (negative ones count from "
@@ -155,9 +162,7 @@ def parse_positions(raw: Any, at: str) -> tuple[int, ...] | None:
             at,
             raw,
         )
-    if len(raw) > MAX_POSITIONS:
-        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
-    return tuple(sorted({int(position) for position in raw}))
+    return spans_of(raw)
 
 
 def _is_index(value: Any) -> bool:

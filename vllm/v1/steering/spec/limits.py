@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.v1.steering import positions
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import SteeringTiers, total
+from vllm.v1.steering.spec.parse import Parsed
 
 
 def check_positions(
@@ -42,7 +43,9 @@ def check_positions(
     for tier, possible in ranges.items():
         packed = getattr(tiers, tier)
         for one in packed.operations if packed is not None else ():
-            missed = _missed(one, num_prompt, possible)
+            if one.positions is None:
+                continue
+            missed = positions.missed(one.positions, num_prompt, possible)
             if missed is not None:
                 at = f"{names[tier]}.{one.hook}.{one.layer}.positions"
                 having = (
@@ -59,16 +62,36 @@ def check_positions(
                 )
 
 
-def _missed(one: Operation, num_prompt: int, possible: range) -> int | None:
-    """A position of an operation that no token of `possible` has, if any."""
-    if one.positions is None:
-        return None
-    absolute = {p: p if p >= 0 else num_prompt + p for p in one.positions}
-    missed = [p for p, place in absolute.items() if place not in possible]
-    counts_back = one.positions == tuple(range(-len(one.positions), 0))
-    if counts_back and len(missed) < len(one.positions):
-        return None  # The last k tokens of a prompt that has fewer: all of them.
-    return missed[0] if missed else None
+MAX_OPERATIONS = 1024
+"""Of one tier, beyond adding vectors at every token."""
+
+MAX_SPANS = 1 << 16
+"""Of positions that do not follow one another, in one tier."""
+
+
+def check_work(parsed: Parsed, name: str) -> None:
+    """Refuse a tier that would cost every step of the engine too much.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    count = len(parsed.operations)
+    if count > MAX_OPERATIONS:
+        raise fail(
+            f"{name}: at most {MAX_OPERATIONS} entries may do more than add a vector "
+            "at every token; add up those that only add",
+            name,
+            count,
+        )
+    spans = sum(len(one.positions or ()) for one in parsed.operations)
+    if spans > MAX_SPANS:
+        raise fail(
+            f"{name}: its positions are {spans} stretches of tokens, and at most "
+            f"{MAX_SPANS} may be; give positions that follow one another",
+            name,
+            spans,
+        )
 
 
 class Overflow(NamedTuple):

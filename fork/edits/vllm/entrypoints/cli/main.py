@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line has `vllm steer`."""
+"""The command line has `vllm steer` and `vllm capture`."""
 
 from fork.language import before
 
@@ -10,7 +10,9 @@ EDITS = [
         insert="""
 import vllm.entrypoints.cli.steer.main
 CMD_MODULES.append(vllm.entrypoints.cli.steer.main)
+import vllm.entrypoints.cli.capture.main
+CMD_MODULES.append(vllm.entrypoints.cli.capture.main)
 """,
-        why="Vectors are extracted, converted and tried out.",
+        why="Vectors are extracted, converted and tried out; prompts become data sets.",
     ),
 ]

@@ -5,6 +5,10 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.capture.selectors import check_request_size",
+        why="Bounds what a request says of its capture.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import attach as capture_attaching",
         why="Opens the front end.",
     ),
@@ -47,8 +51,12 @@ self.steering = steering_serving.open_control(self)
     before(
         scope="AsyncLLM.add_request",
         anchor="is_pooling = isinstance(params, PoolingParams)",
-        insert="await self.steering.prepare(params)",
-        why="Another API server may have given a name since.",
+        insert="""
+check_request_size(params)
+params = await self.steering.prepare(params)
+""",
+        why="What is about to be copied is bounded. Another API server may have given "
+        "a name since, and large vectors are parsed beside the event loop.",
     ),
     after(
         scope="AsyncLLM._add_streaming_input_request",

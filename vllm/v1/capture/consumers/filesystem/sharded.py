@@ -4,13 +4,13 @@
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterable
 from functools import partial
 from itertools import count
 from typing import Any
 from zlib import crc32
 
+from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.layouts import Writing, stage_suffix
 from vllm.v1.capture.consumers.filesystem.packed import keys_in_turn
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
@@ -21,8 +21,6 @@ from vllm.v1.capture.consumers.storage.jobs import Append
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
-
-SHARD_NAME = re.compile(r"shard-(?:pp\d\d-)?(\d{3})-(\d+)\.(bin|json)")
 
 
 class FileShard(Shard):
@@ -155,6 +153,8 @@ class FileShard(Shard):
     def _claim(self) -> str:
         for sequence in count(self._next_sequence()):
             base = f"{self._folder}/{self._prefix}-{sequence:05d}"
+            if os.path.lexists(f"{base}.json"):
+                continue  # A folder of a request may have this name.
             # Another engine may write to the same folder: linking decides.
             try:
                 _link(self._path, f"{base}.bin")
@@ -164,11 +164,10 @@ class FileShard(Shard):
         raise AssertionError("count() does not end")
 
     def _next_sequence(self) -> int:
-        start = f"{self._prefix}-"
         taken = [
-            int(name[len(start) : -len(".bin")])
-            for name in os.listdir(self._folder)
-            if name.startswith(start) and name.endswith(".bin")
+            int(found[2])
+            for found in files_of(self._folder, SHARD)
+            if found[1] == self._prefix
         ]
         return max(taken, default=-1) + 1
 

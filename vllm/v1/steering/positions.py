@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token positions as spans: what they cost follows their number, not their length.
+
+A span is `(first, stop)`, half open. Negative ones count from the prompt's end, so a
+span is on one side of 0. This module imports neither torch nor the rest of steering,
+because `vllm.sampling_params` imports it.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Ascending, apart from one another."""
+
+_LISTED = 64
+"""So many positions an answer lists one by one."""
+
+
+def spans_of(positions: Iterable[int]) -> Spans:
+    """The spans of some positions, in any order, with repetitions."""
+    found = np.unique(np.fromiter(positions, dtype=np.int64))
+    if not len(found):
+        return ()
+    apart = (np.diff(found) != 1) | (found[1:] == 0)
+    first = found[np.concatenate(([True], apart))]
+    last = found[np.concatenate((apart, [True]))]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
+
+
+def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
+    """The parts of some spans that lie in `[start, stop)`; some may overlap.
+
+    Args:
+        spans: of one entry.
+        num_prompt: tokens of the prompt.
+        start: the first position.
+        stop: behind the last one.
+
+    """
+    zero = bisect_left(spans, (0, 0))
+    for low, high, shift in ((0, zero, num_prompt), (zero, len(spans), 0)):
+        at = bisect_right(spans, (start - shift, 1 << 62), low, high)
+        for first, end in spans[max(at - 1, low) : high]:
+            if first + shift >= stop:
+                break
+            part = range(max(first + shift, start), min(end + shift, stop))
+            if part:
+                yield part
+
+
+def selected(spans: Spans, num_prompt: int, start: int, stop: int) -> list[int]:
+    """The positions in `[start, stop)` that some spans hold, ascending."""
+    parts = list(absolute(spans, num_prompt, start, stop))
+    if len(parts) == 1:
+        return list(parts[0])
+    return sorted({position for part in parts for position in part})
+
+
+def last_of(spans: Spans, num_prompt: int) -> int:
+    """The last position that some spans hold, of a prompt of so many tokens."""
+    return max(
+        (stop - 1 if first >= 0 else num_prompt + stop - 1) for first, stop in spans
+    )
+
+
+def counts_back(spans: Spans) -> bool:
+    """Whether these are the last k tokens of a prompt."""
+    return len(spans) == 1 and spans[0][1] == 0
+
+
+def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
+    """A position, as it was given, that lies outside of `possible`; None if none does.
+
+    The last k tokens of a prompt that has fewer are all of them.
+    """
+    if counts_back(spans):
+        first, stop = num_prompt + spans[0][0], num_prompt
+        if possible and first < possible.stop and stop > possible.start:
+            return None
+    for first, stop in spans:
+        shift = num_prompt if first < 0 else 0
+        if not possible or first + shift < possible.start:
+            return first
+        if stop + shift > possible.stop:
+            return max(first, possible.stop - shift)
+    return None
+
+
+def told(spans: Spans | None) -> object:
+    """Positions as an answer tells them: a list, the last k, or ranges."""
+    if spans is None:
+        return None
+    if sum(stop - first for first, stop in spans) <= _LISTED:
+        return [p for first, stop in spans for p in range(first, stop)]
+    if counts_back(spans):
+        return {"last": -spans[0][0]}
+    return {"ranges": [[first, stop - 1] for first, stop in spans]}
