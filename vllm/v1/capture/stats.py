@@ -15,6 +15,8 @@ class LaneCounters(msgspec.Struct):
     spilled_rows: int = 0
     """Rows that went over the disk because the consumer was behind."""
     spilled_bytes: int = 0
+    rewritten_bytes: int = 0
+    """Bytes that the consumer itself spilled, and so writes twice."""
     dropped_rows: int = 0
     """Rows that were dropped because the consumer was behind."""
     failed_rows: int = 0
@@ -58,6 +60,7 @@ TOTALS = (
     "bytes",
     "spilled_rows",
     "spilled_bytes",
+    "rewritten_bytes",
     "dropped_rows",
     "failed_rows",
     "requests",

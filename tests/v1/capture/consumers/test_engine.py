@@ -10,6 +10,7 @@ import pyarrow.dataset as ds
 import pytest
 import torch
 
+from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 
@@ -125,9 +126,9 @@ def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> N
             assert tensor.shape == (len(tokens), 64)
             assert rows.token_ids[tap] == tokens
             assert torch.equal(stored[tap], tensor)
-        for row in table.to_pylist():
+        for row, values in zip(table.to_pylist(), rows_of(table), strict=True):
             tensor = rows[row["layer"], row["hook"]][row["position"]]
-            assert torch.equal(torch.tensor(row["values"]), tensor.float())
+            assert torch.equal(values, tensor)
             assert row["token_id"] == tokens[row["position"]]
 
 

@@ -116,6 +116,7 @@ class SinkLane:
         self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes
         self._counters.spill_bytes = self._queue.spilled_bytes
+        self._counters.rewritten_bytes = getattr(self.sink, "rewritten_bytes", 0)
         return self._counters
 
     def close(self, timeout: float) -> None:
