@@ -9,7 +9,7 @@ EDITS = [
         why="Declares and reads the arguments.",
     ),
     add_import(
-        "from vllm.v1.steering.engine_args import "
+        "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
     ),

@@ -47,17 +47,17 @@ def _open(
         for entry in config.consumers
     }
     consumers.update(ready_instances(config))
-    check_folders(consumers)
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
     admission = Admission(engine.vllm_config, consumers, points)
+    check_folders(admission.capabilities)
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
         engine.vllm_config,
         admission,
         send,
-        LiveRows(consumers if offline is None else {}),
+        LiveRows(admission.capabilities if offline is None else {}),
         lambda: not getattr(resources, "engine_dead", False),
         offline,
     )

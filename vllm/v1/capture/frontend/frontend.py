@@ -72,7 +72,7 @@ class CaptureFrontend(NoCapture):
         self._live = live
         self._requests = RequestsUnderWay(
             Claims(
-                admission.consumers,
+                admission.capabilities,
                 other_servers(self._servers),
             ),
             self._stages,
@@ -138,10 +138,8 @@ class CaptureFrontend(NoCapture):
             tracked = self._requests.begin(
                 parent, state.request_index, state.request_id, plan.instances
             )
-            consumers = self._admission.consumers
-            tracked.waits = any(
-                getattr(consumers[name], "waits", False) for name in named
-            )
+            capabilities = self._admission.capabilities
+            tracked.waits = any(capabilities[name].waits for name in named)
             tracked.held = self._room.take(plan, params.max_tokens)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)

@@ -7,8 +7,8 @@ client has them, so all requests together are bounded, not just each of them.
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
 from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
@@ -22,12 +22,14 @@ class NoRoomNowError(CaptureValidationError):
 class HeldRows:
     """The bounds of the consumers that return rows, and what counts towards them."""
 
-    def __init__(self, consumers: Mapping[str, Any], row_bytes: int) -> None:
+    def __init__(
+        self, consumers: Mapping[str, ConsumerCapabilities], row_bytes: int
+    ) -> None:
         self._row_bytes = row_bytes
         self.limits: dict[str, int] = {
-            name: consumer.max_inflight_bytes
-            for name, consumer in consumers.items()
-            if getattr(consumer, "max_inflight_bytes", None) is not None
+            name: can.max_inflight_bytes
+            for name, can in consumers.items()
+            if can.max_inflight_bytes is not None
         }
 
     def bytes_of(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
