@@ -5,6 +5,10 @@ from fork.language import add_argument, add_import, before
 
 EDITS = [
     add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Encodes rows off the event loop.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
@@ -30,6 +34,10 @@ EDITS = [
         insert="""
 capture_http.stamp(chunk, res, output)
 readouts_http.stamp(chunk, output)
+if capture_answers.carries_rows(chunk):
+    async for piece in capture_answers.event(chunk, exclude_unset=True):
+        yield piece
+    continue
 """,
         why="The last chunk of a stream carries results, each one readouts.",
     ),
