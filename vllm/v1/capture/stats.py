@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class LaneCounters(msgspec.Struct):
+class ConsumerCounters(msgspec.Struct):
     """One consumer instance in one process. Rows are rows at one hook point."""
 
     rows: int = 0
@@ -47,10 +47,10 @@ LEVELS = ("queue_depth", "queue_bytes", "spill_bytes")
 """Fields that are states of now."""
 
 
-def added(counters: Iterable[LaneCounters]) -> LaneCounters:
+def added(counters: Iterable[ConsumerCounters]) -> ConsumerCounters:
     """The sum over several processes."""
     found = list(counters)
-    return LaneCounters(
+    return ConsumerCounters(
         **{
             name: sum(getattr(each, name) for each in found)
             for name in (*TOTALS, *LEVELS)

@@ -19,7 +19,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.stats import LaneCounters
+from vllm.v1.capture.stats import ConsumerCounters
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -172,7 +172,7 @@ class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
 
     engine: int
     stage: int
-    counters: dict[str, LaneCounters]
+    counters: dict[str, ConsumerCounters]
     reforwarded: int
     """Tokens that the engine has computed again for the sake of their rows."""
     adds: bool = False

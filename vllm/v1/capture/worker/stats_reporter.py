@@ -8,7 +8,7 @@ from itertools import count
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.delivery.consumer_thread import ConsumerThread
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.transport.zmq_channel import CountersMessage, Outbox
 
@@ -28,7 +28,11 @@ class Reporter:
     """
 
     def __init__(
-        self, engine: int, stage: int, lanes: Mapping[str, SinkLane], outbox: Outbox
+        self,
+        engine: int,
+        stage: int,
+        lanes: Mapping[str, ConsumerThread],
+        outbox: Outbox,
     ) -> None:
         self._engine = engine
         self._stage = stage
