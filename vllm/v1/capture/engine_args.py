@@ -56,6 +56,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "layer, at least 256 MiB.",
     )
     group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
+    )
+    group.add_argument(
         "--capture-dispatch-queue-size",
         type=int,
         default=None,
@@ -153,6 +160,7 @@ def capture_config(
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,

@@ -19,6 +19,7 @@ EDITS = [
         insert="""
 capture_consumers: list[Any] | None = None
 capture_staging_bytes: int | None = None
+capture_host_memory_bytes: int | None = None
 mlp_hook_points: bool = False
 capture_dispatch_queue_size: int | None = None
 capture_dispatch_queue_bytes: int | None = None

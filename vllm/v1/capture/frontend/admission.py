@@ -168,6 +168,7 @@ class Admission:
             "limits": {
                 "rows_per_step": self._rows_per_step,
                 "staging_bytes": config.staging_bytes,
+                "host_memory_bytes": config.host_memory_bytes,
                 "dispatch_queue_size": config.dispatch_queue_size,
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,

@@ -26,6 +26,7 @@ from vllm.v1.capture.dispatch.request import (
     RequestEnd,
 )
 from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import (
     as_sink,
@@ -78,6 +79,7 @@ class WorkerCapture:
         device: torch.device,
     ) -> None:
         config = self._config = vllm_config.capture_config
+        BUDGET.limit = config.host_memory_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._dtype = dtype
@@ -134,6 +136,7 @@ class WorkerCapture:
             stage.pipeline_rank,
             self._lanes,
             self._outbox,
+            self._staging.trim,
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,6 +210,8 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
+        if self._staging.requests is not None:
+            self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
@@ -262,6 +267,8 @@ class WorkerCapture:
         for end in ends:
             self._placement.remove(end.request_id)
             self._plans.pop(end.request_id, None)
+            if self._staging.requests is not None:
+                self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
         if self._takes_rows:
             self._sending.send()
