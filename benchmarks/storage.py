@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # for `benchmarks`
 from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.arrow import ArrowConsumer  # noqa: E402
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending  # noqa: E402
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane  # noqa: E402
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
@@ -107,7 +107,7 @@ def consumer(
     params = {"root": str(folder / "captures"), **WAYS[way]}
     kind = ArrowConsumer if "format" in params else FilesystemConsumer
     sink = kind(None, params)  # type: ignore[arg-type]
-    lane = ConsumerThread("benchmark", sink, 256 << 20, 1024)
+    lane = SinkLane("benchmark", sink, 256 << 20, 1024)
     bad: list[object] = []
     taps, rows = SHAPES[size]
     most = min(256, UNDER_WAY // (taps * rows * ROW_BYTES))
@@ -135,7 +135,7 @@ def consumer(
     return seconds
 
 
-def feed(lane: ConsumerThread, request_id: str, block: torch.Tensor, answer) -> None:  # type: ignore[no-untyped-def]
+def feed(lane: SinkLane, request_id: str, block: torch.Tensor, answer) -> None:  # type: ignore[no-untyped-def]
     num_rows = block.shape[1]
     keys = [(request_id, layer, "post_block") for layer in range(len(block))]
     lane.submit(

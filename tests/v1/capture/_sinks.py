@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -119,7 +119,7 @@ class Answers:
 
 
 def end(
-    lane: ConsumerThread, answers: Answers, *keys: CaptureKey, **sidecar: Any
+    lane: SinkLane, answers: Answers, *keys: CaptureKey, **sidecar: Any
 ) -> CaptureResult:
     """End a request with these keys, and wait for its result."""
     finalizes = tuple(CaptureFinalize(k, dict(sidecar)) for k in keys)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class ConsumerCounters(msgspec.Struct):
+class LaneCounters(msgspec.Struct):
     """One consumer instance in one process. Rows are rows at one hook point."""
 
     rows: int = 0
@@ -71,10 +71,10 @@ LEVELS = ("queue_depth", "queue_bytes", "spill_bytes")
 """Fields that are states of now."""
 
 
-def added(counters: Iterable[ConsumerCounters]) -> ConsumerCounters:
+def added(counters: Iterable[LaneCounters]) -> LaneCounters:
     """The sum over several processes."""
     found = list(counters)
-    return ConsumerCounters(
+    return LaneCounters(
         **{
             name: sum(getattr(each, name) for each in found)
             for name in (*TOTALS, *LEVELS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -114,7 +114,7 @@ def deliver(
     is shut down at the end.
     """
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 30, 1 << 20)
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
     for request_id, rows in requests.items():
         longer = {
             tap: torch.cat([tensor, tensor.new_zeros(surplus, tensor.shape[1])])

@@ -18,7 +18,7 @@ from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import sink
 from vllm.v1.capture.consumers.storage.rows import RequestRows
 from vllm.v1.capture.delivery import row_bytes
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.types import CaptureResult
 
@@ -106,7 +106,7 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
     root = tmp_path / "captures"
     consumer = FilesystemConsumer(None, {"root": str(root), "default_layout": layout})
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 30, 1 << 20)
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
 
     def send(request_id: str) -> CaptureResult:
         rows = request_rows(0)
@@ -139,7 +139,7 @@ def test_a_writer_that_hangs_is_given_up(
     params = {"timeout_seconds": 0.5, "writer_threads": 1, "default_layout": layout}
     consumer = FilesystemConsumer(None, {"root": str(tmp_path), **params})
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 30, 1 << 20)
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
     begin = time.monotonic()
     for name in ("a", "b"):
         rows = request_rows(0)
@@ -164,7 +164,7 @@ def test_a_stop_waits_for_no_disk_that_hangs(
     disk.hang()
     consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 30, 1 << 20)
+    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
     rows = request_rows(0)
     for tap, tensor in rows.items():
         lane.submit(chunks_of("r", tap, tensor, 3))
@@ -215,7 +215,7 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
         consumer, "_publish", lambda request: (time.sleep(0.2), publish(request))
     )
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 20, 100)
+    lane = SinkLane("test", consumer, 1 << 20, 100)
     for number in range(6):  # of 3 KiB each
         rows = request_rows(number)
         for tap, tensor in rows.items():
@@ -237,7 +237,7 @@ def test_spilled_rows_are_counted_said_and_whole(
     )
     rows = request_rows(0)  # of 3 KiB
     answers: dict[str, CaptureResult] = {}
-    lane = ConsumerThread("test", consumer, 1 << 20, 100)
+    lane = SinkLane("test", consumer, 1 << 20, 100)
     for tap, tensor in rows.items():
         lane.submit(chunks_of("r", tap, tensor, 3))
     lane.finish(ending_of("r", rows, answers))

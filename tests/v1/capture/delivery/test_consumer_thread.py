@@ -17,7 +17,7 @@ from tests.v1.capture._sinks import (
 )
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.delivery import consumer_thread as lane_module
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.types import CaptureKey, CaptureResult
 
 
@@ -25,12 +25,12 @@ class Lanes:
     """Opens lanes and closes them after the test."""
 
     def __init__(self) -> None:
-        self._open: list[ConsumerThread] = []
+        self._open: list[SinkLane] = []
 
     def __call__(
         self, sink: Any, max_bytes: int = 1 << 20, max_items: int = 100
-    ) -> ConsumerThread:
-        self._open.append(ConsumerThread("test", sink, max_bytes, max_items))
+    ) -> SinkLane:
+        self._open.append(SinkLane("test", sink, max_bytes, max_items))
         return self._open[-1]
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ def test_a_packet_larger_than_the_queue_is_taken_alone(lanes: Lanes) -> None:
 
 def test_closing_works_off_the_queue_first(lanes: Lanes) -> None:
     sink = SlowSink()
-    lane = ConsumerThread("test", sink, 1 << 20, 100)
+    lane = SinkLane("test", sink, 1 << 20, 100)
     for offset in range(5):
         lane.submit([chunk(key(), offset=offset)])
     sink.let_go.release(5)
@@ -210,7 +210,7 @@ def test_closing_works_off_the_queue_first(lanes: Lanes) -> None:
 
 def test_closing_gives_up_on_a_sink_that_hangs() -> None:
     sink = SlowSink()
-    lane = ConsumerThread("test", sink, 1 << 20, 100)
+    lane = SinkLane("test", sink, 1 << 20, 100)
     lane.submit([chunk(key())])
     lane.close(0.1)
     assert ("shutdown", (None, 1)) in sink.calls
@@ -218,7 +218,7 @@ def test_closing_gives_up_on_a_sink_that_hangs() -> None:
 
 
 def test_a_shutdown_that_raises_is_contained() -> None:
-    ConsumerThread("test", RecordingSink("shutdown"), 1 << 20, 100).close(WAIT)
+    SinkLane("test", RecordingSink("shutdown"), 1 << 20, 100).close(WAIT)
 
 
 def test_a_consumer_gets_all_rows_of_a_key_at_once(lanes: Lanes) -> None:

@@ -16,7 +16,7 @@ from tests.v1.capture._sinks import WAIT, Answers, RecordingSink, key
 from vllm.v1.capture.delivery import consumer_thread as lane_module
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery import spill as spill_module
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -63,7 +63,7 @@ class Gate(RecordingSink):
 class Traffic:
     """Some requests whose rows come in turns, like those of a batch."""
 
-    def __init__(self, lane: ConsumerThread, taps: int = 2) -> None:
+    def __init__(self, lane: SinkLane, taps: int = 2) -> None:
         self._lane = lane
         self._taps = taps
         self.sent: dict[str, int] = {}
@@ -102,8 +102,8 @@ def lane_for(
     spill: SpillStore | None = None,
     max_bytes: int = 8 * ROW_BYTES,
     max_items: int = 3,
-) -> ConsumerThread:
-    return ConsumerThread("test", sink, max_bytes, max_items, overload, spill)
+) -> SinkLane:
+    return SinkLane("test", sink, max_bytes, max_items, overload, spill)
 
 
 names = st.sampled_from("abc")

@@ -13,7 +13,7 @@ from vllm.v1.capture.delivery.packet_queue import Ending, Opening, Packet, Packe
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
-from vllm.v1.capture.stats import ConsumerCounters
+from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -21,7 +21,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
 )
 
-__all__ = ["ConsumerThread", "Ending"]
+__all__ = ["Ending", "SinkLane"]
 
 logger = init_logger(__name__)
 
@@ -32,7 +32,7 @@ STALL_SECONDS = 90.0
 """Seconds that one call of a sink may take before its requests are given up."""
 
 
-class ConsumerThread:
+class SinkLane:
     """Feeds one sink from a bounded queue, on a thread of its own.
 
     Whatever the sink raises becomes the result of the key it concerns; it
@@ -68,7 +68,7 @@ class ConsumerThread:
         self._queue = PacketQueue(max_bytes, max_items, spill)
         self._drops = overload == "drop"
         self._dropped = DroppedRows()
-        self._counters = ConsumerCounters()
+        self._counters = LaneCounters()
         self._failures: dict[CaptureKey, str] = {}
         self._refusals: dict[str, str] = {}
         self._unfinished: set[CaptureKey] = set()
@@ -113,7 +113,7 @@ class ConsumerThread:
         if self.check():
             self._give_up(ending)
 
-    def counters(self) -> ConsumerCounters:
+    def counters(self) -> LaneCounters:
         """What was done so far, and what waits now."""
         self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes

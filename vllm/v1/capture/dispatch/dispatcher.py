@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread, Ending
+from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.dispatch.step_buffer import ByGroup, Pending
 from vllm.v1.capture.dispatch.step_chain import StagedStep
@@ -40,7 +40,7 @@ class Dispatcher:
     def __init__(
         self,
         staging: Staging,
-        lanes: Mapping[str, ConsumerThread],
+        lanes: Mapping[str, SinkLane],
         packet_bytes: int = PACKET_BYTES,
     ) -> None:
         """Start; a packet of `packet_bytes` and more gets no further request."""

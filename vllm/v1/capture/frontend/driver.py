@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.capabilities import consumer_capabilities
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
 from vllm.v1.capture.registry import as_sink
-from vllm.v1.capture.stats import ConsumerCounters
+from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
@@ -26,7 +26,7 @@ Note = Callable[[str, str, int, CaptureResult], None]
 """`note(request id, instance, stage, result)`."""
 
 
-class DriverThreads:
+class DriverLanes:
     """A lane for each driver-side instance, each with an address of its own.
 
     A lane that is full does not read: the workers' end of the connection fills up,
@@ -52,7 +52,7 @@ class DriverThreads:
         """
         self._note = note
         self._lanes = {
-            name: ConsumerThread(
+            name: SinkLane(
                 name,
                 as_sink(consumer),
                 config.dispatch_queue_bytes,
@@ -85,7 +85,7 @@ class DriverThreads:
             tell = partial(consumer.validate_client_spec, specs[name], context)
             self._lanes[name].open(Opening(request_id, tell))
 
-    def counters(self) -> dict[str, ConsumerCounters]:
+    def counters(self) -> dict[str, LaneCounters]:
         """What the instances here have done, by name."""
         return {name: lane.counters() for name, lane in self._lanes.items()}
 

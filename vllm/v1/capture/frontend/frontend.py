@@ -10,7 +10,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend import streaming_input
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
-from vllm.v1.capture.frontend.driver import DriverThreads
+from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import InflightLimit
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.frontend.path_locks import PathLocks, other_servers
@@ -86,7 +86,7 @@ class CaptureFrontend(NoCapture):
             None if offline_engine is None else Portions(offline_engine, self.wait)
         )
         self._ends = Ends(send_ends, self._inbox.address)
-        self._drivers = DriverThreads(
+        self._drivers = DriverLanes(
             vllm_config.capture_config,
             admission.consumers,
             self._inbox.address,

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.v1.capture.stats import LEVELS, TOTALS, ConsumerCounters
+from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters
 
 Place: TypeAlias = tuple[int, str]
 """`(engine, consumer instance)`."""
@@ -64,17 +64,17 @@ class CaptureMetrics:
         for engine in engines:
             self._reforwarded.labels(model, str(engine))
             for instance in instances:
-                self.add((engine, instance), ConsumerCounters())
-                self.set_levels((engine, instance), ConsumerCounters())
+                self.add((engine, instance), LaneCounters())
+                self.set_levels((engine, instance), LaneCounters())
         for instance in instances:
             self._finalize.labels(model, str(engines[0]), instance)
 
-    def add(self, place: Place, grown: ConsumerCounters) -> None:
+    def add(self, place: Place, grown: LaneCounters) -> None:
         """Totals have grown by so much."""
         for name, counter in self._totals.items():
             counter.labels(*self._labels(place)).inc(getattr(grown, name))
 
-    def set_levels(self, place: Place, counters: ConsumerCounters) -> None:
+    def set_levels(self, place: Place, counters: LaneCounters) -> None:
         """What waits now."""
         for name, gauge in self._levels.items():
             gauge.labels(*self._labels(place)).set(getattr(counters, name))

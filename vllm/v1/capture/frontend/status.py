@@ -9,7 +9,7 @@ import msgspec
 
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE
-from vllm.v1.capture.stats import TOTALS, ConsumerCounters, MemoryCounters, added
+from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
 from vllm.v1.capture.transport.zmq_channel import CountersMessage
 
 Source = tuple[int, int]
@@ -23,7 +23,7 @@ class CaptureStatus:
     on, and one here, which knows what became of them.
     """
 
-    def __init__(self, here: Callable[[], Mapping[str, ConsumerCounters]]) -> None:
+    def __init__(self, here: Callable[[], Mapping[str, LaneCounters]]) -> None:
         """Start with nothing.
 
         Args:
@@ -31,7 +31,7 @@ class CaptureStatus:
 
         """
         self._here = here
-        self._workers: dict[Source, dict[str, ConsumerCounters]] = {}
+        self._workers: dict[Source, dict[str, LaneCounters]] = {}
         self._reforwarded: dict[Source, int] = {}
         self._memory: dict[Source, MemoryCounters] = {}
         self._failed_here: dict[str, int] = {}
@@ -72,7 +72,7 @@ class CaptureStatus:
             found = {name: self._sum(name) for name in names}
             reforwarded = sum(self._reforwarded.values())
         for name, own in self._here().items():
-            found[name] = _with_here(found.get(name, ConsumerCounters()), own)
+            found[name] = _with_here(found.get(name, LaneCounters()), own)
         return {
             "consumers": {
                 name: msgspec.structs.asdict(found[name])
@@ -96,7 +96,7 @@ class CaptureStatus:
             for (engine, stage), memory in found
         ]
 
-    def _sum(self, name: str, engine: int | None = None) -> ConsumerCounters:
+    def _sum(self, name: str, engine: int | None = None) -> LaneCounters:
         return added(
             counters[name]
             for source, counters in self._workers.items()
@@ -107,11 +107,11 @@ class CaptureStatus:
         self,
         metrics: CaptureMetrics,
         message: CountersMessage,
-        before: Mapping[str, ConsumerCounters],
+        before: Mapping[str, LaneCounters],
     ) -> None:
         source = (message.engine, message.stage)
         for name, counters in message.counters.items():
-            grown = _difference(counters, before.get(name, ConsumerCounters()))
+            grown = _difference(counters, before.get(name, LaneCounters()))
             if name != LIVE:
                 metrics.add((message.engine, name), grown)
         metrics.add_reforwarded(
@@ -120,7 +120,7 @@ class CaptureStatus:
         for name, own in self._here().items():
             failed = own.failed_rows - self._failed_here.get(name, 0)
             self._failed_here[name] = own.failed_rows
-            metrics.add((message.engine, name), ConsumerCounters(failed_rows=failed))
+            metrics.add((message.engine, name), LaneCounters(failed_rows=failed))
 
     def _set_levels(self, metrics: CaptureMetrics, engine: int) -> None:
         here = self._here()
@@ -131,13 +131,13 @@ class CaptureStatus:
             metrics.set_levels((engine, name), counters)
 
 
-def _difference(now: ConsumerCounters, before: ConsumerCounters) -> ConsumerCounters:
-    return ConsumerCounters(
+def _difference(now: LaneCounters, before: LaneCounters) -> LaneCounters:
+    return LaneCounters(
         **{name: getattr(now, name) - getattr(before, name) for name in TOTALS}
     )
 
 
-def _with_here(workers: ConsumerCounters, here: ConsumerCounters) -> ConsumerCounters:
+def _with_here(workers: LaneCounters, here: LaneCounters) -> LaneCounters:
     """Rows were counted by the workers; here it shows what became of them."""
     return msgspec.structs.replace(
         workers,

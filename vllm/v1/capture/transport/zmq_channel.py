@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.memory.reclaim import collect_from
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.stats import ConsumerCounters, MemoryCounters
+from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.tensors import put_back, set_aside
@@ -174,7 +174,7 @@ class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
 
     engine: int
     stage: int
-    counters: dict[str, ConsumerCounters]
+    counters: dict[str, LaneCounters]
     reforwarded: int
     """Tokens that the engine has computed again for the sake of their rows."""
     adds: bool = False

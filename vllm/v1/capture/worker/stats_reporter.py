@@ -8,7 +8,7 @@ from itertools import count
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.reclaim import collect_all
@@ -34,7 +34,7 @@ class Reporter:
         self,
         engine: int,
         stage: int,
-        lanes: Mapping[str, ConsumerThread],
+        lanes: Mapping[str, SinkLane],
         outbox: Outbox,
         trim: Callable[[], None] = lambda: None,
     ) -> None:

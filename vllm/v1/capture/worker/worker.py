@@ -16,7 +16,7 @@ from vllm.v1.capture.capabilities import (
     truncates,
 )
 from vllm.v1.capture.context import capture_context
-from vllm.v1.capture.delivery.consumer_thread import ConsumerThread
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Opening
 from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
@@ -37,12 +37,12 @@ from vllm.v1.capture.registry import (
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.staging.slot_mapping import SlotMapping
-from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout
+from vllm.v1.capture.staging.slot_mapping import Slots
+from vllm.v1.capture.staging.step_layout import Placed, Placement
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.capture.worker.offload import Offload
+from vllm.v1.capture.worker.offload import Sending
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
@@ -89,18 +89,18 @@ class WorkerCapture:
         self._staging = Staging(
             2 * step_rows if self._takes_rows else 1, width, dtype, device
         )
-        self._slots = SlotMapping(len(taps), max_rows, device)
+        self._slots = Slots(len(taps), max_rows, device)
         self._vllm_config = vllm_config
         self.addresses = {
             tap: self._slots.of_taps[column].data_ptr()
             for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
-        self._placement = StepLayout(list(self.addresses.values()), step_rows)
+        self._placement = Placement(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
-        self._placed: PlacedStep | None = None
+        self._placed: Placed | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
         """Requests whose rows are wanted as steps compute them."""
@@ -130,7 +130,7 @@ class WorkerCapture:
             # Large packets in a small queue would let it hold more than it may.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
-        self._sending = Offload(self._staging, self._dispatcher)
+        self._sending = Sending(self._staging, self._dispatcher)
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,
@@ -157,7 +157,7 @@ class WorkerCapture:
             f"{config.overload_policy}{spill * (config.overload_policy == 'spill')}"
         )
 
-    def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, ConsumerThread]:
+    def _open_lanes(self, vllm_config: "VllmConfig") -> dict[str, SinkLane]:
         config = vllm_config.capture_config
         forward = partial(
             ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
@@ -184,7 +184,7 @@ class WorkerCapture:
             config.prepare_spill_folder()
             spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
-            name: ConsumerThread(
+            name: SinkLane(
                 name,
                 sink,
                 config.dispatch_queue_bytes,
