@@ -30,6 +30,7 @@ from vllm.v1.capture.transport.zmq_channel import (
 )
 from vllm.v1.capture.types import CaptureChunk
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,6 +94,11 @@ class CaptureFrontend(NoCapture):
             self._requests.note,
         )
         self._status = CaptureStatus(self._drivers.counters)
+
+    @property
+    def readouts(self) -> ReadoutAdmission:
+        """What requests may read out."""
+        return self._admission.readouts
 
     def admit(
         self,
