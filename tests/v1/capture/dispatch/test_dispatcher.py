@@ -19,7 +19,7 @@ from vllm.v1.capture.dispatch.step_buffer import rows_in
 from vllm.v1.capture.dispatch.step_chain import StagedStep
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
-from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
 WIDTH, TAPS = 4, 3
@@ -52,7 +52,7 @@ class Bench:
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(self.staging, {})
-        self.placement = Placement(range(TAPS), 128)
+        self.placement = StepLayout(range(TAPS), 128)
         self.taken = {name: Taken(name) for name in names}
         self.number = {name: float(i) for i, name in enumerate(names)}
         taps = tuple((layer, "post_block") for layer in range(TAPS))

@@ -14,7 +14,7 @@ from vllm.v1.capture.memory.row_copy import copy_rows
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Segment
-from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
 TAPS = 2
@@ -30,7 +30,7 @@ class Steps:
     """Steps one behind the other, and where in memory each row of them is."""
 
     def __init__(self) -> None:
-        self._placement = Placement(range(TAPS), 1000)
+        self._placement = StepLayout(range(TAPS), 1000)
         self._known: set[str] = set()
         self._end = self._number = 0
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)

@@ -19,7 +19,7 @@ class NoRoomNowError(CaptureValidationError):
     """There is not enough room beside the requests in flight; later there may be."""
 
 
-class HeldRows:
+class RowLimits:
     """The bounds of the consumers that return rows, and what counts towards them."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Reservations:
 class InflightLimit:
     """Refuses a request whose rows would not fit beside those under way."""
 
-    def __init__(self, held: HeldRows, requests: RequestTracker) -> None:
+    def __init__(self, held: RowLimits, requests: RequestTracker) -> None:
         """Bound what `requests` bring back by the limits of `held`."""
         self._held = held
         self._requests = requests

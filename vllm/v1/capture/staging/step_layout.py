@@ -60,7 +60,7 @@ class Layout:
         return slots
 
 
-class Placed(NamedTuple):
+class PlacedStep(NamedTuple):
     """One step's layout, and what the origins of its rows are counted from."""
 
     layout: Layout
@@ -68,7 +68,7 @@ class Placed(NamedTuple):
     """To be added to the origins of the layout's rows."""
 
 
-class Placement:
+class StepLayout:
     """The requests that are captured, and where a step's rows of them go."""
 
     def __init__(self, addresses: Sequence[int], most_rows: int) -> None:
@@ -116,14 +116,14 @@ class Placement:
         if req_id in self._origins:
             self._origins[req_id] = self._decoding = None
 
-    def place(self, view: StepView) -> Placed | None:
+    def place(self, view: StepView) -> PlacedStep | None:
         """What a step captures, None where no plan selects a row of it."""
         self._step += 1
         if not self._groups:
             return None
         if not self._continues(view):
             self._place_anew(view)
-        return None if self._layout is None else Placed(self._layout, self._step)
+        return None if self._layout is None else PlacedStep(self._layout, self._step)
 
     def _continues(self, view: StepView) -> bool:
         return (
