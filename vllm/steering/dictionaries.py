@@ -67,8 +67,8 @@ def read_dictionary(
         raw = _chosen(raw, key, file)
     alone = _alone(raw)
     if alone is not None and layer is not None:
-        source = Provenance(origin=f"{file.name}, one vector")
-        return vector_set({(layer, hook): alone}, source, str(path))
+        origin = Provenance(origin=f"{file.name}, one vector")
+        return vector_set({(layer, hook): alone}, origin, str(path))
     vectors: dict[Tap, Any] = {}
     for name, vector in _entries(raw, file):
         tap = _tap(name, numbers, hook, file)
@@ -81,8 +81,8 @@ def read_dictionary(
                 str(name),
             )
         vectors[tap] = vector
-    source = Provenance(origin=f"{file.name}, a dictionary")
-    return vector_set(vectors, source, str(path))
+    whence = Provenance(origin=f"{file.name}, a dictionary")
+    return vector_set(vectors, whence, str(path))
 
 
 def write_dictionary(path: str | Path, vectors: VectorSet) -> None:

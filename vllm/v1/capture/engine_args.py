@@ -63,6 +63,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "layer, at least 256 MiB.",
     )
     group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
+    )
+    group.add_argument(
         "--capture-dispatch-queue-size",
         type=int,
         default=None,
@@ -152,7 +159,9 @@ def capture_config(
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+    reads = args.enable_readouts or bool(args.readout_modules)
+    takes = bool(entries or ready or reads)
+    if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
@@ -162,6 +171,7 @@ def capture_config(
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,
@@ -174,6 +184,7 @@ def capture_config(
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
+        readouts=reads,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )

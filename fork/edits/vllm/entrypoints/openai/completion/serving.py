@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion responses carry the results of captures."""
+"""Completion responses carry the results of captures and readouts."""
 
 from fork.language import add_argument, add_import, before
 
 EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Encodes rows off the event loop.",
+    ),
     add_import(
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
@@ -18,11 +22,21 @@ EDITS = [
         argument="activations=lens_responses.response_activations(final_res_batch)",
         why="The response carries them; before its results, which then leave them out.",
     ),
+    add_import(
+        "from vllm.v1.readouts.frontend import http as readouts_http",
+        why="Results as JSON.",
+    ),
     add_argument(
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
         argument="capture_results=capture_http.response_results(final_res_batch)",
         why="The response carries the results.",
+    ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="readouts=readouts_http.response_readouts(final_res_batch)",
+        why="The response carries what was read out.",
     ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
@@ -30,8 +44,13 @@ EDITS = [
         insert="""
 lens_responses.detach(res)
 capture_http.stamp(chunk, res, output)
+readouts_http.stamp(chunk, output)
+if capture_answers.carries_rows(chunk):
+    async for piece in capture_answers.event(chunk, exclude_unset=True):
+        yield piece
+    continue
 """,
-        why="The last chunk of a stream carries the results.",
+        why="The last chunk of a stream carries results, each one readouts.",
     ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
