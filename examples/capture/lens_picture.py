@@ -25,7 +25,7 @@ def readings(model: str, text: str) -> tuple[list[str], list[list[str]], torch.T
     rows = output.capture_results["inline"].payload
     stream = torch.stack(
         [rows[tap] for tap in sorted(rows)]
-    )  # [layers, tokens, hidden]
+    )
     reader = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = reader.lm_head(reader.model.norm(stream))
@@ -36,6 +36,7 @@ def readings(model: str, text: str) -> tuple[list[str], list[list[str]], torch.T
 
 
 def main() -> None:
+    """Draw the layers of one text."""
     model, text, path = sys.argv[1:]
     tokens, words, chances = readings(model, text)
     matplotlib.use("Agg")
