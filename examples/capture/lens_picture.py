@@ -23,9 +23,7 @@ def readings(model: str, text: str) -> tuple[list[str], list[list[str]], torch.T
     params = SamplingParams(max_tokens=1, capture={"inline": spec})
     (output,) = llm.generate(text, params)
     rows = output.capture_results["inline"].payload
-    stream = torch.stack(
-        [rows[tap] for tap in sorted(rows)]
-    )
+    stream = torch.stack([rows[tap] for tap in sorted(rows)])
     reader = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = reader.lm_head(reader.model.norm(stream))
