@@ -31,6 +31,30 @@ class LaneCounters(msgspec.Struct):
     """Bytes of rows that wait on disk now."""
 
 
+class MemoryCounters(msgspec.Struct):
+    """What a worker holds for rows in host memory, and how rows have left it."""
+
+    budget_bytes: int = 0
+    """What it may hold."""
+    owners: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes that are taken from the system now, by what for."""
+    overflow_bytes: int = 0
+    """Bytes of rows, so far, that went to ordinary memory as the budget was used up."""
+    lent_bytes: int = 0
+    """Bytes of rows, so far, that front ends got without a copy; ..."""
+    copied_bytes: int = 0
+    """... and over a socket."""
+    held_by_front_ends_bytes: int = 0
+    """Of the owners' bytes, what front ends have not given back."""
+    leases: int = 0
+    """The blocks of memory that these are."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All owners' bytes."""
+        return sum(self.owners.values())
+
+
 TOTALS = (
     "rows",
     "bytes",

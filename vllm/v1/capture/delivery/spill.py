@@ -103,7 +103,8 @@ class RowFiles:
             raise
         found, offset = [], start
         for rows in tensors:
-            found.append(SpilledRows(*rows.shape, rows.dtype, segment, offset))
+            num_rows, width = rows.shape
+            found.append(SpilledRows(num_rows, width, rows.dtype, segment, offset))
             offset += rows.nbytes
         return found
 

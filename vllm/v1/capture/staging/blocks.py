@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
+from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, Tap, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class LocalGroup:
     """Index of each tap among the taps of this process."""
     ranges: Ranges
     readers: tuple[Reader, ...]
+    """Those who are handed rows; none where they are read out on the device only."""
 
 
 def local_groups(
@@ -39,7 +40,8 @@ def local_groups(
         taps = tuple(tap for tap in group.taps if tap in columns)
         if taps:
             where = tuple(columns[tap] for tap in taps)
-            groups.append(LocalGroup(taps, where, group.ranges, group.readers))
+            readers = tuple(r for r in group.readers if r.instance != READOUTS)
+            groups.append(LocalGroup(taps, where, group.ranges, readers))
     return tuple(groups)
 
 

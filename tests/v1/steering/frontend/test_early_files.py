@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.steering.engine_args import steering_config
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.engine_args import steering_config
 
 
 def model(width: int = 4, layers: int = 3) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.steering import SteeringConfig
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.early_files import check_files
+from vllm.v1.steering.frontend.early_files import check_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -8,12 +8,12 @@ from pydantic import TypeAdapter
 
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
-from vllm.v1.steering.engine_args import (
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.engine_args import (
     API_KEY_VARIABLE,
     add_steering_arguments,
     steering_config,
 )
-from vllm.v1.steering.errors import SteeringValidationError
 
 
 def config(*arguments: str) -> Any:
