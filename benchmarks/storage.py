@@ -4,11 +4,14 @@
 Both write the same rows to the same file system in the same run, alternating; the
 plain writer appends to one file. What a run leaves in the page cache is synced
 before the next one starts, outside of the measured time. Every run gets a new
-folder, and nothing is deleted before the end, unless `--discard` says so: ext4 searches long for an inode where
-many were deleted in the last minutes. The consumer is driven through its lane, as in
-a worker, and timed until the last result is there.
+folder, and nothing is deleted before the end, unless `--discard` says so: ext4 searches
+long for an inode where many were deleted in the last minutes. The consumer is driven
+through its thread, as in a worker, and timed until the last result is there. Requests
+have 2 MB (files of 120 KB where each key has its own), 8 MB, or 268 MB: a prompt of
+1,024 tokens at all layers of an 8B-class model.
 
     python benchmarks/storage.py --folder /data/bench --gib 2 --rounds 3
+    python benchmarks/storage.py --folder /data/bench --ways packed ipc --sizes 268
     python benchmarks/storage.py --folder /data/bench --memory-gib 10
 
 The latter only prints how much memory the consumer holds meanwhile.
