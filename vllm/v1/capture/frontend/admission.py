@@ -14,7 +14,7 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.frontend.inflight_limit import HeldRows
+from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.plan import (
     LIVE,
     READOUTS,
@@ -76,7 +76,7 @@ class Admission:
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.capabilities, row_bytes(vllm_config.model_config))
+        self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
         self.readouts = ReadoutAdmission(vllm_config)
 
