@@ -200,6 +200,14 @@ def _storage(report: Report) -> list[Panel]:
     return [Panel("throughput / plain sequential writer", tuple(rows))]
 
 
+def _native(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (spread([case["gain"]]),), goals.NATIVE)
+        for name, case in report["cases"].items()
+    ]
+    return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
+
+
 def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
     def make(report: Report) -> list[Panel]:
         panels = []
@@ -262,6 +270,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "serving": ("Serving", _serving),
     "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
     "storage": ("Consumers that write files", _storage),
+    "native": ("Native code on one thread", _native),
     "capture_cost": (
         "Capture on a CPU server",
         _cost(_CAPTURED, goals.CAPTURE_COST),

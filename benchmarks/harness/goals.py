@@ -87,6 +87,9 @@ STORAGE = {
 }
 """Throughput over that of a plain sequential writer, by kind of file."""
 
+NATIVE = Goal(1.3, at_most=False)
+"""Throughput of what is in `csrc/` over that of the best Python code."""
+
 CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
 """Time over that of a server without capture, at most."""
 
