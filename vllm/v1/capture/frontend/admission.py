@@ -230,10 +230,10 @@ class Admission:
         for name, raw in capture.items():
             try:
                 specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
-            except CaptureValidationError:
+            except (CaptureValidationError, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                # A plug-in's own way of saying no.
+            except BaseException as error:
+                # A plug-in's own way of saying no, `SystemExit` included.
                 raise CaptureValidationError(
                     f"capture.{name}: {cut(str(error))}",
                     parameter=f"capture.{name}",
