@@ -117,6 +117,12 @@ def _json_or_text(value: str) -> Any:
         return value
 
 
+def _host_share() -> int:
+    from vllm.v1.capture.memory.budget import HOST_SHARE, machine_bytes
+
+    return machine_bytes() // HOST_SHARE
+
+
 @config
 class CaptureConfig:
     """Configuration of activation capture."""
@@ -139,6 +145,9 @@ class CaptureConfig:
     """Device memory, in bytes, that captured rows pass through. Half of it bounds
     what one step captures; a step with more gets fewer prompt tokens. Arguments that
     name no size get more on a GPU: `default_staging_bytes`."""
+    host_memory_bytes: int = Field(default_factory=_host_share, gt=0)
+    """Host memory, in bytes, that a worker may hold for captured rows. It is shared
+    with the front ends, whose callers' tensors lie in it."""
     dispatch_queue_size: int = Field(default=1024, gt=0)
     """How many packets of rows may wait for a consumer."""
     dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)

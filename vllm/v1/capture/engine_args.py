@@ -7,10 +7,11 @@ from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
-from vllm.entrypoints.serve.utils.residual_fields import refuse_variables
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.capture.capabilities import name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.foreign_variables import refuse_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
@@ -52,6 +53,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         help="Device memory that captured rows pass through; half of it bounds what "
         "one step captures. Default: room for whole steps at one hook point of every "
         "layer, at least 256 MiB.",
+    )
+    group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
     )
     group.add_argument(
         "--capture-dispatch-queue-size",
@@ -118,7 +126,7 @@ def capture_config(
         if isinstance(entry, (str, dict)):
             entries.append(entry)
         else:
-            name = _name_of(entry)
+            name = name_of(entry)
             check_consumer(entry, name)
             if entry.location != "driver":
                 raise CaptureValidationError(
@@ -151,6 +159,7 @@ def capture_config(
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,
@@ -160,9 +169,7 @@ def capture_config(
     config = CaptureConfig(
         consumers=entries,
         driver_instances=list(ready),
-        driver_truncating=[
-            name for name, one in ready.items() if getattr(one, "truncates", False)
-        ],
+        driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
         graphsafe_keys=args.capture_graphsafe_key or [],
@@ -185,10 +192,6 @@ def capture_config(
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:
     """The ready instances that belong to a configuration."""
     return _READY.get(config.driver_key, {})
-
-
-def _name_of(instance: Any) -> str:
-    return str(getattr(instance, "instance_name", "") or type(instance).__name__)
 
 
 def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@
 from typing import Any
 
 from vllm.exceptions import (
-    VLLMNotFoundError,
     VLLMServerError,
     VLLMValidationError,
 )
@@ -19,7 +18,7 @@ class SteeringValidationError(VLLMValidationError, ValueError):
     """
 
 
-class UnknownModuleError(VLLMNotFoundError, ValueError):
+class UnknownModuleError(SteeringValidationError):
     """A name that shall be removed and that there is not (HTTP 404)."""
 
 

@@ -9,7 +9,7 @@ EDITS = [
         why="Declares and reads the arguments.",
     ),
     add_import(
-        "from vllm.v1.steering.engine_args import "
+        "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
     ),
@@ -19,6 +19,7 @@ EDITS = [
         insert="""
 capture_consumers: list[Any] | None = None
 capture_staging_bytes: int | None = None
+capture_host_memory_bytes: int | None = None
 mlp_hook_points: bool = False
 capture_dispatch_queue_size: int | None = None
 capture_dispatch_queue_bytes: int | None = None

@@ -125,7 +125,7 @@ def test_a_step_that_is_elsewhere_or_later_does_not_follow() -> None:
     assert chain.follows(second)
     elsewhere = Segment(second.segment.start + 1, second.segment.num_rows)
     assert not chain.follows(second._replace(segment=elsewhere))
-    assert not chain.follows(second._replace(page=MEMORY))
+    assert not chain.follows(second._replace(places={}))
     true_starts: Any = object()
     assert not chain.follows(second._replace(true_starts=true_starts))
     chain.add(second)

@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
-from vllm.v1.steering.errors import fail
+from vllm.v1.steering.errors import UnknownModuleError, fail
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 
 logger = init_logger(__name__)
@@ -126,7 +126,11 @@ async def unregister_module(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
-        return {"status": "ok", **await control.unregister(body.get("name"))}
+        try:
+            told = await control.unregister(body.get("name"))
+        except UnknownModuleError as error:
+            raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
+        return {"status": "ok", **told}
 
     return await _change(request, ("name",), change)
 

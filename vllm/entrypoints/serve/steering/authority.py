@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.engine_args import API_KEY_VARIABLE, given_values
+from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

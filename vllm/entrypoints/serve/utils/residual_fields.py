@@ -10,7 +10,6 @@ A field that is implemented is known by its request's class; a key of `vllm_xarg
 """
 
 import difflib
-import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -71,13 +70,6 @@ WORDS = ("steer", "capture", "readout", "patch")
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
-
-FOREIGN_VARIABLES = {
-    "VLLM_ACT_CAPTURE": "start the server with --capture-consumers filesystem:root=DIR "
-    "and send capture: {...} with a request, or name what every request captures in "
-    "the consumer's global_hooks",
-}
-"""Environment variables that make another system capture."""
 
 
 def refuse_unsupported(model_class: Any, data: Any) -> None:
@@ -152,22 +144,6 @@ def refuse_args(args: Any, inside: str = "extra_args") -> None:
                 f"{inside}.{name}: it is a field of its own; put it beside {inside}",
             )
     refuse_unknown(args.keys() - HONOURED_ARGS, FIELDS, inside)
-
-
-def refuse_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where a variable asks another system to capture.
-
-    Raises:
-        CaptureValidationError: names the variable.
-
-    """
-    for name, remedy in FOREIGN_VARIABLES.items():
-        if environment.get(name, "") not in ("", "0"):
-            raise CaptureValidationError(
-                f"{name} is set, which nothing here reads; {remedy}, and unset it",
-                parameter=name,
-                value=environment[name][:60],
-            )
 
 
 def check_body(model_class: Any, data: Any) -> None:

@@ -7,6 +7,7 @@ After admission nothing can fail for a reason that lies with the user.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
@@ -59,13 +60,14 @@ class Admission:
 
         """
         self.consumers = dict(consumers)
+        self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.consumers, row_bytes(vllm_config.model_config))
+        self.held = HeldRows(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
 
     @property
@@ -75,9 +77,8 @@ class Admission:
 
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
         specs = {}
-        for name, consumer in self.consumers.items():
-            ask = getattr(consumer, "global_capture_spec", None)
-            spec = ask() if ask is not None else None
+        for name, can in self.capabilities.items():
+            spec = can.global_spec() if can.global_spec is not None else None
             if spec is not None:
                 # Layers and hooks are the same for every request: a mistake in
                 # them is found now, at start-up.
@@ -159,7 +160,7 @@ class Admission:
                 {
                     "name": name,
                     "location": consumer.location,
-                    "takes_requests": getattr(consumer, "reads_client_spec", False),
+                    "takes_requests": self.capabilities[name].takes_requests,
                     "captures_every_request": name in self._global_specs,
                 }
                 for name, consumer in sorted(self.consumers.items())
@@ -167,6 +168,7 @@ class Admission:
             "limits": {
                 "rows_per_step": self._rows_per_step,
                 "staging_bytes": config.staging_bytes,
+                "host_memory_bytes": config.host_memory_bytes,
                 "dispatch_queue_size": config.dispatch_queue_size,
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,
@@ -191,8 +193,8 @@ class Admission:
             )
         check_text(capture, "capture")
         for name in capture:
-            consumer = self.consumers.get(name)
-            if consumer is None:
+            can = self.capabilities.get(name)
+            if can is None:
                 having = sorted(self.consumers)
                 if name in _KEYS_OF_SPECS:
                     first = having[0] if having else "filesystem"
@@ -210,7 +212,7 @@ class Admission:
                     parameter="capture",
                     value=shown(name),
                 )
-            if not getattr(consumer, "reads_client_spec", False):
+            if not can.takes_requests:
                 raise CaptureValidationError(
                     f"capture.{name}: this consumer takes no requests of its own; "
                     "its configuration says what it captures. Leave it out",

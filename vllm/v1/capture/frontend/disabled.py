@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front end of an engine without consumers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.selectors import fail
@@ -54,8 +54,15 @@ class NoCapture:
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
         """There are none."""
 
-    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+    def wait(self, outputs: Collection["RequestOutput"]) -> None:
         """There is nothing to wait for."""
+
+    def take_finished(self) -> list[Any]:
+        """No request had to end before its list was complete."""
+        return []
+
+    def drop_finished(self, request_ids: Collection[str]) -> None:
+        """There are none."""
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """There are no metrics."""

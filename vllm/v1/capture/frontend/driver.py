@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.context import remembers_specs
+from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.delivery.consumer_thread import SHUTDOWN_GRACE, SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
 from vllm.v1.capture.registry import as_sink
@@ -66,7 +66,7 @@ class DriverLanes:
         self._remembering = {
             name: consumer
             for name, consumer in consumers.items()
-            if name in self._lanes and remembers_specs(consumer)
+            if name in self._lanes and consumer_capabilities(consumer).remembers_specs
         }
         self._inboxes = [
             Inbox(

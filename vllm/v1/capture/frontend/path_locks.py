@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from vllm import envs
+from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.selectors import fail
 
@@ -81,24 +82,22 @@ class Claims:
     """
 
     def __init__(
-        self, consumers: Mapping[str, Any], elsewhere: NobodyElse | None = None
+        self,
+        consumers: Mapping[str, ConsumerCapabilities],
+        elsewhere: NobodyElse | None = None,
     ) -> None:
         """No place is taken.
 
         Args:
-            consumers: by instance name; one with places of its requests' own has
-                `claimed_places(raw, request_id, num_samples)`, or sets
-                `claims_request_id` where the names in the spec are all there is.
-                `raw` is empty where it captures every request and this one does not
-                name it.
+            consumers: by instance name. `places_of` gets an empty spec where an
+                instance captures every request and this one does not name it.
             elsewhere: what other API server processes have taken.
 
         """
         self._claiming = {
-            name: getattr(consumer, "claimed_places", _as_named)
-            for name, consumer in consumers.items()
-            if hasattr(consumer, "claimed_places")
-            or getattr(consumer, "claims_request_id", False)
+            name: can.places_of
+            for name, can in consumers.items()
+            if can.places_of is not None
         }
         self._elsewhere = elsewhere or NobodyElse()
         self._taken: dict[Claim, str] = {}
@@ -193,13 +192,6 @@ class Claims:
                 asked.get(name, {}), plan.client_request_id, plan.num_samples
             )
         ]
-
-
-def _as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
-    """The place that a spec names with `tag` and `request_id`."""
-    if not isinstance(raw, Mapping) or raw.get("request_id") is None:
-        return []
-    return [f"{raw.get('tag') or ''}/{raw['request_id']}"]
 
 
 def _refusal(claim: Claim) -> Exception:

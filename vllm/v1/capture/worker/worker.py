@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.context import capture_context, remembers_specs
+from vllm.v1.capture.capabilities import (
+    ConsumerCapabilities,
+    consumer_capabilities,
+    truncates,
+)
+from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Opening
 from vllm.v1.capture.delivery.spill import SpillStore
@@ -21,6 +26,7 @@ from vllm.v1.capture.dispatch.request import (
     RequestEnd,
 )
 from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import (
     as_sink,
@@ -73,6 +79,7 @@ class WorkerCapture:
         device: torch.device,
     ) -> None:
         config = self._config = vllm_config.capture_config
+        BUDGET.limit = config.host_memory_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._dtype = dtype
@@ -102,14 +109,10 @@ class WorkerCapture:
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         self._early = frozenset(
-            name
-            for name, lane in self._lanes.items()
-            if getattr(lane.sink, "truncates", False)
+            name for name, lane in self._lanes.items() if lane.can.truncates
         )
         self._at_once = {LIVE} | {
-            name
-            for name in self._early
-            if not getattr(self._lanes[name].sink, "batches_steps", False)
+            name for name in self._early if not self._lanes[name].can.batches_steps
         }
         """Who wants rows as soon as a step has computed them."""
         self._common = {
@@ -133,6 +136,7 @@ class WorkerCapture:
             stage.pipeline_rank,
             self._lanes,
             self._outbox,
+            self._staging.trim,
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,16 +163,16 @@ class WorkerCapture:
             ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
         )
         sinks: dict[str, Any] = {}
-        built: dict[str, Any] = {}
+        built: dict[str, ConsumerCapabilities] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
                 # The instance itself is the front end's: here is none.
-                truncates = getattr(kind, "truncates", False)
-                sinks[name] = forward(name, truncates=truncates)
+                sinks[name] = forward(name, truncates=truncates(kind))
                 continue
-            consumer = built[name] = build_consumer(entry, vllm_config)
-            if remembers_specs(consumer):
+            consumer = build_consumer(entry, vllm_config)
+            built[name] = consumer_capabilities(consumer)
+            if built[name].remembers_specs:
                 self._remembering[name] = consumer
             sinks[name] = as_sink(consumer)
         check_folders(built)
@@ -206,6 +210,8 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
+        if self._staging.requests is not None:
+            self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
@@ -261,6 +267,8 @@ class WorkerCapture:
         for end in ends:
             self._placement.remove(end.request_id)
             self._plans.pop(end.request_id, None)
+            if self._staging.requests is not None:
+                self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
         if self._takes_rows:
             self._sending.send()

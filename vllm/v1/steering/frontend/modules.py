@@ -97,7 +97,10 @@ class SteeringModules:
 
         """
         if not isinstance(name, str) or name not in self._modules:
-            raise UnknownModuleError(str(self._unknown(name, "name")))
+            unknown = self._unknown(name, "name")
+            raise UnknownModuleError(
+                unknown.args[0], parameter="name", value=unknown.value
+            )
 
     def get(self, name: Any) -> SteeringTiers:
         """The named set.

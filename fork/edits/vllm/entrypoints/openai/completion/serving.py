@@ -5,6 +5,10 @@ from fork.language import add_argument, add_import, before
 
 EDITS = [
     add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Encodes rows off the event loop.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
@@ -17,7 +21,13 @@ EDITS = [
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
-        insert="capture_http.stamp(chunk, res, output)",
+        insert="""
+capture_http.stamp(chunk, res, output)
+if capture_answers.carries_rows(chunk):
+    async for piece in capture_answers.event(chunk, exclude_unset=True):
+        yield piece
+    continue
+""",
         why="The last chunk of a stream carries the results.",
     ),
 ]
