@@ -80,8 +80,12 @@ def test_an_answer_says_what_was_applied(client: TestClient) -> None:
     ]
     state = client.get("/v1/steering").json()
     extra = {"applied", "status", "hook_points", "layers_updated"}
-    active = {"active_layers": {"1": {"post_block": {"norm": pytest.approx(2 * NORM)}}}}
-    assert state == {k: v for k, v in told.json().items() if k not in extra} | active
+    active = {
+        "1": {"post_block": {"norm": pytest.approx(2 * NORM)}},
+        "0": {"pre_attn": {"decode_norm": pytest.approx(NORM)}},
+    }
+    same = {k: v for k, v in told.json().items() if k not in extra}
+    assert state == same | {"active_layers": active}
     assert told.json()["status"] == "ok"
     assert told.json()["hook_points"] == ["post_block", "pre_attn"]
     assert told.json()["layers_updated"] == [0, 1]

@@ -70,7 +70,7 @@ MAX_DEPTH = 64
 """Of lists and objects in one another, in a payload."""
 
 
-MAX_CONTAINERS = 1 << 20
+MAX_CONTAINERS = 1 << 17
 """Lists and objects; one that stands at several places counts at each."""
 
 

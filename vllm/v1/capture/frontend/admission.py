@@ -210,7 +210,7 @@ class Admission:
                     f"{listed(having)}. Start it with --capture-consumers NAME to add "
                     "one",
                     parameter="capture",
-                    value=shown(name),
+                    value=name,
                 )
             if not can.takes_requests:
                 raise CaptureValidationError(
