@@ -149,7 +149,9 @@ def capture_config(
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+    reads = args.enable_readouts or bool(args.readout_modules)
+    takes = bool(entries or ready or reads)
+    if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
@@ -172,6 +174,7 @@ def capture_config(
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
+        readouts=reads,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )

@@ -165,6 +165,8 @@ def _plain(payload: Any, path: str, show: Show) -> Any:
 def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:
     """Put the results of a final output into the chunk that ends its stream.
 
+    A chunk before it gets the rows of its tokens, where the request asked for them.
+
     A final output may end several samples. Each is a `part` of it with a chunk of its
     own, and the chunk of the last one is the stream's last.
 
@@ -172,7 +174,7 @@ def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool
         Whether the chunk has rows.
 
     """
-    if not output.finished or not output.capture_results:
+    if not output.capture_results:
         return False
     if part is not output.outputs[-1]:
         return False

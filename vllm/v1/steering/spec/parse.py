@@ -14,7 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.spec.entry import Manner, is_finite, parse_manner
+from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -47,7 +47,7 @@ class Entry:
     vector: Vector
     """Not scaled."""
     scale: float
-    manner: Manner
+    manner: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
