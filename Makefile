@@ -48,6 +48,7 @@ format: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.dead_code
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 type: venv

@@ -15,10 +15,10 @@ from vllm.entrypoints.serve.utils.residual_fields import (
     FOREIGN,
     HONOURED_ARGS,
     refuse_args,
-    refuse_variables,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.foreign_variables import refuse_variables
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -39,7 +39,6 @@ MEANT = {
     "patch": "patching",
     "patch_vectors": "patching",
     "conversation_id": "conversations",
-    "readouts": "capture",
     "capture_layers": "inline",
 }
 

@@ -81,8 +81,8 @@ def read_dictionary(
                 str(name),
             )
         vectors[tap] = vector
-    origin = f"{file.name}, a dictionary"
-    return vector_set(vectors, Provenance(origin=origin), str(path))
+    whence = Provenance(origin=f"{file.name}, a dictionary")
+    return vector_set(vectors, whence, str(path))
 
 
 def write_dictionary(path: str | Path, vectors: VectorSet) -> None:

@@ -7,10 +7,11 @@ from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
-from vllm.entrypoints.serve.utils.residual_fields import refuse_variables
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.capture.capabilities import name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.foreign_variables import refuse_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
@@ -32,8 +33,7 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--capture-consumers",
-        nargs="+",
-        action="extend",
+        action="append",
         default=None,
         metavar="NAME[:key=value,...]",
         help="A consumer of captured activations, such as "
@@ -53,6 +53,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         help="Device memory that captured rows pass through; half of it bounds what "
         "one step captures. Default: room for whole steps at one hook point of every "
         "layer, at least 256 MiB.",
+    )
+    group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
     )
     group.add_argument(
         "--capture-dispatch-queue-size",
@@ -119,7 +126,7 @@ def capture_config(
         if isinstance(entry, (str, dict)):
             entries.append(entry)
         else:
-            name = _name_of(entry)
+            name = name_of(entry)
             check_consumer(entry, name)
             if entry.location != "driver":
                 raise CaptureValidationError(
@@ -142,7 +149,9 @@ def capture_config(
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+    reads = args.enable_readouts or bool(args.readout_modules)
+    takes = bool(entries or ready or reads)
+    if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
@@ -152,6 +161,7 @@ def capture_config(
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,
@@ -161,11 +171,10 @@ def capture_config(
     config = CaptureConfig(
         consumers=entries,
         driver_instances=list(ready),
-        driver_truncating=[
-            name for name, one in ready.items() if getattr(one, "truncates", False)
-        ],
+        driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
+        readouts=reads,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )
@@ -186,10 +195,6 @@ def capture_config(
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:
     """The ready instances that belong to a configuration."""
     return _READY.get(config.driver_key, {})
-
-
-def _name_of(instance: Any) -> str:
-    return str(getattr(instance, "instance_name", "") or type(instance).__name__)
 
 
 def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
@@ -216,10 +221,12 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
 def _check_graphsafe_keys(keys: list[str]) -> None:
     for key in keys:
         layer, _, hook = key.partition(":")
-        if not (layer.isascii() and layer.isdigit()) or hook not in HOOK_NAMES:
+        is_layer = layer == "all" or (layer.isascii() and layer.isdigit())
+        if not is_layer or hook not in (*HOOK_NAMES, "all"):
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
-                f"3:post_block; the hook points are {list(HOOK_NAMES)}",
+                f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
+                "stands for each",
                 parameter="capture_graphsafe_key",
                 value=key,
             )

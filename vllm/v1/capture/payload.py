@@ -22,6 +22,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.token_ids: dict[Tap, list[int | None]] = {}
         self.encoding: str | None = None
         """How HTTP responses encode the values; None is plain base64."""
+        self.transport = "http"
+        """How HTTP responses carry them; `"shm"` is memory that the client maps."""
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` holds what `facts_of` returned for it."""
@@ -29,6 +31,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.positions[tap] = list(facts["positions"])
         self.token_ids[tap] = list(facts["token_ids"])
         self.encoding = facts["encoding"]
+        self.transport = facts.get("transport", "http")
 
     def facts_of(self, tap: Tap) -> dict[str, Any]:
         """Everything but the rows of a tap, as plain data."""
@@ -36,6 +39,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             "positions": self.positions[tap],
             "token_ids": self.token_ids[tap],
             "encoding": self.encoding,
+            "transport": self.transport,
         }
 
     @classmethod
@@ -60,6 +64,46 @@ def is_by_tap(payload: Any) -> bool:
             for key in payload
         )
     )
+
+
+MAX_DEPTH = 64
+"""Of lists and objects in one another, in a payload."""
+
+
+MAX_CONTAINERS = 1 << 17
+"""Lists and objects; one that stands at several places counts at each."""
+
+
+def fault_of(payload: Any) -> str | None:
+    """Why a payload cannot travel: too deep, without end, or a number too large.
+
+    Args:
+        payload: what a consumer gave; what is not plain data is somebody else's to
+            check.
+
+    """
+    waiting = [(payload, 0)]
+    containers = 0
+    while waiting:
+        here, depth = waiting.pop()
+        if isinstance(here, int) and not -(1 << 63) <= here < 1 << 64:
+            return "holds a whole number of more than 64 bits; make it text"
+        if isinstance(here, dict):
+            inner = [*here.keys(), *here.values()]
+        elif isinstance(here, (list, tuple)):
+            inner = list(here)
+        else:
+            continue
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            return f"has more than {MAX_CONTAINERS} lists and objects"
+        if depth == MAX_DEPTH:
+            return (
+                f"is more than {MAX_DEPTH} lists and objects deep, or contains itself"
+            )
+        # One deeper than the rest of what waits: depth first finds cycles at once.
+        waiting += [(one, depth + 1) for one in inner]
+    return None
 
 
 def sendable(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.engine_args import API_KEY_VARIABLE, given_values
+from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 MUTATING = frozenset(
     f"/v1/steering/{name}"
     for name in ("set", "clear", "modules/register", "modules/unregister")
-)
+) | {
+    f"/v1/{place}/{name}"
+    for place in ("readouts/modules", "sae")
+    for name in ("register", "unregister")
+}
 """Routes that need a steering key where one is set."""
 
 

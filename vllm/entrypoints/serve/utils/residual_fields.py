@@ -10,7 +10,6 @@ A field that is implemented is known by its request's class; a key of `vllm_xarg
 """
 
 import difflib
-import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,14 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend import admission as steering_admission
 
-FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
+FIELDS = (
+    "capture",
+    "capture_wait",
+    "capture_stream",
+    "readouts",
+    "stop_when",
+    *steering_admission.FIELDS,
+)
 """Fields of the generation requests; other requests refuse them."""
 
 HONOURED_ARGS: frozenset[str] = frozenset()
@@ -30,7 +36,6 @@ HONOURED_ARGS: frozenset[str] = frozenset()
 
 _CLAMP = 'put {"vector": [...], "op": "clamp", "min": a, "max": b} into '
 _NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
-_NO_READOUT = "readouts are not implemented; capture the rows with the consumer inline"
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
 )
@@ -45,8 +50,6 @@ FOREIGN: dict[str, str] = {
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
     "steering_module_ref": "use steering_name, and scale the module's vectors",
-    "readouts": _NO_READOUT,
-    "stop_when": _NO_READOUT,
     # Fields of our own routes and of Python, and what is easily mistaken for ours.
     "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}',
     "steering_layer": "a layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
@@ -54,8 +57,6 @@ FOREIGN: dict[str, str] = {
     "prefill_vectors": "use prefill_steering_vectors",
     "decode_vectors": "use decode_steering_vectors",
     "clamps": _CLAMP + "steering_vectors",
-    "capture_stream": "it is a parameter of AsyncLLM's SamplingParams; over HTTP the "
-    "last chunk carries the rows",
     "capture_consumers": "the server is started with --capture-consumers; a request "
     "says capture: {CONSUMER: {...}}",
     # Of vllm-lens, as keys of vllm_xargs and extra_args, and of its client.
@@ -71,13 +72,6 @@ WORDS = ("steer", "capture", "readout", "patch")
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
-
-FOREIGN_VARIABLES = {
-    "VLLM_ACT_CAPTURE": "start the server with --capture-consumers filesystem:root=DIR "
-    "and send capture: {...} with a request, or name what every request captures in "
-    "the consumer's global_hooks",
-}
-"""Environment variables that make another system capture."""
 
 
 def refuse_unsupported(model_class: Any, data: Any) -> None:
@@ -152,22 +146,6 @@ def refuse_args(args: Any, inside: str = "extra_args") -> None:
                 f"{inside}.{name}: it is a field of its own; put it beside {inside}",
             )
     refuse_unknown(args.keys() - HONOURED_ARGS, FIELDS, inside)
-
-
-def refuse_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where a variable asks another system to capture.
-
-    Raises:
-        CaptureValidationError: names the variable.
-
-    """
-    for name, remedy in FOREIGN_VARIABLES.items():
-        if environment.get(name, "") not in ("", "0"):
-            raise CaptureValidationError(
-                f"{name} is set, which nothing here reads; {remedy}, and unset it",
-                parameter=name,
-                value=environment[name][:60],
-            )
 
 
 def check_body(model_class: Any, data: Any) -> None:
@@ -261,6 +239,7 @@ def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
 
 
 def _error(name: str, message: str) -> VLLMValidationError:
-    captures = "capture" in name or "readout" in name or "residual_stream" in name
+    words = ("capture", "readout", "residual_stream", "stop_when")
+    captures = any(word in name for word in words)
     kind = CaptureValidationError if captures else SteeringValidationError
     return kind(message, parameter=name)

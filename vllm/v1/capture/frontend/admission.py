@@ -7,14 +7,23 @@ After admission nothing can fail for a reason that lies with the user.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.frontend.inflight_limit import HeldRows
-from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.frontend.inflight_limit import RowLimits
+from vllm.v1.capture.plan import (
+    LIVE,
+    READOUTS,
+    CapturePlan,
+    Ranges,
+    Tap,
+    group_taps,
+    union,
+)
 from vllm.v1.capture.selectors import (
     check_size,
     check_text,
@@ -27,6 +36,7 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission, staged_ranges
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
@@ -59,14 +69,16 @@ class Admission:
 
         """
         self.consumers = dict(consumers)
+        self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.consumers, row_bytes(vllm_config.model_config))
+        self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
+        self.readouts = ReadoutAdmission(vllm_config)
 
     @property
     def captures_everything(self) -> list[str]:
@@ -75,9 +87,8 @@ class Admission:
 
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
         specs = {}
-        for name, consumer in self.consumers.items():
-            ask = getattr(consumer, "global_capture_spec", None)
-            spec = ask() if ask is not None else None
+        for name, can in self.capabilities.items():
+            spec = can.global_spec() if can.global_spec is not None else None
             if spec is not None:
                 # Layers and hooks are the same for every request: a mistake in
                 # them is found now, at start-up.
@@ -124,7 +135,8 @@ class Admission:
         """
         if params.capture == {}:
             params.capture = None  # Nothing is asked for, so nothing is captured.
-        if params.capture is None and not self._global_specs:
+        asks = params.capture, params.readouts, params.stop_when
+        if asks == (None, None, None) and not self._global_specs:
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
@@ -133,6 +145,9 @@ class Admission:
             name: self._taps(spec, ctx, name)
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
+        readouts = self.readouts.plan(params, ctx)
+        if readouts is not None:
+            wanted[READOUTS] = staged_ranges(readouts)
         if not wanted:
             return None
         live: dict[Tap, Ranges] = {}
@@ -147,6 +162,7 @@ class Admission:
             groups=group_taps(wanted, num_prompt_tokens, self._lag),
             reply_to=reply_to,
             num_samples=params.n,
+            readouts=readouts,
         )
         self._check_budget(plan)
         return plan
@@ -159,7 +175,7 @@ class Admission:
                 {
                     "name": name,
                     "location": consumer.location,
-                    "takes_requests": getattr(consumer, "reads_client_spec", False),
+                    "takes_requests": self.capabilities[name].takes_requests,
                     "captures_every_request": name in self._global_specs,
                 }
                 for name, consumer in sorted(self.consumers.items())
@@ -167,6 +183,7 @@ class Admission:
             "limits": {
                 "rows_per_step": self._rows_per_step,
                 "staging_bytes": config.staging_bytes,
+                "host_memory_bytes": config.host_memory_bytes,
                 "dispatch_queue_size": config.dispatch_queue_size,
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,
@@ -191,8 +208,8 @@ class Admission:
             )
         check_text(capture, "capture")
         for name in capture:
-            consumer = self.consumers.get(name)
-            if consumer is None:
+            can = self.capabilities.get(name)
+            if can is None:
                 having = sorted(self.consumers)
                 if name in _KEYS_OF_SPECS:
                     first = having[0] if having else "filesystem"
@@ -208,9 +225,9 @@ class Admission:
                     f"{listed(having)}. Start it with --capture-consumers NAME to add "
                     "one",
                     parameter="capture",
-                    value=shown(name),
+                    value=name,
                 )
-            if not getattr(consumer, "reads_client_spec", False):
+            if not can.takes_requests:
                 raise CaptureValidationError(
                     f"capture.{name}: this consumer takes no requests of its own; "
                     "its configuration says what it captures. Leave it out",
@@ -230,10 +247,10 @@ class Admission:
         for name, raw in capture.items():
             try:
                 specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
-            except CaptureValidationError:
+            except (CaptureValidationError, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                # A plug-in's own way of saying no.
+            except BaseException as error:
+                # A plug-in's own way of saying no, `SystemExit` included.
                 raise CaptureValidationError(
                     f"capture.{name}: {cut(str(error))}",
                     parameter=f"capture.{name}",

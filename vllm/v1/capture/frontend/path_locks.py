@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from vllm import envs
+from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.selectors import fail
 
@@ -26,7 +27,7 @@ Claim: TypeAlias = tuple[str, str]
 """`(instance, place)`, a place being what the consumer makes of a request's names."""
 
 
-class NobodyElse:
+class NoOtherServers:
     """There is one process only: no name is taken elsewhere."""
 
     def take(self, name: tuple[str, ...]) -> bool:
@@ -37,7 +38,7 @@ class NobodyElse:
         """Others may have the name."""
 
 
-class OtherServers(NobodyElse):
+class OtherServers(NoOtherServers):
     """The names that several processes take from each other; any thread may call.
 
     Within a process a name can be taken again: that is not noticed here.
@@ -73,7 +74,7 @@ class OtherServers(NobodyElse):
         return int.from_bytes(digest[:8], "big") >> 2
 
 
-class Claims:
+class PathLocks:
     """Which places are taken, and by which request. Any thread may call.
 
     A place is free again once the request's results are there; what happens to files
@@ -81,26 +82,24 @@ class Claims:
     """
 
     def __init__(
-        self, consumers: Mapping[str, Any], elsewhere: NobodyElse | None = None
+        self,
+        consumers: Mapping[str, ConsumerCapabilities],
+        elsewhere: NoOtherServers | None = None,
     ) -> None:
         """No place is taken.
 
         Args:
-            consumers: by instance name; one with places of its requests' own has
-                `claimed_places(raw, request_id, num_samples)`, or sets
-                `claims_request_id` where the names in the spec are all there is.
-                `raw` is empty where it captures every request and this one does not
-                name it.
+            consumers: by instance name. `places_of` gets an empty spec where an
+                instance captures every request and this one does not name it.
             elsewhere: what other API server processes have taken.
 
         """
         self._claiming = {
-            name: getattr(consumer, "claimed_places", _as_named)
-            for name, consumer in consumers.items()
-            if hasattr(consumer, "claimed_places")
-            or getattr(consumer, "claims_request_id", False)
+            name: can.places_of
+            for name, can in consumers.items()
+            if can.places_of is not None
         }
-        self._elsewhere = elsewhere or NobodyElse()
+        self._elsewhere = elsewhere or NoOtherServers()
         self._taken: dict[Claim, str] = {}
         self._reserved: dict[Claim, int] = {}
         """For plans of requests that were admitted and are not under way yet."""
@@ -195,13 +194,6 @@ class Claims:
         ]
 
 
-def _as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
-    """The place that a spec names with `tag` and `request_id`."""
-    if not isinstance(raw, Mapping) or raw.get("request_id") is None:
-        return []
-    return [f"{raw.get('tag') or ''}/{raw['request_id']}"]
-
-
 def _refusal(claim: Claim) -> Exception:
     instance, place = claim
     return fail(
@@ -212,6 +204,6 @@ def _refusal(claim: Claim) -> Exception:
     )
 
 
-def other_servers(count: int) -> NobodyElse:
+def other_servers(count: int) -> NoOtherServers:
     """What there is besides this process, of so many API servers."""
-    return OtherServers(os.getppid()) if count > 1 else NobodyElse()
+    return OtherServers(os.getppid()) if count > 1 else NoOtherServers()

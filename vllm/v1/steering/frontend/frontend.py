@@ -11,11 +11,11 @@ from vllm.v1.steering.frontend.admission import (
     GLOBAL_FIELDS,
     SteeringAdmission,
 )
+from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
-from vllm.v1.steering.spec.early_files import about_module
 from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.model_identity import identity_of
 from vllm.v1.steering.spec.parse import SteeredModel
