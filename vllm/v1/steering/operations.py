@@ -6,17 +6,52 @@ the rest of steering, because `vllm.sampling_params` imports it.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-OpName: TypeAlias = Literal["add", "project_out", "clamp", "replace"]
+from vllm.v1.steering.positions import Positions, last_of, spans
 
-OP_NAMES: tuple[OpName, ...] = ("replace", "add", "project_out", "clamp")
+OpName: TypeAlias = Literal[
+    "replace", "add", "project_out", "swap", "rotate", "low_rank", "clamp"
+]
+
+OP_NAMES: tuple[OpName, ...] = (
+    "replace",
+    "add",
+    "project_out",
+    "swap",
+    "rotate",
+    "low_rank",
+    "clamp",
+)
 """In the order in which they are carried out at one hook point."""
+
+
+class Details(msgspec.Struct, frozen=True, array_like=True):
+    """What only some operations have."""
+
+    strength: float = 1.0
+    """Of a clamp: how far the way to its bounds."""
+    alpha: float = 1.0
+    """Of a replacement: the share of the vector in the result."""
+    degrees: float = 0.0
+    """Of a rotation."""
+    activation: str = "identity"
+    """Of `low_rank`."""
+    arrays: tuple[tuple[str, bytes], ...] = ()
+    """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
+
+    def array(self, name: str) -> npt.NDArray[np.float32] | None:
+        """An array, flat; None if there is none of this name."""
+        data = dict(self.arrays).get(name)
+        return None if data is None else np.frombuffer(data, dtype=np.float32)
+
+
+NO_DETAILS = Details()
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -26,16 +61,18 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     hook: str
     op: OpName
     data: bytes
-    """The vector as given: float32 `[hidden_size]`."""
+    """The vector as given: float32 `[hidden_size]`; `[2, hidden_size]` for a plane, and
+    `[rank, hidden_size]` for what `low_rank` reads."""
     scale: float
     low: float | None
     high: float | None
     norm_match: bool
     """Whether `scale` counts in norms of the stream."""
-    positions: tuple[int, ...] | None
-    """Token positions, negative ones from the prompt's end; None for all."""
+    positions: Positions | None
+    """Where it acts; None for all."""
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
+    details: Details = NO_DETAILS
 
     @property
     def tap(self) -> tuple[int, str]:
@@ -44,20 +81,25 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def vector(self) -> npt.NDArray[np.float32]:
-        """`[hidden_size]`, a view of the data."""
+        """`[hidden_size]`, or all rows flat; a view of the data."""
         return np.frombuffer(self.data, dtype=np.float32)
 
     def last(self, num_prompt: int) -> int:
         """The last position that it names; without positions none is the last."""
         assert self.positions is not None, "it acts everywhere"
-        return max(p if p >= 0 else num_prompt + p for p in self.positions)
+        return last_of(self.positions, num_prompt)
+
+    def ranges(self, num_prompt: int, start: int, stop: int) -> list[range]:
+        """The positions in `[start, stop)` that it acts on; they may overlap."""
+        if self.positions is None:
+            return [range(start, stop)]
+        found = (one.within(num_prompt, start, stop) for one in self.positions)
+        return [one for one in found if one]
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` that it acts on, ascending."""
-        if self.positions is None:
-            return list(range(start, stop))
-        absolute = {p if p >= 0 else num_prompt + p for p in self.positions}
-        return sorted(p for p in absolute if start <= p < stop)
+        found = self.ranges(num_prompt, start, stop)
+        return sorted({position for one in found for position in one})
 
 
 def operation(
@@ -67,14 +109,31 @@ def operation(
     scale: float,
     bounds: tuple[float | None, float | None],
     norm_match: bool,
-    positions: Iterable[int] | None,
+    positions: Positions | Iterable[int] | None,
+    details: Details = NO_DETAILS,
 ) -> Operation:
-    """An operation with its digest."""
+    """An operation with its digest; positions may also be given one by one."""
     data = vector.astype("<f4").tobytes()
-    what = repr((tap, op, scale, bounds, norm_match)).encode()
-    where = None if positions is None else tuple(sorted(set(positions)))
+    where = _spans(positions)
+    what = repr((tap, op, scale, bounds, norm_match, details)).encode()
     digest = hashlib.sha256(what + data).hexdigest()
-    return Operation(*tap, op, data, scale, *bounds, norm_match, where, digest)
+    return Operation(*tap, op, data, scale, *bounds, norm_match, where, digest, details)
+
+
+def _spans(positions: Positions | Iterable[int] | None) -> Positions | None:
+    if positions is None:
+        return None
+    listed = list(positions)
+    if all(isinstance(one, int) for one in listed):
+        return spans(one for one in listed if isinstance(one, int))
+    return tuple(one for one in listed if not isinstance(one, int))
+
+
+def packed_arrays(
+    arrays: Mapping[str, npt.NDArray[np.float32]],
+) -> tuple[tuple[str, bytes], ...]:
+    """Arrays in the form that travels."""
+    return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
 
 
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:

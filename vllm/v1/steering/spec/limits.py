@@ -9,7 +9,9 @@ import torch
 
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, total
+from vllm.v1.steering.plan import SteeringTiers, Tap, total
+from vllm.v1.steering.positions import missed as missed_of
+from vllm.v1.steering.positions import most_at_once
 
 
 def check_positions(
@@ -42,7 +44,9 @@ def check_positions(
     for tier, possible in ranges.items():
         packed = getattr(tiers, tier)
         for one in packed.operations if packed is not None else ():
-            missed = _missed(one, num_prompt, possible)
+            if one.positions is None:
+                continue
+            missed = missed_of(one.positions, num_prompt, possible)
             if missed is not None:
                 at = f"{names[tier]}.{one.hook}.{one.layer}.positions"
                 having = (
@@ -59,16 +63,36 @@ def check_positions(
                 )
 
 
-def _missed(one: Operation, num_prompt: int, possible: range) -> int | None:
-    """A position of an operation that no token of `possible` has, if any."""
-    if one.positions is None:
-        return None
-    absolute = {p: p if p >= 0 else num_prompt + p for p in one.positions}
-    missed = [p for p, place in absolute.items() if place not in possible]
-    counts_back = one.positions == tuple(range(-len(one.positions), 0))
-    if counts_back and len(missed) < len(one.positions):
-        return None  # The last k tokens of a prompt that has fewer: all of them.
-    return missed[0] if missed else None
+def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
+    """Refuse more operations at one token and hook point than allowed.
+
+    Those with positions count where they may meet: a hundred entries at a hundred
+    tokens are one.
+
+    Args:
+        tiers: all that a request, or the engine, does.
+        most: `--max-steering-ops`.
+        parameter: for the message.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    for operations in (tiers.prefill_operations, tiers.decode_operations):
+        at: dict[Tap, list[Operation]] = {}
+        for one in operations:
+            at.setdefault(one.tap, []).append(one)
+        for (layer, hook), these in at.items():
+            placed = [one.positions for one in these if one.positions is not None]
+            count = len(these) - len(placed) + most_at_once(placed)
+            if count > most:
+                raise fail(
+                    f"{parameter}: {count} operations may act on one token at {hook} "
+                    f"of layer {layer}, and --max-steering-ops allows {most}; send "
+                    "fewer, or at positions that do not meet",
+                    parameter,
+                    count,
+                )
 
 
 class Overflow(NamedTuple):
