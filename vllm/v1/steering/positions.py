@@ -14,6 +14,10 @@ FARTHEST = 2**31
 """No position is farther from the start, or from the end, of a prompt."""
 
 
+LISTED = 64
+"""So many positions are described one by one."""
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
     """The positions `[start, stop)`."""
 
@@ -88,14 +92,15 @@ def missed(positions: Positions, num_prompt: int, possible: range) -> int | None
 
 def describe(positions: Positions | None) -> Any:
     """As a user would write it: a name, `{"last": k}`, a list or ranges."""
-    for name, named in NAMED.items():
-        if positions == named:
-            return None if named is None else name
-    assert positions is not None
-    if len(positions) == 1 and positions[0].is_open and positions[0].from_end:
+    if positions is None:
+        return None
+    for name in ("all_prompt", "all_generated"):
+        if positions == NAMED[name]:
+            return name
+    if sum(one.stop - one.start for one in positions) <= LISTED:
+        return sorted(_each(positions))
+    if len(positions) == 1 and positions[0].from_end and positions[0].stop == 0:
         return {"last": -positions[0].start}
-    if sum(one.stop - one.start for one in positions) <= 64:
-        return list(_each(positions))
     return {"ranges": [[one.start, one.stop - 1] for one in positions]}
 
 
