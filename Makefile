@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess test-real interop parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess test-hostile test-real interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -48,6 +48,7 @@ format: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.dead_code
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 type: venv
@@ -58,13 +59,16 @@ type: venv
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		-m "not gpu and not soak and not parity and not multiprocess \
-		and not interop and not real"
+		and not interop and not real and not hostile"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
 
 test-multiprocess: venv  ## Models over several processes, features in combination
 	$(BIN)/python -m pytest -m "multiprocess and not gpu"
+
+test-hostile: venv  ## Attacks that take minutes: thousands of spoilt bodies, bad plug-ins
+	$(BIN)/python -m pytest -m hostile -s tests/hostile
 
 .venv-interop/.installed: requirements/interop.txt
 	$(PYTHON) -m venv .venv-interop
@@ -95,6 +99,7 @@ test-gpu:  ## What needs a GPU
 wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=--build-option=--compression=deflated .
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client
 
 models: $(INSTALLED)  ## The page of supported models, from the list and the proofs
 	$(BIN)/python -m fork models --device $(DEVICE) --markdown > docs/.supported_models

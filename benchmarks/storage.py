@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the filesystem consumer writes, against one plain sequential writer.
+"""How fast the consumers that write files do so, against one plain sequential writer.
 
 Both write the same rows to the same file system in the same run, alternating; the
 plain writer appends to one file. What a run leaves in the page cache is synced
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
 from benchmarks.harness import reports  # noqa: E402
+from vllm.v1.capture.consumers.arrow import ArrowConsumer  # noqa: E402
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane  # noqa: E402
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402
@@ -41,11 +42,21 @@ ROW_BYTES = WIDTH * 2
 GIB = 1 << 30
 
 SHAPES = {
-    # Layout: taps of a request, rows of a tap. 15 rows are files of 120 KB.
-    "per_file": (16, 15),
-    "packed": (8, 128),
-    "sharded": (8, 128),
+    # Megabytes of a request: its taps, rows of a tap.
+    2: (16, 15),
+    8: (8, 128),
+    268: (32, 1024),
 }
+WAYS = {
+    "per_file": {"default_layout": "per_file"},
+    "packed": {"default_layout": "packed"},
+    "sharded": {"default_layout": "sharded"},
+    "safetensors": {"format": "safetensors"},
+    "ipc": {"format": "ipc"},
+    "parquet": {"format": "parquet"},
+}
+UNDER_WAY = 2 << 30
+"""Bytes of the requests that have not been answered, at most."""
 
 
 def facts(layer: int, num_rows: int, request_id: str) -> dict[str, object]:
@@ -72,16 +83,16 @@ def facts(layer: int, num_rows: int, request_id: str) -> dict[str, object]:
     }
 
 
-def requests(layout: str, total: int) -> Iterator[tuple[str, torch.Tensor]]:
+def requests(size: int, total: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Request ids with rows `[taps, rows, width]`, from a small pool of rows."""
-    taps, rows = SHAPES[layout]
+    taps, rows = SHAPES[size]
     pool = [torch.randn(taps, rows, WIDTH).bfloat16() for _ in range(4)]
     for number in range(total // (taps * rows * ROW_BYTES)):
         yield f"request-{number}", pool[number % len(pool)]
 
 
-def plain(folder: Path, layout: str, total: int) -> float:
-    items = list(requests(layout, total))
+def plain(folder: Path, way: str, size: int, total: int) -> float:
+    items = list(requests(size, total))
     begin = perf_counter()
     with open(folder / "plain.bin", "wb", buffering=0) as file:
         for _, rows in items:
@@ -89,15 +100,18 @@ def plain(folder: Path, layout: str, total: int) -> float:
     return perf_counter() - begin
 
 
-def consumer(folder: Path, layout: str, total: int, fresh: bool = False) -> float:
-    items = requests(layout, total) if fresh else list(requests(layout, total))
-    sink = FilesystemConsumer(
-        None,  # type: ignore[arg-type]
-        {"root": str(folder / "captures"), "default_layout": layout},
-    )
+def consumer(
+    folder: Path, way: str, size: int, total: int, fresh: bool = False
+) -> float:
+    items = requests(size, total) if fresh else list(requests(size, total))
+    params = {"root": str(folder / "captures"), **WAYS[way]}
+    kind = ArrowConsumer if "format" in params else FilesystemConsumer
+    sink = kind(None, params)  # type: ignore[arg-type]
     lane = SinkLane("benchmark", sink, 256 << 20, 1024)
     bad: list[object] = []
-    under_way = threading.Semaphore(256)
+    taps, rows = SHAPES[size]
+    most = min(256, UNDER_WAY // (taps * rows * ROW_BYTES))
+    under_way = threading.Semaphore(most)
 
     def answer(result: object) -> None:
         under_way.release()
@@ -112,7 +126,7 @@ def consumer(folder: Path, layout: str, total: int, fresh: bool = False) -> floa
     for request_id, block in items:
         under_way.acquire()
         feed(lane, request_id, block.clone() if fresh else block, answer)
-    for _ in range(256):
+    for _ in range(most):
         under_way.acquire()
     seconds = perf_counter() - begin
     lane.close(60.0)
@@ -151,7 +165,11 @@ def resident_mib() -> float:
 
 
 def timed(
-    write: Callable[[Path, str, int], float], folder: Path, layout: str, total: int
+    write: Callable[[Path, str, int, int], float],
+    folder: Path,
+    way: str,
+    size: int,
+    total: int,
 ) -> tuple[float, float]:
     """Wall seconds of the writing, CPU seconds of the process meanwhile.
 
@@ -159,18 +177,18 @@ def timed(
     """
     fresh = fresh_folder(folder)
     begin = process_time()
-    seconds = write(fresh, layout, total)
+    seconds = write(fresh, way, size, total)
     return seconds, process_time() - begin
 
 
 def compare(
-    folder: Path, layout: str, total: int, rounds: int
+    folder: Path, way: str, size: int, total: int, rounds: int
 ) -> list[dict[str, float]]:
     """Seconds of either writer, and the ratio of throughputs, round by round."""
     found = []
     for _ in range(rounds):
-        base, base_cpu = timed(plain, folder, layout, total)
-        ours, ours_cpu = timed(consumer, folder, layout, total)
+        base, base_cpu = timed(plain, folder, way, size, total)
+        ours, ours_cpu = timed(consumer, folder, way, size, total)
         found.append(
             {
                 "plain_seconds": base,
@@ -181,13 +199,13 @@ def compare(
             }
         )
         print(
-            f"{layout:9} plain {total / base / 1e6:6.0f} MB/s, consumer "
+            f"{way:11} {size:3} MB: plain {total / base / 1e6:6.0f} MB/s, consumer "
             f"{total / ours / 1e6:6.0f} MB/s, ratio {base / ours:.2f}; CPU seconds a "
             f"GB {base_cpu / total * 1e9:.2f} and {ours_cpu / total * 1e9:.2f}",
             flush=True,
         )
     median = statistics.median(one["ratio"] for one in found)
-    print(f"{layout:9} median ratio {median:.2f}", flush=True)
+    print(f"{way:11} {size:3} MB: median ratio {median:.2f}", flush=True)
     return found
 
 
@@ -202,7 +220,7 @@ def memory(folder: Path, total: int) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    seconds = consumer(fresh_folder(folder), "packed", total, fresh=True)
+    seconds = consumer(fresh_folder(folder), "packed", 8, total, fresh=True)
     done.set()
     watcher.join()
     quarter = max(len(seen) // 4, 1)
@@ -218,7 +236,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layouts", nargs="+", default=list(SHAPES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, choices=SHAPES, default=[8, 268]
+    )
     parser.add_argument("--memory-gib", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=WORK / "storage.json")
     args = parser.parse_args()
@@ -232,9 +253,10 @@ def main() -> None:
         report: dict[str, Any] = {
             **head,
             "gib": args.gib,
-            "layouts": {
-                layout: compare(folder, layout, total, args.rounds)
-                for layout in args.layouts
+            "ways": {
+                f"{way}, {size} MB": compare(folder, way, size, total, args.rounds)
+                for way in args.ways
+                for size in args.sizes
             },
             "machine": reports.machine(load),
         }

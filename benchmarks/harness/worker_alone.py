@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from vllm.config.capture import CaptureConfig, parse_consumer
-from vllm.v1.capture.plan import CapturePlan, Reader, Tap, TapGroup
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.capture.plan import CaptureEnd, CapturePlan, Reader, Tap, TapGroup
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
-from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.step_view import StepView
 
 WAIT = 120.0
 HOOKS = ("pre_attn", "post_attn", "post_block")

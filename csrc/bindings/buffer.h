@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "bindings/unlocked.h"
-#include "writer/file.h"
 
 namespace clearbox {
 
@@ -32,7 +31,6 @@ class Buffer {
   std::span<const std::byte> bytes() const {
     return {static_cast<const std::byte*>(view_.buf), size()};
   }
-  Bytes part() const { return {view_.buf, size()}; }
   std::size_t size() const { return static_cast<std::size_t>(view_.len); }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codecs and checksum for Python: checks what comes in, releases the GIL, calls.
+// Codecs for Python: checks what comes in, releases the GIL, calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -14,7 +14,6 @@
 
 #include "bindings/buffer.h"
 #include "bindings/module.h"
-#include "checksum/crc32c.h"
 #include "codecs/full8.h"
 #include "codecs/topk8.h"
 
@@ -92,21 +91,6 @@ nb::bytes full8_from(nb::handle rows, const std::string& dtype, std::size_t num_
                       [&](std::byte* out) { encode_full8(checked, kernels, out); });
 }
 
-nb::bytes rows_from_full8(nb::handle records, const std::string& dtype,
-                          std::size_t num_rows, std::size_t width,
-                          const std::optional<std::string>& instructions) {
-  const Kernels& kernels = kernels_named(instructions);
-  const Dtype wanted = dtype_named(dtype);
-  const Buffer buffer(records);
-  if (width == 0 || width > kMaxWidth) {
-    throw nb::value_error("width must be from 1 to 2**31");
-  }
-  expect_size(buffer, num_rows, full8_record_bytes(width));
-  return filled_bytes(num_rows * width * size_of(wanted), [&](std::byte* out) {
-    decode_full8(buffer.bytes().data(), num_rows, width, wanted, kernels, out);
-  });
-}
-
 nb::bytes topk8_from(nb::handle rows, const std::string& dtype, std::size_t num_rows,
                      std::size_t width, std::size_t k,
                      const std::optional<std::string>& instructions) {
@@ -118,24 +102,13 @@ nb::bytes topk8_from(nb::handle rows, const std::string& dtype, std::size_t num_
                       [&](std::byte* out) { encode_topk8(checked, k, kernels, out); });
 }
 
-std::uint32_t checksum(nb::handle data, std::uint32_t before, bool use_tables) {
-  const Buffer buffer(data);
-  const Unlocked unlocked;
-  return use_tables ? crc32c_table(buffer.bytes(), before)
-                    : crc32c(buffer.bytes(), before);
-}
-
 }  // namespace
 
 void bind_codecs(nb::module_& module) {
   module.def("instruction_sets", &instruction_sets,
              "What this CPU has, the widest last.");
-  module.def("crc32c", &checksum, "data"_a, "before"_a = 0, "use_tables"_a = false,
-             "CRC32C of `data` after what has the checksum `before`.");
   module.def("encode_full8", &full8_from, "rows"_a, "dtype"_a, "num_rows"_a, "width"_a,
              "instructions"_a = nb::none(), "full8 records of rows.");
-  module.def("decode_full8", &rows_from_full8, "records"_a, "dtype"_a, "num_rows"_a,
-             "width"_a, "instructions"_a = nb::none(), "Rows from full8 records.");
   module.def("encode_topk8", &topk8_from, "rows"_a, "dtype"_a, "num_rows"_a, "width"_a,
              "k"_a, "instructions"_a = nb::none(), "topk8 records of rows.");
 }

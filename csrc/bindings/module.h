@@ -7,6 +7,5 @@ namespace clearbox {
 
 void bind_codecs(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);
-void bind_writer(nanobind::module_& module);
 
 }  // namespace clearbox

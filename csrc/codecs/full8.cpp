@@ -28,17 +28,4 @@ void encode_full8(const Rows& rows, const Kernels& kernels, std::byte* out) {
   }
 }
 
-void decode_full8(const std::byte* records, std::size_t num_rows, std::size_t width,
-                  Dtype dtype, const Kernels& kernels, std::byte* out) {
-  RowWriter writer(out, width, dtype, kernels);
-  for (std::size_t row = 0; row < num_rows; ++row) {
-    float scale = 0;
-    std::memcpy(&scale, records, 4);
-    kernels.dequantize(reinterpret_cast<const std::int8_t*>(records + 4), width, scale,
-                       writer.values());
-    writer.next();
-    records += full8_record_bytes(width);
-  }
-}
-
 }  // namespace clearbox

@@ -15,10 +15,6 @@ constexpr std::size_t full8_record_bytes(std::size_t width) { return width + 4; 
 /// Writes one record per row to `out`.
 void encode_full8(const Rows& rows, const Kernels& kernels, std::byte* out);
 
-/// Writes rows of `dtype` from `num_rows` records.
-void decode_full8(const std::byte* records, std::size_t num_rows, std::size_t width,
-                  Dtype dtype, const Kernels& kernels, std::byte* out);
-
 /// One row: the scale is returned, the integers are written.
 float quantize_row(const float* values, std::size_t width, const Kernels& kernels,
                    std::int8_t* out);

@@ -15,19 +15,12 @@ struct Kernels {
   void (*widen_bfloat16)(const std::uint16_t* in, std::size_t n, float* out);
   void (*widen_float16)(const std::uint16_t* in, std::size_t n, float* out);
 
-  /// float32 to 16 bits, rounded to nearest, ties to even. NaN stays NaN.
-  void (*narrow_bfloat16)(const float* in, std::size_t n, std::uint16_t* out);
-  void (*narrow_float16)(const float* in, std::size_t n, std::uint16_t* out);
-
   /// The largest magnitude; NaN if there is one, 0 for an empty row.
   float (*largest)(const float* in, std::size_t n);
 
   /// `in / unit` in float64, rounded to nearest even, kept within -127 to 127; NaN
   /// becomes 0.
   void (*quantize)(const float* in, std::size_t n, float unit, std::int8_t* out);
-
-  /// `scale * in` in float32.
-  void (*dequantize)(const std::int8_t* in, std::size_t n, float scale, float* out);
 
   /// Magnitudes as integers of the same order; NaN counts as infinity.
   void (*magnitudes)(const float* in, std::size_t n, std::uint32_t* out);

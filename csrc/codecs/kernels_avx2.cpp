@@ -35,37 +35,6 @@ void widen_float16(const std::uint16_t* in, std::size_t n, float* out) {
   for (; i < n; ++i) out[i] = scalar::from_float16(in[i]);
 }
 
-void narrow_bfloat16(const float* in, std::size_t n, std::uint16_t* out) {
-  const __m256i infinity = _mm256_set1_epi32(0x7F800000);
-  std::size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(in + i));
-    const __m256i high = _mm256_srli_epi32(bits, 16);
-    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
-    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-    const __m256i is_nan = _mm256_cmpgt_epi32(size, infinity);
-    const __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
-    const __m256i packed = _mm256_packus_epi32(words, words);
-    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
-                     _mm256_castsi256_si128(ordered));
-  }
-  for (; i < n; ++i) out[i] = scalar::to_bfloat16(in[i]);
-}
-
-void narrow_float16(const float* in, std::size_t n, std::uint16_t* out) {
-  std::size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i),
-                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
-  }
-  for (; i < n; ++i) out[i] = scalar::to_float16(in[i]);
-}
-
 float largest(const float* in, std::size_t n) {
   __m256 found = _mm256_setzero_ps();
   __m256 odd = _mm256_setzero_ps();  // all ones where a NaN was met
@@ -105,17 +74,6 @@ void quantize(const float* in, std::size_t n, float unit, std::int8_t* out) {
   for (; i < n; ++i) out[i] = scalar::quantize(in[i], unit);
 }
 
-void dequantize(const std::int8_t* in, std::size_t n, float scale, float* out) {
-  const __m256 scales = _mm256_set1_ps(scale);
-  std::size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(in + i));
-    const __m256 whole = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(scales, whole));
-  }
-  for (; i < n; ++i) out[i] = scale * static_cast<float>(in[i]);
-}
-
 void magnitudes(const float* in, std::size_t n, std::uint32_t* out) {
   const __m256i infinity = _mm256_set1_epi32(0x7F800000);
   std::size_t i = 0;
@@ -149,8 +107,7 @@ std::size_t at_least(const std::uint32_t* in, std::size_t n, std::uint32_t limit
 
 }  // namespace
 
-const Kernels kAvx2Kernels{widen_bfloat16, widen_float16, narrow_bfloat16,
-                           narrow_float16, largest,       quantize,
-                           dequantize,     magnitudes,    at_least};
+const Kernels kAvx2Kernels{widen_bfloat16, widen_float16, largest,
+                           quantize,       magnitudes,    at_least};
 
 }  // namespace clearbox

@@ -39,32 +39,6 @@ void widen_float16(const std::uint16_t* in, std::size_t n, float* out) {
   }
 }
 
-void narrow_bfloat16(const float* in, std::size_t n, std::uint16_t* out) {
-  const __m512i infinity = _mm512_set1_epi32(0x7F800000);
-  for (std::size_t i = 0; i < n; i += kLanes) {
-    const __mmask16 lanes = lanes_at(i, n);
-    const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(lanes, in + i));
-    const __m512i high = _mm512_srli_epi32(bits, 16);
-    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
-    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
-    const __mmask16 is_nan = _mm512_cmpgt_epi32_mask(size, infinity);
-    const __m512i words = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
-    _mm256_mask_storeu_epi16(out + i, lanes, _mm512_cvtepi32_epi16(words));
-  }
-}
-
-void narrow_float16(const float* in, std::size_t n, std::uint16_t* out) {
-  for (std::size_t i = 0; i < n; i += kLanes) {
-    const __mmask16 lanes = lanes_at(i, n);
-    const __m256i half = _mm512_cvtps_ph(_mm512_maskz_loadu_ps(lanes, in + i),
-                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_mask_storeu_epi16(out + i, lanes, half);
-  }
-}
-
 float largest(const float* in, std::size_t n) {
   __m512 found = _mm512_setzero_ps();
   unsigned odd = 0;
@@ -95,16 +69,6 @@ void quantize(const float* in, std::size_t n, float unit, std::int8_t* out) {
         _mm512_inserti64x4(_mm512_castsi256_si512(quantize_eight(low, units)),
                            quantize_eight(high, units), 1);
     _mm_mask_storeu_epi8(out + i, lanes, _mm512_cvtepi32_epi8(words));
-  }
-}
-
-void dequantize(const std::int8_t* in, std::size_t n, float scale, float* out) {
-  const __m512 scales = _mm512_set1_ps(scale);
-  for (std::size_t i = 0; i < n; i += kLanes) {
-    const __mmask16 lanes = lanes_at(i, n);
-    const __m128i bytes = _mm_maskz_loadu_epi8(lanes, in + i);
-    const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(scales, whole));
   }
 }
 
@@ -141,8 +105,7 @@ std::size_t at_least(const std::uint32_t* in, std::size_t n, std::uint32_t limit
 
 }  // namespace
 
-const Kernels kAvx512Kernels{widen_bfloat16, widen_float16, narrow_bfloat16,
-                             narrow_float16, largest,       quantize,
-                             dequantize,     magnitudes,    at_least};
+const Kernels kAvx512Kernels{widen_bfloat16, widen_float16, largest,
+                             quantize,       magnitudes,    at_least};
 
 }  // namespace clearbox

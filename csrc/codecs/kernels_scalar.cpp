@@ -13,14 +13,6 @@ void widen_float16(const std::uint16_t* in, std::size_t n, float* out) {
   for (std::size_t i = 0; i < n; ++i) out[i] = scalar::from_float16(in[i]);
 }
 
-void narrow_bfloat16(const float* in, std::size_t n, std::uint16_t* out) {
-  for (std::size_t i = 0; i < n; ++i) out[i] = scalar::to_bfloat16(in[i]);
-}
-
-void narrow_float16(const float* in, std::size_t n, std::uint16_t* out) {
-  for (std::size_t i = 0; i < n; ++i) out[i] = scalar::to_float16(in[i]);
-}
-
 float largest(const float* in, std::size_t n) {
   float found = 0;
   for (std::size_t i = 0; i < n; ++i) found = scalar::larger(found, in[i]);
@@ -29,10 +21,6 @@ float largest(const float* in, std::size_t n) {
 
 void quantize(const float* in, std::size_t n, float unit, std::int8_t* out) {
   for (std::size_t i = 0; i < n; ++i) out[i] = scalar::quantize(in[i], unit);
-}
-
-void dequantize(const std::int8_t* in, std::size_t n, float scale, float* out) {
-  for (std::size_t i = 0; i < n; ++i) out[i] = scale * static_cast<float>(in[i]);
 }
 
 void magnitudes(const float* in, std::size_t n, std::uint32_t* out) {
@@ -50,8 +38,7 @@ std::size_t at_least(const std::uint32_t* in, std::size_t n, std::uint32_t limit
 
 }  // namespace
 
-const Kernels kScalarKernels{widen_bfloat16, widen_float16, narrow_bfloat16,
-                             narrow_float16, largest,       quantize,
-                             dequantize,     magnitudes,    at_least};
+const Kernels kScalarKernels{widen_bfloat16, widen_float16, largest,
+                             quantize,       magnitudes,    at_least};
 
 }  // namespace clearbox

@@ -29,25 +29,4 @@ const float* RowReader::read(std::size_t row) {
   return wide_.data();
 }
 
-RowWriter::RowWriter(std::byte* out, std::size_t width, Dtype dtype,
-                     const Kernels& kernels)
-    : out_(out), dtype_(dtype), kernels_(kernels), wide_(width) {}
-
-void RowWriter::next() {
-  switch (dtype_) {
-    case Dtype::kFloat32:
-      std::memcpy(out_, wide_.data(), wide_.size() * sizeof(float));
-      break;
-    case Dtype::kBfloat16:
-      kernels_.narrow_bfloat16(wide_.data(), wide_.size(),
-                               reinterpret_cast<std::uint16_t*>(out_));
-      break;
-    case Dtype::kFloat16:
-      kernels_.narrow_float16(wide_.data(), wide_.size(),
-                              reinterpret_cast<std::uint16_t*>(out_));
-      break;
-  }
-  out_ += wide_.size() * size_of(dtype_);
-}
-
 }  // namespace clearbox

@@ -35,20 +35,4 @@ class RowReader {
   std::vector<float> wide_;
 };
 
-/// Writes float32 rows in another dtype, one after the other.
-class RowWriter {
- public:
-  RowWriter(std::byte* out, std::size_t width, Dtype dtype, const Kernels& kernels);
-
-  /// Where the next row's float32 values are to be put; then call `next`.
-  float* values() { return wide_.data(); }
-  void next();
-
- private:
-  std::byte* out_;
-  const Dtype dtype_;
-  const Kernels& kernels_;
-  std::vector<float> wide_;
-};
-
 }  // namespace clearbox

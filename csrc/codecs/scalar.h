@@ -14,14 +14,6 @@ static inline float from_bfloat16(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-static inline std::uint16_t to_bfloat16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) {  // NaN: rounding could make it infinite
-    return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  }
-  return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
 static inline float from_float16(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
   const std::uint32_t exponent = (bits >> 10) & 0x1F;
@@ -35,26 +27,6 @@ static inline float from_float16(std::uint16_t bits) {
     return std::bit_cast<float>(sign | 0x7F800000 | quiet | (fraction << 13));
   }
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
-}
-
-static inline std::uint16_t to_float16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
-  const std::uint32_t size = bits & 0x7FFFFFFF;
-  if (size > 0x7F800000) {  // NaN
-    const std::uint32_t fraction = (size >> 13) & 0x3FF;
-    return static_cast<std::uint16_t>(sign | 0x7E00 | fraction);
-  }
-  if (size >= 0x477FF000) {  // 65520 and above round to infinity
-    return static_cast<std::uint16_t>(sign | 0x7C00);
-  }
-  if (size < 0x38800000) {  // below 2^-14: adding 1/2 aligns to multiples of 2^-24
-    const float shifted = std::bit_cast<float>(size) + 0.5F;
-    return static_cast<std::uint16_t>(
-        sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000));
-  }
-  const std::uint32_t rounded = size + 0xFFF + ((size >> 13) & 1) - (112U << 23);
-  return static_cast<std::uint16_t>(sign | (rounded >> 13));
 }
 
 static inline float larger(float largest, float value) {

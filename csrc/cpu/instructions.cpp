@@ -18,13 +18,9 @@ bool has(Instructions instructions) {
   return false;
 }
 
-bool has_crc32c() { return __builtin_cpu_supports("sse4.2"); }
-
 #else
 
 bool has(Instructions instructions) { return instructions == Instructions::kScalar; }
-
-bool has_crc32c() { return false; }
 
 #endif
 

@@ -13,7 +13,4 @@ bool has(Instructions instructions);
 /// The widest that this CPU has.
 Instructions best_instructions();
 
-/// Whether there is an instruction for CRC32C.
-bool has_crc32c();
-
 }  // namespace clearbox

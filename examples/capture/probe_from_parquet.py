@@ -16,6 +16,7 @@ import torch
 from small import DEMO, DEMO_MODEL, small_engine
 
 from vllm import LLM, SamplingParams
+from vllm.v1.capture.consumers.arrow import rows_of
 
 sys.path.insert(0, str(DEMO))
 from generate_text import documents
@@ -44,7 +45,7 @@ def show(llm: LLM, folder: str, count: int = 240) -> None:
     table = ds.dataset(folder).to_table()
     for layer in sorted(set(table["layer"].to_pylist())):
         rows = table.filter(ds.field("layer") == layer)
-        values = torch.tensor(rows["values"].to_pylist())
+        values = rows_of(rows).float()
         labels = torch.tensor([label[name] for name in rows["request_id"].to_pylist()])
         share = accuracy(values, labels, train=count * 3 // 4)
         print(f"layer {layer:<3} {share:.2f} of {count // 4} unseen stories")

@@ -11,9 +11,14 @@ from fork.architectures.sources import Sources
 from fork.errors import BuildFailure
 from fork.upstream.release import Release
 from fork.weave.rules import MODELS
-from fork.weaving.cache import keep, recall
+from fork.weaving.cache import (
+    architectures_digest,
+    digest_of,
+    keep,
+    recall,
+    weave_digest,
+)
 from fork.weaving.faults import Fault
-from fork.weaving.stamps import architectures_digest, digest_of, weave_digest
 from fork.weaving.weaver import WovenFile
 
 _ORIGIN = "fork/weave/rules.py"

@@ -21,9 +21,9 @@ from fork.building.contents import Compiled, Contents
 from fork.errors import BuildFailure
 from fork.paths import Checkout, cache_root
 from fork.progress import step
-from fork.weaving.stamps import digest_of
+from fork.weaving.cache import digest_of
 
-FOLDER = "vllm/v1/capture"
+FOLDER = "vllm/v1/capture/native"
 """Where the module lies in the tree."""
 
 _LOG_LINES = 30

@@ -78,14 +78,6 @@ class LayerClass:
         """The base classes as written."""
         return tuple(code(arg.value) for arg in self.node.bases)
 
-    @property
-    def inherits_module(self) -> bool:
-        """Whether it is a torch module: it has a base class and runs `forward`."""
-        return "forward" in self.methods or any(
-            not base.startswith(("nn.", "torch.", "Protocol", "Enum"))
-            for base in self.bases
-        )
-
     @cached_property
     def methods(self) -> dict[str, cst.FunctionDef]:
         """The methods this class itself defines."""

@@ -11,10 +11,16 @@ from fork.errors import BuildFailure
 from fork.language import weave
 from fork.paths import Checkout
 from fork.upstream.release import Release
-from fork.weaving.cache import forget_unused, keep, recall
+from fork.weaving.cache import (
+    digest_of,
+    forget_unused,
+    keep,
+    language_digest,
+    recall,
+    weave_digest,
+)
 from fork.weaving.edit_files import edit_paths, load_edit_file
 from fork.weaving.faults import Fault, from_problem
-from fork.weaving.stamps import digest_of, language_digest, weave_digest
 
 LAYER_WEAVE = Path(__file__).parents[1] / "weave" / "decoder_layers.py"
 

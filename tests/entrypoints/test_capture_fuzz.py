@@ -14,7 +14,7 @@ from schemathesis import Case
 
 from tests.entrypoints.fuzz import body_of, drawn, only, status_of
 from tests.support.server import Server
-from vllm.v1.capture.frontend.http import FIELDS
+from vllm.entrypoints.serve.utils.residual_fields import FIELDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -328,3 +328,26 @@ def test_the_example_of_openais_client_runs(client: httpx.Client, capsys: Any) -
     assert "layer 99" in said["refused"]
     url = "/v1/steering/modules/unregister"
     client.post(url, json={"name": "tone"}, headers=by(NEW_KEY))
+
+
+def test_the_client_package_steers_by_packed_vectors_and_by_name(
+    client: httpx.Client,
+) -> None:
+    import clearbox_client
+
+    vectors = clearbox_client.pack({"post_block": {2: VECTOR}})
+    greedy: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    url = str(client.base_url)
+    with clearbox_client.Client(url, api_key=SERVER_KEY) as asked:
+        plain = asked.complete("The dog went", **greedy)
+        packed = asked.complete("The dog went", steering_vectors=vectors, **greedy)
+        asked.register_module("from a client", vectors, key=NEW_KEY)
+        assert "from a client" in asked.modules()["modules"]
+        named = asked.complete("The dog went", steering_name="from a client", **greedy)
+        assert plain.text != packed.text == named.text
+        asked.unregister_module("from a client", key=NEW_KEY)
+        with pytest.raises(clearbox_client.ClearboxError, match="from a client"):
+            asked.complete("The dog went", steering_name="from a client")
+        with pytest.raises(clearbox_client.ClearboxError) as refused:
+            asked.register_module("from a client", vectors, key="wrong")
+        assert refused.value.status == 401

@@ -24,6 +24,7 @@ from tests.multiprocess.observe import (
 )
 from tests.multiprocess.record import record
 from tests.support.hf_reference import Reference, Tap, relative_error
+from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [
@@ -206,7 +207,7 @@ def test_the_tables_of_all_stages_are_one_data_set(
         )
         part = table.filter(pyarrow.array(mask)).sort_by("position")
         assert part["position"].to_pylist() == list(range(len(rows)))
-        assert part["values"].to_pylist() == rows.tolist()
+        assert rows_of(part).tolist() == rows.tolist()
     assert table.num_rows == len(TAPS) * (PROMPT_LENGTHS[1] + NEW_TOKENS - 1)
     assert rows.shape[1] == HIDDEN
 

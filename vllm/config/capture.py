@@ -4,7 +4,7 @@
 import json
 from ast import literal_eval
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -117,6 +117,12 @@ def _json_or_text(value: str) -> Any:
         return value
 
 
+def _host_share() -> int:
+    from vllm.v1.capture.memory.budget import HOST_SHARE, machine_bytes
+
+    return machine_bytes() // HOST_SHARE
+
+
 @config
 class CaptureConfig:
     """Configuration of activation capture."""
@@ -139,6 +145,9 @@ class CaptureConfig:
     """Device memory, in bytes, that captured rows pass through. Half of it bounds
     what one step captures; a step with more gets fewer prompt tokens. Arguments that
     name no size get more on a GPU: `default_staging_bytes`."""
+    host_memory_bytes: int = Field(default_factory=_host_share, gt=0)
+    """Host memory, in bytes, that a worker may hold for captured rows. It is shared
+    with the front ends, whose callers' tensors lie in it."""
     dispatch_queue_size: int = Field(default=1024, gt=0)
     """How many packets of rows may wait for a consumer."""
     dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)
@@ -150,6 +159,8 @@ class CaptureConfig:
     """Where rows wait under `spill`; if empty, in the system's temporary folder."""
     spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
     """How many bytes a worker may spill; past that, `spill` is `block`."""
+    readouts: bool = False
+    """Whether requests can read out, for which rows are staged as well."""
     graphsafe_keys: list[str] = Field(default_factory=list)
     """`LAYER:HOOK`, accepted for compatibility: every key is graph-safe."""
 
@@ -175,13 +186,24 @@ class CaptureConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any consumer exists."""
-        return bool(self.consumers or self.driver_instances)
+        """Whether rows are taken: for a consumer, or to read out."""
+        return bool(self.consumers or self.driver_instances or self.readouts)
 
     @property
     def spill_folder(self) -> Path:
         """Where rows wait under `spill`."""
         return Path(self.spill_dir or Path(gettempdir()) / "vllm-capture-spill")
+
+    def prepare_spill_folder(self) -> None:
+        """Make the folder of `spill` and write to it once.
+
+        Raises:
+            OSError: rows could not be spilled there.
+
+        """
+        self.spill_folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=self.spill_folder, buffering=0) as file:
+            file.write(b"\0")
 
     def rows_per_step(self, row_bytes: int) -> int:
         """How many rows of `row_bytes` bytes a step may capture."""
@@ -199,4 +221,5 @@ class CaptureConfig:
             from vllm.model_executor.layers.residual.cache_key import form
 
             factors |= {"capture": self.staging_bytes, "form": form()}
+            factors["readouts"] = self.readouts  # More staging memory.
         return hash_factors(factors)

@@ -20,8 +20,6 @@ class SteeringConfig:
     engine's own and a request's. Those with positions count where they may meet."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of vectors: name -> file."""
-    api_keys: list[str] = Field(default_factory=list, repr=False)
-    """Keys that allow to change steering over HTTP."""
 
     @property
     def num_rows(self) -> int:

@@ -9,16 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from vllm.steering.dictionaries import Numbers, read_dictionary, write_dictionary
+from vllm.steering.dictionaries import (
+    NUMBERS,
+    Numbers,
+    read_dictionary,
+    write_dictionary,
+)
 from vllm.steering.gguf import Layers, Writer, read_gguf, write_gguf
-from vllm.steering.saelens import CONFIG, read_saelens
-from vllm.steering.vectors import VectorSet, load_vectors
+from vllm.steering.sae.load import load_sae
+from vllm.steering.saelens import CONFIG, WEIGHTS, read_saelens
+from vllm.steering.svec import read_svec
+from vllm.steering.vectors import VectorSet, load_vectors, vector_set
+from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.spec.files import is_ours
+from vllm.v1.steering.spec.parse import HOOKS
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
+SAE_FILES = (CONFIG, "params.npz", "params.safetensors")
+"""Names of files that belong to an SAE's folder."""
 OURS = (".safetensors", ".json")
-DICTIONARIES = (".pt", ".pth", ".npz")
+DICTIONARIES = (".pt", ".pth", ".npy", ".npz")
+WRITTEN = (".pt", ".pth", ".npz")
+SVEC = ".svec"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +40,62 @@ class Reading:
     """What a file does not say of itself."""
 
     hook: str | None = None
-    """Where vectors act, for dictionaries and SAEs."""
+    """Where vectors act, for dictionaries, one vector and SAEs."""
     layer: int | None = None
-    """At which layer, for SAEs."""
+    """At which layer, for one vector and SAEs."""
     numbers: Numbers | None = None
     """What a number means in a dictionary."""
     gguf_layers: Layers = "applied"
     """Whether `direction.L` goes where it is applied, or where it was measured."""
     feature: int | None = None
     """Which row of an SAE."""
+    key: str | None = None
+    """Which tensor of a file of several."""
+    scale: float = 1.0
+    """What to multiply the vectors by."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Reading":
+        """What `hook=post_block&layer=15` says, behind a file's name.
+
+        Raises:
+            SteeringValidationError: a name is unknown, or a value is not of its kind.
+
+        """
+        kinds = {"layer": int, "feature": int, "scale": float}
+        values: dict[str, Any] = {}
+        for part in text.split("&"):
+            name, _, value = part.partition("=")
+            try:
+                values[name] = kinds.get(name, str)(value)
+                _check_choice(name, values[name])
+            except (KeyError, ValueError):
+                raise fail(
+                    f"path: {shown(part)} behind the file's name is none of "
+                    f"{list(_CHOICES)} with a fitting value, as in "
+                    "FILE?hook=post_block&layer=15",
+                    "path",
+                    text,
+                ) from None
+        return cls(**values)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "hook": HOOKS,
+    "layer": (),
+    "numbers": tuple(NUMBERS),
+    "gguf_layers": ("applied", "measured"),
+    "feature": (),
+    "key": (),
+    "scale": (),
+}
+
+
+def _check_choice(name: str, value: Any) -> None:
+    """Fail for a name that there is not, and a value that it does not have."""
+    allowed = _CHOICES[name]
+    if allowed and value not in allowed:
+        raise ValueError(value)
 
 
 def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
@@ -46,16 +107,31 @@ def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
     """
     reading = reading or Reading()
     file = Path(path)
-    if file.is_dir() or file.name == CONFIG:
+    found = _read(file, reading)
+    return found if reading.scale == 1.0 else reworked(found, scale=reading.scale)
+
+
+def _read(file: Path, reading: Reading) -> VectorSet:
+    if file.is_dir() or file.name in SAE_FILES or reading.feature is not None:
         return _read_sae(file.parent if file.name == CONFIG else file, reading)
-    if file.suffix in OURS:
+    if file.suffix in OURS and not _is_foreign(file, reading):
         return load_vectors(file)
     if file.suffix == ".gguf":
         return read_gguf(file, reading.gguf_layers)
-    if file.suffix in DICTIONARIES:
+    if file.suffix == SVEC:
+        return read_svec(file, reading.hook)
+    if file.suffix in (*DICTIONARIES, ".safetensors"):
         hook = reading.hook or "post_block"
-        return read_dictionary(file, reading.numbers, hook)
+        return read_dictionary(file, reading.numbers, hook, reading.layer, reading.key)
     raise _unknown(file)
+
+
+def _is_foreign(file: Path, reading: Reading) -> bool:
+    """Whether a file with an ending of ours has tensors by names of its own."""
+    if file.suffix != ".safetensors" or not file.is_file():
+        return False
+    chosen = reading.key is not None or reading.layer is not None
+    return chosen or not is_ours(file)
 
 
 def write_vectors(
@@ -86,7 +162,7 @@ def write_vectors(
         file.write_text(_json(vectors), encoding="utf-8")
     elif file.suffix == ".gguf":
         write_gguf(file, vectors, writer, hint)
-    elif file.suffix in DICTIONARIES:
+    elif file.suffix in WRITTEN:
         write_dictionary(file, vectors)
     else:
         raise _unknown(file)
@@ -161,7 +237,22 @@ def _read_sae(folder: Path, reading: Reading) -> VectorSet:
                 reading.hook,
             )
         tap = (reading.layer, reading.hook)
-    return read_saelens(folder, reading.feature, tap)
+    if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+        return read_saelens(folder, reading.feature, tap)
+    sae = load_sae(folder)
+    place = tap or sae.writes.tap
+    if place is None or not 0 <= reading.feature < len(sae.w_dec):
+        wrong = "hook" if place is None else "feature"
+        raise fail(
+            f"{wrong}: {str(folder)!r} has the features 0 to {len(sae.w_dec) - 1} at "
+            f"{sae.writes.name or 'a place that it does not name'}"
+            + ("; say where to add one with --hook and --layer" if not place else ""),
+            wrong,
+            reading.feature,
+        )
+    origin = f"feature {reading.feature} of the SAE {sae.name} ({sae.layout})"
+    row = sae.w_dec[reading.feature].float()
+    return vector_set({place: row}, Provenance(origin=origin), str(folder))
 
 
 def _json(vectors: VectorSet) -> str:
@@ -177,7 +268,7 @@ def _json(vectors: VectorSet) -> str:
 
 
 def _unknown(file: Path) -> SteeringValidationError:
-    forms = [*OURS, ".gguf", *DICTIONARIES]
+    forms = [*OURS, ".gguf", SVEC, *DICTIONARIES]
     return fail(
         f"path: {str(file)!r} has no known form; the forms are {forms}, and the folder "
         "of an SAE",

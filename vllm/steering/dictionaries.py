@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dictionaries of tensors in `.pt` and `.npz` files.
+"""Tensors, alone or by name, in `.pt`, `.npy`, `.npz` and `.safetensors` files.
 
 Keys that are understood:
 
 - `HOOK.LAYER`, such as `post_block.3`: what we write;
 - `{hook: {layer: vector}}` (`.pt` only);
+- any name, of one vector `[hidden_size]`: where it acts the caller must say;
 - a number, such as `3`, `layer_3`, `layers.3` or `direction.3`, and a tensor
   `[n, hidden_size]` whose rows count as 0 to n - 1. What a number means the caller must
   say, see `NUMBERS`.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.parse import HOOKS
@@ -38,14 +40,20 @@ _NUMBER = re.compile(r"(?:(?:layer|layers|direction|hidden_states)[._]?)?(\d{1,4
 
 
 def read_dictionary(
-    path: str | Path, numbers: Numbers | None = None, hook: str = "post_block"
+    path: str | Path,
+    numbers: Numbers | None = None,
+    hook: str = "post_block",
+    layer: int | None = None,
+    key: str | None = None,
 ) -> VectorSet:
-    """The vectors of a `.pt` or `.npz` file.
+    """The vectors of a `.pt`, `.npy`, `.npz` or `.safetensors` file.
 
     Args:
         path: the file. No code in it is run.
         numbers: what a number means where a key is one.
-        hook: the hook point for `numbers="block"`.
+        hook: the hook point for `numbers="block"`, and for one vector.
+        layer: the layer of one vector; of several, the only one that is read.
+        key: the only tensor of the file that is read.
 
     Raises:
         SteeringValidationError: the file is none, or a key says too little.
@@ -54,19 +62,27 @@ def read_dictionary(
     file = Path(path)
     if not file.is_file():
         raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
-    raw = _load_npz(file) if file.suffix == ".npz" else _load_pt(file)
+    raw = _LOADERS.get(file.suffix, _load_pt)(file)
+    if key is not None:
+        raw = _chosen(raw, key, file)
+    alone = _alone(raw)
+    if alone is not None and layer is not None:
+        origin = Provenance(origin=f"{file.name}, one vector")
+        return vector_set({(layer, hook): alone}, origin, str(path))
     vectors: dict[Tap, Any] = {}
-    for key, vector in _entries(raw, file):
-        tap = _tap(key, numbers, hook, file)
+    for name, vector in _entries(raw, file):
+        tap = _tap(name, numbers, hook, file)
+        if layer not in (None, tap[0]):
+            continue
         if tap in vectors:
             raise fail(
                 f"path: {file.name!r} gives {tap[1]} of layer {tap[0]} twice",
                 "path",
-                str(key),
+                str(name),
             )
         vectors[tap] = vector
-    origin = f"{file.name}, a dictionary"
-    return vector_set(vectors, Provenance(origin=origin), str(path))
+    whence = Provenance(origin=f"{file.name}, a dictionary")
+    return vector_set(vectors, whence, str(path))
 
 
 def write_dictionary(path: str | Path, vectors: VectorSet) -> None:
@@ -103,9 +119,68 @@ def _load_npz(file: Path) -> Any:
         ) from None
 
 
+def _load_npy(file: Path) -> Any:
+    try:
+        return np.load(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise fail(
+            f"path: {file.name!r} is not an .npy file of numbers: {error}",
+            "path",
+            str(file),
+        ) from None
+
+
+def _load_safetensors(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise fail(
+            f"path: {file.name!r} is not a safetensors file: {error}",
+            "path",
+            str(file),
+        ) from None
+
+
+_LOADERS = {".npz": _load_npz, ".npy": _load_npy, ".safetensors": _load_safetensors}
+
+
+def _chosen(raw: Any, key: str, file: Path) -> Any:
+    """One tensor of several."""
+    found = raw.get(key) if isinstance(raw, Mapping) else None
+    if found is None:
+        having = [str(name) for name in raw] if isinstance(raw, Mapping) else []
+        raise fail(
+            f"key: {file.name!r} has no {shown(key)}; it has {listed(having)}",
+            "key",
+            key,
+        )
+    return found
+
+
+def _alone(raw: Any) -> Any:
+    """The vector that is all there is, if it is one: `[hidden_size]` or `[1, ...]`."""
+    if isinstance(raw, Mapping):
+        values = list(raw.values())
+        return _alone(values[0]) if len(values) == 1 else None
+    shape = np.shape(raw)
+    if len(shape) == 2 and shape[0] == 1:
+        return raw[0]
+    return raw if len(shape) == 1 else None
+
+
 def _entries(raw: Any, file: Path) -> Iterator[tuple[Any, Any]]:
     """Keys and vectors `[hidden_size]`."""
-    if isinstance(raw, torch.Tensor) and raw.ndim == 2:
+    if _alone(raw) is not None and not isinstance(raw, Mapping):
+        raise fail(
+            f"layer: {file.name!r} holds one vector and does not say where it acts; "
+            "say --layer, and --hook if it is not post_block",
+            "layer",
+            None,
+        )
+    if isinstance(raw, (torch.Tensor, np.ndarray)) and raw.ndim == 2:
         yield from enumerate(raw)
         return
     if not isinstance(raw, Mapping) or not raw:
@@ -133,7 +208,8 @@ def _tap(key: Any, numbers: Numbers | None, hook: str, file: Path) -> Tap:
     if found is None:
         raise fail(
             f"path: the key {text!r} of {file.name!r} is neither HOOK.LAYER, with one "
-            f"of the hook points {list(HOOKS)}, nor a number",
+            f"of the hook points {list(HOOKS)}, nor a number; for a tensor of another "
+            "name say which with --key, and where it acts with --layer and --hook",
             "path",
             text,
         )

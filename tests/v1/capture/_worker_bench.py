@@ -18,8 +18,9 @@ from tests.v1.capture._strategies import HOOKS
 from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.capture.plan import CaptureEnd, CapturePlan
+from vllm.v1.capture.staging.blocks import Block
+from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
@@ -28,24 +29,37 @@ from vllm.v1.capture.transport.zmq_channel import (
     Inbox,
     rows_address,
 )
-from vllm.v1.capture.wire import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.step_view import StepView
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
 STEP_TOKENS, STEP_ROWS = 66, 66 * len(TAPS)
 ROW_BYTES = WIDTH * 4
 
 
-def to_page(staging: Staging, every: int) -> Any:
-    """What a device's staging memory does with large steps: here with some."""
+class HostPages:
+    """Memory for prompts' rows, as a GPU has it; now and then there is none."""
 
-    def copy(segment: Segment) -> tuple[torch.Tensor, Any] | None:
-        if segment.num_rows % every:
+    def __init__(self) -> None:
+        self.asked = count(1)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        if next(self.asked) % 7 == 0:
             return None
-        rows = staging.rows[segment.start : segment.start + segment.num_rows]
-        return rows.clone(), SimpleNamespace(synchronize=lambda: None)
+        return torch.full(tuple(shape), torch.nan, dtype=dtype)
 
-    return copy
+
+def with_pages(staging: Staging, every: int) -> None:
+    """Do what a GPU's staging memory does with large steps: here with some."""
+    staging.requests = RequestPages(HostPages(), WIDTH, torch.float32, least=1)
+    staging._page_rows = 0
+    to_pages = staging.to_pages
+
+    def copy(segment: Segment, blocks: Sequence[Block]) -> Any:
+        sent = None if segment.num_rows % every else to_pages(segment, blocks)
+        return sent and (sent[0], SimpleNamespace(synchronize=lambda: None))
+
+    staging.to_pages = copy  # type: ignore[method-assign]
 
 
 class Bench:
@@ -84,8 +98,7 @@ class Bench:
             torch.float32,
             torch.device("cpu"),
         )
-        staging: Any = self.worker._staging
-        staging.to_page = to_page(staging, page_every)
+        with_pages(self.worker._staging, page_every)
         self._names = count()
         self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
 

@@ -22,7 +22,9 @@ def tiers(seed: int, **operations: Any) -> SteeringTiers:
     draw = np.random.default_rng(seed)
     taps = [(layer, hook) for layer in range(3) for hook in HOOKS]
     vectors = {tap: draw.normal(size=8).astype(np.float32) for tap in taps}
-    clamp = operation(taps[0], "clamp", vectors[taps[1]], 1.0, (0, 1), False, (3, -2))
+    clamp = operation(
+        taps[0], "clamp", vectors[taps[1]], 1.0, (0, 1), False, ((-2, -1), (3, 4))
+    )
     prefill = pack(dict(reversed(vectors.items())))
     return SteeringTiers(
         pack(vectors, [clamp]), prefill, pack({taps[2]: vectors[taps[3]]})

@@ -195,7 +195,6 @@ def test_an_operation_does_what_its_formula_says(
         ({"ranges": [[-3, -2]]}, {SIZE - 3, SIZE - 2}),
         ("last_prompt", {SIZE - 1}),
         ("all_prompt", set(range(SIZE))),
-        ("all_generated", set(range(SIZE, SIZE + 10))),
     ],
 )
 def test_positions_are_absolute_or_from_the_prompts_end(
@@ -266,6 +265,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": {"last": 0}}, "last"),
     ({"positions": "everything"}, "list"),
     ({"positions": "last_generated"}, "not known before"),
+    ({"positions": "all_generated"}, "decode_steering_vectors"),
     ({"positions": {"ranges": [[5, 2]]}}, "first <= last"),
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
     ({"op": "clamp", "value": 1, "min": 0}, "at once"),

@@ -1,85 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import Counter
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.positions import (
-    describe,
+    counts_back,
+    joined,
     last_of,
     missed,
     most_at_once,
-    spans,
+    selected,
+    spans_of,
+    told,
 )
 from vllm.v1.steering.spec.entry import parse_positions
 
-LISTED = st.lists(st.integers(-6, 12), min_size=1, max_size=6)
+lists = st.lists(st.integers(-12, 20), min_size=1, max_size=12)
+prompts = st.integers(0, 10)
 
 
-def absolute(listed: list[int], prompt: int) -> set[int]:
-    return {p if p >= 0 else prompt + p for p in listed}
-
-
-def within(positions: Any, prompt: int, start: int, stop: int) -> set[int]:
-    return {p for one in positions for p in one.within(prompt, start, stop)}
-
-
-@given(LISTED, st.integers(1, 8), st.integers(0, 9), st.integers(0, 9))
-def test_spans_have_the_positions_that_were_listed(
-    listed: list[int], prompt: int, start: int, count: int
+@given(positions=lists, prompt=prompts, start=st.integers(0, 15), n=st.integers(0, 9))
+def test_spans_select_what_a_list_selects(
+    positions: list[int], prompt: int, start: int, n: int
 ) -> None:
-    step = range(start, start + count)
-    found = within(spans(listed), prompt, step.start, step.stop)
-    assert found == absolute(listed, prompt) & set(step)
-    assert last_of(spans(listed), prompt) == max(absolute(listed, prompt))
+    spans = spans_of(positions)
+    absolute = {p if p >= 0 else prompt + p for p in positions}
+    expected = sorted(p for p in absolute if start <= p < start + n)
+    assert selected(spans, prompt, start, start + n) == expected
+    assert last_of(spans, prompt) == max(absolute)
+    assert told(spans) == sorted(set(positions))
 
 
-@given(LISTED, st.integers(1, 8), st.integers(1, 12))
-def test_a_position_that_is_missed_is_one_that_was_listed(
-    listed: list[int], prompt: int, stop: int
+@given(positions=lists, prompt=prompts, start=st.integers(0, 15), n=st.integers(0, 9))
+def test_a_position_outside_is_found_where_there_is_one(
+    positions: list[int], prompt: int, start: int, n: int
 ) -> None:
-    found = missed(spans(listed), prompt, range(stop))
-    reached = all(p in range(stop) for p in absolute(listed, prompt))
-    assert found is None or found in listed
-    if not reached and found is None:
-        assert any(p < 0 for p in listed), "the last ones of a prompt that has fewer"
-    assert not reached or found is None
+    spans, possible = spans_of(positions), range(start, start + n)
+    outside = {p for p in positions if (p if p >= 0 else prompt + p) not in possible}
+    found = missed(spans, prompt, possible)
+    some = len(outside) < len(set(positions))
+    if counts_back(spans) and some:
+        assert found is None
+    else:
+        assert (found is None) == (not outside)
+        assert found is None or found in outside
 
 
-@given(st.lists(LISTED, max_size=4))
+def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
+    spans = ((-(2**30), 0),)
+    assert selected(spans, 2**31, 2**31 - 3, 2**31 + 5) == [*range(2**31 - 3, 2**31)]
+    assert told(spans) == {"last": 2**30}
+    assert told(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
+    assert missed(spans, 10, range(10)) is None
+
+
+@given(st.lists(lists, max_size=4))
 def test_as_many_meet_as_are_at_one_position(several: list[list[int]]) -> None:
     counts = [
         Counter(p for one in several for p in set(one) if (p < 0) == from_end)
         for from_end in (False, True)
     ]
     expected = sum(max(c.values(), default=0) for c in counts)
-    assert most_at_once(spans(one) for one in several) == expected
+    assert most_at_once(spans_of(one) for one in several) == expected
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        "last_prompt",
-        "all_prompt",
-        "all_generated",
-        {"last": 3},
-        [0, 4, -2],
-        {"ranges": [[2, 400], [-80, -4]]},
-    ],
-)
-def test_they_are_described_as_they_are_written(raw: Any) -> None:
-    parsed = parse_positions(raw, "positions")
-    assert parse_positions(describe(parsed), "positions") == parsed
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 4)), min_size=1))
+def test_spans_that_meet_become_one(given_spans: list[tuple[int, int]]) -> None:
+    kept = [(a, a + n) for a, n in given_spans if a >= 0 or a + n <= 0]
+    expected = spans_of(p for first, stop in kept for p in range(first, stop))
+    assert joined(kept) == expected
 
 
-def test_all_is_everywhere() -> None:
+def test_selectors_are_taken_by_their_names() -> None:
     assert parse_positions("all", "positions") is None
-    assert describe(None) is None
-
-
-def test_many_positions_cost_no_more_than_a_few() -> None:
-    parsed = parse_positions({"last": 10**9}, "positions")
-    assert parsed is not None and len(parsed) == 1
-    assert within(parsed, 5, 0, 100) == set(range(5))
+    for name, positions in (("last_prompt", [4]), ("all_prompt", [0, 1, 2, 3, 4])):
+        spans = parse_positions(name, "positions")
+        assert spans is not None
+        assert selected(spans, 5, 0, 9) == positions
+        assert missed(spans, 5, range(5)) is None
+    ranges = parse_positions({"ranges": [[2, 3], [-2, -1]]}, "positions")
+    assert ranges == ((-2, 0), (2, 4))

@@ -2,7 +2,7 @@
 """What a consumer may know of a request: the same at admission and in a worker."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.residual.sizes import torch_dtype
@@ -34,17 +34,4 @@ def capture_context(
         max_tokens=max_tokens,
         hook_points=dict(hook_points),
         num_samples=num_samples,
-    )
-
-
-def remembers_specs(consumer: Any) -> bool:
-    """Whether an instance must see the specs of the requests whose rows it gets.
-
-    A consumer may keep in `validate_client_spec` what it needs in `on_capture`, by
-    the request's internal id. One that keeps nothing says `remembers_specs = False`.
-    """
-    return (
-        getattr(consumer, "reads_client_spec", False)
-        and getattr(consumer, "remembers_specs", True)
-        and callable(getattr(consumer, "validate_client_spec", None))
     )

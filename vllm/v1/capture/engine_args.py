@@ -9,8 +9,9 @@ import vllm.envs as envs
 from vllm.config.capture import CaptureConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.capture.delivery.spill import prepare_folder
+from vllm.v1.capture.capabilities import name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.foreign_variables import refuse_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
@@ -53,6 +54,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         help="Device memory that captured rows pass through; half of it bounds what "
         "one step captures. Default: room for whole steps at one hook point of every "
         "layer, at least 256 MiB.",
+    )
+    group.add_argument(
+        "--capture-host-memory-bytes",
+        type=int,
+        default=None,
+        help="Host memory that a worker may hold for captured rows, shared with the "
+        "front ends. Default: a quarter of the machine's memory.",
     )
     group.add_argument(
         "--capture-dispatch-queue-size",
@@ -104,6 +112,7 @@ def capture_config(
         ValueError: a consumer is unknown, badly written or not a consumer.
 
     """
+    refuse_variables()
     entries: list[Any] = []
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
@@ -118,7 +127,7 @@ def capture_config(
         if isinstance(entry, (str, dict)):
             entries.append(entry)
         else:
-            name = _name_of(entry)
+            name = name_of(entry)
             check_consumer(entry, name)
             if entry.location != "driver":
                 raise CaptureValidationError(
@@ -141,7 +150,9 @@ def capture_config(
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+    reads = args.enable_readouts or bool(args.readout_modules)
+    takes = bool(entries or ready or reads)
+    if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
@@ -151,6 +162,7 @@ def capture_config(
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,
+        "host_memory_bytes": args.capture_host_memory_bytes,
         "dispatch_queue_size": args.capture_dispatch_queue_size,
         "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
         "overload_policy": args.capture_overload_policy,
@@ -160,11 +172,10 @@ def capture_config(
     config = CaptureConfig(
         consumers=entries,
         driver_instances=list(ready),
-        driver_truncating=[
-            name for name, one in ready.items() if getattr(one, "truncates", False)
-        ],
+        driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
+        readouts=reads,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )
@@ -187,16 +198,12 @@ def ready_instances(config: CaptureConfig) -> dict[str, Any]:
     return _READY.get(config.driver_key, {})
 
 
-def _name_of(instance: Any) -> str:
-    return str(getattr(instance, "instance_name", "") or type(instance).__name__)
-
-
 def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
     if not config.enabled:
         return
     if config.overload_policy == "spill":
         try:
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
         except OSError as error:
             raise CaptureValidationError(
                 f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "

@@ -22,6 +22,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.token_ids: dict[Tap, list[int | None]] = {}
         self.encoding: str | None = None
         """How HTTP responses encode the values; None is plain base64."""
+        self.transport = "http"
+        """How HTTP responses carry them; `"shm"` is memory that the client maps."""
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` holds what `facts_of` returned for it."""
@@ -29,6 +31,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.positions[tap] = list(facts["positions"])
         self.token_ids[tap] = list(facts["token_ids"])
         self.encoding = facts["encoding"]
+        self.transport = facts.get("transport", "http")
 
     def facts_of(self, tap: Tap) -> dict[str, Any]:
         """Everything but the rows of a tap, as plain data."""
@@ -36,6 +39,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             "positions": self.positions[tap],
             "token_ids": self.token_ids[tap],
             "encoding": self.encoding,
+            "transport": self.transport,
         }
 
     @classmethod

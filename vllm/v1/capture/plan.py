@@ -13,11 +13,16 @@ from typing import TypeAlias
 
 import msgspec
 
+from vllm.v1.readouts.plan import ReadoutPlan
+
 OPEN_END = 1 << 40
 """The end of a range that goes on as long as the request does."""
 
 LIVE = "*live"
 """The reader whose rows go to the front end as steps compute them."""
+
+READOUTS = "*readouts"
+"""The reader whose rows stay on the device: its answers come with the step's output."""
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Token positions as disjoint, ascending ranges `[start, stop)`."""
@@ -59,6 +64,22 @@ def contains(ranges: Ranges, position: int) -> bool:
     return any(start <= position < stop for start, stop in ranges)
 
 
+class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one request, as the client has seen it.
+
+    Travels to the workers with the scheduler's output, after every step that
+    computed rows of the request. Only the front end knows which generated tokens
+    count: it finds stop strings, and aborts come from there.
+    """
+
+    request_id: str
+    reply_to: str
+    token_ids: list[int]
+    sample_index: int
+    finish_reason: str
+    instances: list[str]
+
+
 class Reader(msgspec.Struct, frozen=True, array_like=True):
     """One consumer instance that reads a group's rows at `ranges`."""
 
@@ -91,6 +112,8 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """Where the front end that admitted the request listens for results."""
     num_samples: int = 1
     """`n` of the request; its samples run as requests of their own."""
+    readouts: ReadoutPlan | None = None
+    """What is answered from rows instead of handing them on."""
 
     @property
     def first_prompt_row(self) -> int | None:
@@ -120,10 +143,9 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Everyone who reads anything of this request, sorted."""
-        return tuple(
-            sorted({reader.instance for g in self.groups for reader in g.readers})
-        )
+        """Everyone who is handed rows of this request, sorted."""
+        readers = {reader.instance for g in self.groups for reader in g.readers}
+        return tuple(sorted(readers - {READOUTS}))
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from inspect import isabstract
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.capabilities import ConsumerCapabilities, is_sink
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
@@ -167,7 +168,7 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
     return consumer
 
 
-def check_folders(consumers: Mapping[str, Any]) -> None:
+def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:
     """Refuse two instances, by name, that would write each other's files.
 
     Raises:
@@ -175,11 +176,11 @@ def check_folders(consumers: Mapping[str, Any]) -> None:
 
     """
     owners: dict[Path, str] = {}
-    for name, consumer in consumers.items():
-        folder = getattr(consumer, "folder", None)
+    for name, can in consumers.items():
+        folder = can.folder
         if folder is None:
             continue
-        other = owners.setdefault(Path(folder).resolve(), name)
+        other = owners.setdefault(folder.resolve(), name)
         if other != name:
             raise CaptureValidationError(
                 f"the capture consumers {other!r} and {name!r} both write to "
@@ -191,6 +192,5 @@ def check_folders(consumers: Mapping[str, Any]) -> None:
 
 def as_sink(consumer: Any) -> CaptureSink:
     """`consumer` itself if it takes rows as they come, otherwise batched."""
-    if hasattr(consumer, "submit_chunk"):
-        return consumer
-    return BatchingSink(consumer)
+    sink: CaptureSink = consumer if is_sink(consumer) else BatchingSink(consumer)
+    return sink

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.plan import OPEN_END, Ranges, ranges_of
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
+from vllm.v1.residual.bounds import count_values, listed, shown
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 
@@ -22,10 +23,7 @@ POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
 
 def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
     """The error for `parameter`; long values are shortened in the message."""
-    shown = repr(value)
-    if len(shown) > 120:
-        shown = shown[:117] + "..."
-    return CaptureValidationError(message, parameter=parameter, value=shown)
+    return CaptureValidationError(message, parameter=parameter, value=shown(value))
 
 
 def plain(raw: Any) -> Any:
@@ -48,6 +46,33 @@ def _converted(raw: Any) -> Any:
     if isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
         return raw.tolist()
     return raw
+
+
+MAX_VALUES = 1 << 16
+"""In all that one request says of its capture; ranges stand for many layers."""
+
+
+def check_size(raw: Any, where: str) -> None:
+    """Refuse more values than one would write, before anything looks at each.
+
+    Raises:
+        CaptureValidationError: naming the parameter and the remedy.
+
+    """
+    if count_values(raw, MAX_VALUES) > MAX_VALUES:
+        raise fail(
+            f"{where} may hold at most {MAX_VALUES} values; use the names of positions "
+            'and "all" or ranges of layers',
+            where,
+            raw,
+        )
+
+
+def check_request_size(params: Any) -> None:
+    """As `check_size`, of a request's parameters, whichever they are."""
+    capture = getattr(params, "capture", None)
+    if capture is not None:
+        check_size(capture, "capture")
 
 
 def check_text(raw: Any, where: str) -> None:
@@ -99,7 +124,7 @@ def parse_spec(
         )
     if unknown := sorted(str(key) for key in raw if key not in allowed):
         raise fail(
-            f"{where} has no key {unknown[0]!r}; its keys are {sorted(allowed)}",
+            f"{where} has no key {shown(unknown[0])}; its keys are {sorted(allowed)}",
             f"{where}.{unknown[0]}",
             raw[unknown[0]] if unknown[0] in raw else unknown[0],
         )
@@ -122,7 +147,7 @@ def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int
     for hook, selector in raw.items():
         if hook not in HOOK_NAMES:
             raise fail(
-                f"{where}: {hook!r} is not a hook point; the hook points are "
+                f"{where}: {shown(hook)} is not a hook point; the hook points are "
                 f"{list(HOOK_NAMES)}",
                 where,
                 hook,
@@ -183,7 +208,7 @@ def _parse_layers(
         if layer not in known:
             raise fail(
                 f"{where}: layer {layer} of this model does not have this hook "
-                f"point; these have it: {list(having)}",
+                f"point; these have it: {listed(having)}",
                 where,
                 layer,
             )

@@ -15,6 +15,8 @@ class LaneCounters(msgspec.Struct):
     spilled_rows: int = 0
     """Rows that went over the disk because the consumer was behind."""
     spilled_bytes: int = 0
+    rewritten_bytes: int = 0
+    """Bytes that the consumer itself spilled, and so writes twice."""
     dropped_rows: int = 0
     """Rows that were dropped because the consumer was behind."""
     failed_rows: int = 0
@@ -29,11 +31,36 @@ class LaneCounters(msgspec.Struct):
     """Bytes of rows that wait on disk now."""
 
 
+class MemoryCounters(msgspec.Struct):
+    """What a worker holds for rows in host memory, and how rows have left it."""
+
+    budget_bytes: int = 0
+    """What it may hold."""
+    owners: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes that are taken from the system now, by what for."""
+    overflow_bytes: int = 0
+    """Bytes of rows, so far, that went to ordinary memory as the budget was used up."""
+    lent_bytes: int = 0
+    """Bytes of rows, so far, that front ends got without a copy; ..."""
+    copied_bytes: int = 0
+    """... and over a socket."""
+    held_by_front_ends_bytes: int = 0
+    """Of the owners' bytes, what front ends have not given back."""
+    leases: int = 0
+    """The blocks of memory that these are."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All owners' bytes."""
+        return sum(self.owners.values())
+
+
 TOTALS = (
     "rows",
     "bytes",
     "spilled_rows",
     "spilled_bytes",
+    "rewritten_bytes",
     "dropped_rows",
     "failed_rows",
     "requests",

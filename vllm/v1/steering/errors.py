@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can get wrong about steering, as upstream's client error (HTTP 400)."""
 
-import reprlib
 from typing import Any
 
 from vllm.exceptions import VLLMServerError, VLLMValidationError
+from vllm.v1.residual.bounds import cut, shown
 
 
 class SteeringValidationError(VLLMValidationError, ValueError):
@@ -21,9 +21,9 @@ class SteeringChangeError(VLLMServerError, RuntimeError):
 
 def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
     """The error for `parameter`; long values are shortened in the message."""
-    # reprlib looks at the first items only; vectors can be large.
-    shown = reprlib.repr(value)
-    return SteeringValidationError(message, parameter=parameter, value=shown)
+    return SteeringValidationError(
+        cut(message), parameter=cut(parameter), value=shown(value)
+    )
 
 
 def as_refused(error: Exception) -> Exception:

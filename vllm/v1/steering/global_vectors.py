@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global vectors as a front end knows them, to check requests against."""
+"""The global vectors: what a change makes of them, and what a front end knows."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError
-from vllm.v1.steering.merging import merged
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers
+from vllm.v1.steering.plan import NO_STEERING, PackedVectors, SteeringTiers, pack
 
 
 class SharedVectors:
@@ -43,3 +42,34 @@ class SharedVectors:
 
 def _distinct(tiers: Iterable[SteeringTiers]) -> tuple[SteeringTiers, ...]:
     return tuple({one.digest: one for one in tiers}.values())
+
+
+def merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> SteeringTiers:
+    """The global vectors after a change: those given replace those at their places.
+
+    Args:
+        old: the global vectors before.
+        change: what is given; vectors of zeros remove what is at their place.
+        replace: whether nothing else stays.
+
+    """
+    if replace:
+        return change
+    return SteeringTiers(
+        _tier(old.base, change.base),
+        _tier(old.prefill, change.prefill),
+        _tier(old.decode, change.decode),
+    )
+
+
+def _tier(
+    before: PackedVectors | None, given: PackedVectors | None
+) -> PackedVectors | None:
+    if given is None:
+        return before
+    if before is None:
+        return pack(given.unpack(), given.operations)
+    touched = {*given.taps, *(one.tap for one in given.operations)}
+    kept = {tap: v for tap, v in before.unpack().items() if tap not in touched}
+    done = [one for one in before.operations if one.tap not in touched]
+    return pack({**kept, **given.unpack()}, [*done, *given.operations])

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.steering.positions import Positions, last_of, spans
+from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
 OpName: TypeAlias = Literal[
     "replace", "add", "project_out", "swap", "rotate", "low_rank", "clamp"
@@ -68,8 +68,8 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     high: float | None
     norm_match: bool
     """Whether `scale` counts in norms of the stream."""
-    positions: Positions | None
-    """Where it acts; None for all."""
+    positions: Spans | None
+    """Token positions, negative ones from the prompt's end; None for all."""
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
     details: Details = NO_DETAILS
@@ -93,13 +93,13 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         """The positions in `[start, stop)` that it acts on; they may overlap."""
         if self.positions is None:
             return [range(start, stop)]
-        found = (one.within(num_prompt, start, stop) for one in self.positions)
-        return [one for one in found if one]
+        return list(absolute(self.positions, num_prompt, start, stop))
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` that it acts on, ascending."""
-        found = self.ranges(num_prompt, start, stop)
-        return sorted({position for one in found for position in one})
+        if self.positions is None:
+            return list(range(start, stop))
+        return selected(self.positions, num_prompt, start, stop)
 
 
 def operation(
@@ -109,24 +109,16 @@ def operation(
     scale: float,
     bounds: tuple[float | None, float | None],
     norm_match: bool,
-    positions: Positions | Iterable[int] | None,
+    positions: Spans | None,
     details: Details = NO_DETAILS,
 ) -> Operation:
-    """An operation with its digest; positions may also be given one by one."""
+    """An operation with its digest."""
     data = vector.astype("<f4").tobytes()
-    where = _spans(positions)
     what = repr((tap, op, scale, bounds, norm_match, details)).encode()
     digest = hashlib.sha256(what + data).hexdigest()
-    return Operation(*tap, op, data, scale, *bounds, norm_match, where, digest, details)
-
-
-def _spans(positions: Positions | Iterable[int] | None) -> Positions | None:
-    if positions is None:
-        return None
-    listed = list(positions)
-    if all(isinstance(one, int) for one in listed):
-        return spans(one for one in listed if isinstance(one, int))
-    return tuple(one for one in listed if not isinstance(one, int))
+    return Operation(
+        *tap, op, data, scale, *bounds, norm_match, positions, digest, details
+    )
 
 
 def packed_arrays(

@@ -7,15 +7,23 @@ module imports neither torch nor the rest of steering, because
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from pickle import PickleBuffer
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.positions import Spans
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
 
 Tap: TypeAlias = tuple[int, str]
 """`(layer, hook)`: a place where vectors are added."""
@@ -106,7 +114,7 @@ def total(parts: Sequence[PackedVectors | None]) -> dict[Tap, Vector]:
     return sums
 
 
-class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
+class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Base, prefill and decode vectors, of one request or of the whole engine.
 
     A prompt token is steered by base + prefill, a generated one by base + decode.
@@ -121,34 +129,59 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True):
         """The three, in this order."""
         return self.base, self.prefill, self.decode
 
-    @property
+    @cached_property
     def prefill_digest(self) -> str:
         """What prompt tokens are steered by; empty if by nothing."""
         return digest_of(self.base, self.prefill)
 
-    @property
+    @cached_property
     def decode_digest(self) -> str:
         """What generated tokens are steered by; empty if by nothing."""
         return digest_of(self.base, self.decode)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names the configuration: requests with equal ones share rows."""
         named = "/".join("" if part is None else part.identity for part in self.parts)
         return hashlib.sha256(named.encode()).hexdigest()
 
-    @property
+    @cached_property
     def prefill_operations(self) -> tuple[Operation, ...]:
         """What is done at prompt tokens beyond adding vectors."""
         return _operations(self.base) + _operations(self.prefill)
 
-    @property
+    @cached_property
     def decode_operations(self) -> tuple[Operation, ...]:
         """What is done at generated tokens beyond adding vectors."""
         return _operations(self.base) + _operations(self.decode)
 
+    @cached_property
+    def groups(self) -> tuple[tuple["Group", ...], ...]:
+        """The operations of each tier that act at equal positions, together."""
+        return tuple(tuple(_groups(_operations(part))) for part in self.parts)
+
     def __bool__(self) -> bool:
         return any(self.parts)
+
+
+class Group(NamedTuple):
+    """Operations of one tier that act at the same positions."""
+
+    digest: str
+    """Equal for groups that do the same."""
+    first: Operation
+    """Whose positions are those of all."""
+
+
+def _groups(operations: Sequence[Operation]) -> Iterator[Group]:
+    together: dict[Spans | None, list[Operation]] = {}
+    for one in operations:
+        together.setdefault(one.positions, []).append(one)
+    for alike in together.values():
+        digests = [one.digest for one in alike]
+        if len(digests) > 1:
+            digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()]
+        yield Group(digests[0], alike[0])
 
 
 def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
@@ -156,3 +189,18 @@ def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
+
+
+def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
+    """The configuration that admission gave a request, if any."""
+    params = request.sampling_params
+    return params._steering if params is not None else None
+
+
+def with_tiers(
+    params: "SamplingParams", tiers: SteeringTiers | None
+) -> "SamplingParams":
+    """A copy of a request's parameters with another configuration, or none."""
+    other = copy(params)
+    other._steering = tiers
+    return other

@@ -1,123 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a sequence an operation acts: the form that travels, and its grammar.
+"""Token positions as spans: what they cost follows their number, not their length.
 
-This module imports neither torch nor the rest of steering, because
-`vllm.sampling_params` imports what uses it.
+A span is `(first, stop)`, half open. Negative ones count from the prompt's end, so a
+span is on one side of 0. This module imports neither torch nor the rest of steering,
+because `vllm.sampling_params` imports it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import msgspec
+import numpy as np
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Ascending, apart from one another."""
+
+_LISTED = 64
+"""So many positions an answer lists one by one."""
+
+
+def spans_of(positions: Iterable[int]) -> Spans:
+    """The spans of some positions, in any order, with repetitions."""
+    found = np.unique(np.fromiter(positions, dtype=np.int64))
+    if not len(found):
+        return ()
+    apart = (np.diff(found) != 1) | (found[1:] == 0)
+    first = found[np.concatenate(([True], apart))]
+    last = found[np.concatenate((apart, [True]))]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
+
+
+def joined(found: Iterable[tuple[int, int]]) -> Spans:
+    """The same positions in as few spans as can be."""
+    made: list[tuple[int, int]] = []
+    for first, stop in sorted(found):
+        last = made[-1] if made else None
+        # Those from the end of a prompt stay apart from those from its start.
+        if last and first <= last[1] and (first < 0) == (last[0] < 0):
+            made[-1] = last[0], max(last[1], stop)
+        else:
+            made.append((first, stop))
+    return tuple(made)
+
+
+def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
+    """The parts of some spans that lie in `[start, stop)`; some may overlap.
+
+    Args:
+        spans: of one entry.
+        num_prompt: tokens of the prompt.
+        start: the first position.
+        stop: behind the last one.
+
+    """
+    zero = bisect_left(spans, (0, 0))
+    for low, high, shift in ((0, zero, num_prompt), (zero, len(spans), 0)):
+        at = bisect_right(spans, (start - shift, 1 << 62), low, high)
+        for first, end in spans[max(at - 1, low) : high]:
+            if first + shift >= stop:
+                break
+            part = range(max(first + shift, start), min(end + shift, stop))
+            if part:
+                yield part
+
+
+def selected(spans: Spans, num_prompt: int, start: int, stop: int) -> list[int]:
+    """The positions in `[start, stop)` that some spans hold, ascending."""
+    parts = list(absolute(spans, num_prompt, start, stop))
+    if len(parts) == 1:
+        return list(parts[0])
+    return sorted({position for part in parts for position in part})
+
+
+def last_of(spans: Spans, num_prompt: int) -> int:
+    """The last position that some spans hold, of a prompt of so many tokens."""
+    return max(
+        (stop - 1 if first >= 0 else num_prompt + stop - 1) for first, stop in spans
+    )
+
+
+def counts_back(spans: Spans) -> bool:
+    """Whether these are the last k tokens of a prompt."""
+    return len(spans) == 1 and spans[0][1] == 0
+
+
+def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
+    """A position, as it was given, that lies outside of `possible`; None if none does.
+
+    The last k tokens of a prompt that has fewer are all of them.
+    """
+    if counts_back(spans):
+        first, stop = num_prompt + spans[0][0], num_prompt
+        if possible and first < possible.stop and stop > possible.start:
+            return None
+    for first, stop in spans:
+        shift = num_prompt if first < 0 else 0
+        if not possible or first + shift < possible.start:
+            return first
+        if stop + shift > possible.stop:
+            return max(first, possible.stop - shift)
+    return None
+
+
+def told(spans: Spans | None) -> object:
+    """Positions as an answer tells them: a list, the last k, or ranges."""
+    if spans is None:
+        return None
+    if sum(stop - first for first, stop in spans) <= _LISTED:
+        return [p for first, stop in spans for p in range(first, stop)]
+    if counts_back(spans):
+        return {"last": -spans[0][0]}
+    return {"ranges": [[first, stop - 1] for first, stop in spans]}
+
 
 FARTHEST = 2**31
 """No position is farther from the start, or from the end, of a prompt."""
 
-
-LISTED = 64
-"""So many positions are described one by one."""
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """The positions `[start, stop)`."""
-
-    from_end: bool
-    """Counted from the prompt's end, where 0 is the first generated token."""
-    start: int
-    stop: int
-
-    def within(self, num_prompt: int, start: int, stop: int) -> range:
-        """Its positions in `[start, stop)`, for a prompt of this length."""
-        offset = num_prompt if self.from_end else 0
-        first = max(self.start + offset, start, 0)
-        return range(first, max(first, min(self.stop + offset, stop)))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it stands for whatever there is of its tokens, if there is any."""
-        counts_back = self.from_end and self.stop == 0
-        return counts_back or self.stop >= FARTHEST
-
-
-Positions: TypeAlias = tuple[Span, ...]
-"""Ascending, those of either kind apart from one another."""
-
-NAMED: dict[str, Positions | None] = {
+NAMED: dict[str, Spans | None] = {
     "all": None,
-    "last_prompt": (Span(True, -1, 0),),
-    "all_prompt": (Span(True, -FARTHEST, 0),),
-    "all_generated": (Span(True, 0, FARTHEST),),
+    "last_prompt": ((-1, 0),),
+    "all_prompt": ((-FARTHEST, 0),),
 }
-"""What the selectors stand for; None: every token."""
+"""What selectors stand for; None: every token."""
 
 
-def spans(positions: Iterable[int]) -> Positions:
-    """The spans of single positions, negative ones from the prompt's end."""
-    return joined(Span(p < 0, p, p + 1) for p in positions)
-
-
-def joined(found: Iterable[Span]) -> Positions:
-    """The same positions in as few spans as can be."""
-    made: list[Span] = []
-    for one in sorted(found):
-        last = made[-1] if made else None
-        if last and last.from_end == one.from_end and one.start <= last.stop:
-            made[-1] = Span(one.from_end, last.start, max(last.stop, one.stop))
-        else:
-            made.append(one)
-    return tuple(made)
-
-
-def last_of(positions: Positions, num_prompt: int) -> int:
-    """The last position of all, for a prompt of this length."""
-    return max(s.stop - 1 + (num_prompt if s.from_end else 0) for s in positions)
-
-
-def missed(positions: Positions, num_prompt: int, possible: range) -> int | None:
-    """A position, as it was given, that no token of `possible` has, if any.
-
-    Spans that are open need one token; of the others each position is meant.
-    """
-    for one in positions:
-        found = one.within(num_prompt, possible.start, possible.stop)
-        if one.is_open and not found:
-            return max(one.start, -num_prompt)
-        if not one.is_open and len(found) < one.stop - one.start:
-            offset = num_prompt if one.from_end else 0
-            return next(
-                p for p in range(one.start, one.stop) if p + offset not in found
-            )
-    return None
-
-
-def describe(positions: Positions | None) -> Any:
-    """As a user would write it: a name, `{"last": k}`, a list or ranges."""
-    if positions is None:
-        return None
-    for name in ("all_prompt", "all_generated"):
-        if positions == NAMED[name]:
-            return name
-    if sum(one.stop - one.start for one in positions) <= LISTED:
-        return sorted(_each(positions))
-    if len(positions) == 1 and positions[0].from_end and positions[0].stop == 0:
-        return {"last": -positions[0].start}
-    return {"ranges": [[one.start, one.stop - 1] for one in positions]}
-
-
-def _each(positions: Positions) -> Iterator[int]:
-    for one in positions:
-        yield from range(one.start, one.stop)
-
-
-def most_at_once(several: Iterable[Positions]) -> int:
+def most_at_once(several: Iterable[Spans]) -> int:
     """How many of these may act at one token, whatever the length of the prompt.
 
     Positions from the start and from the end of the prompt may always meet.
     """
     ends: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-    for positions in several:
-        for one in positions:
-            ends[one.from_end] += [(one.start, 1), (one.stop, -1)]
+    for spans in several:
+        for first, stop in spans:
+            ends[first < 0] += [(first, 1), (stop, -1)]
     total = 0
     for of_kind in ends.values():
         depth = most = 0

@@ -7,6 +7,9 @@ always decode.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from vllm.v1.steering.plan import SteeringTiers
 
 ZERO_ROW = 0
 """Adds nothing: padding, and everything while no vector is set."""
@@ -79,3 +82,22 @@ class Slots:
         self._users[slot].discard(user)
         if not self._users[slot]:
             self._idle[slot] = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """A request that is scheduled for the first time, or again after preemption."""
+
+    slot: int
+    """The slot of its configuration, whose rows steer its tokens."""
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class SteeringStep:
+    """Decided by the scheduler alone, so that all ranks do the same."""
+
+    loads: list[tuple[int, SteeringTiers]] = field(default_factory=list)
+    """Slots that get another configuration, before the step runs."""
+    uses: dict[str, SlotUse] = field(default_factory=dict)
+    """Steered requests by id."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from vllm.v1.steering.core.prefix_cache import tiers_of, with_tiers
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, tiers_of, with_tiers
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
     example_hidden_states_connector as connector,
 )
 from vllm.v1.capture.consumers.arrow import ArrowConsumer
+from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
 from vllm.v1.capture.consumers.storage import files
 from vllm.v1.capture.errors import CaptureValidationError
 
@@ -36,22 +37,32 @@ def consumer_at(root: Path, **params: Any) -> ArrowConsumer:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("kind", ["parquet", "ipc"])
+@pytest.mark.parametrize("bfloat16", ["bits", "float32"])
 def test_a_dataset_has_every_row_once(
-    tmp_path: Path, kind: str, compression: str, dtype: torch.dtype
+    tmp_path: Path, kind: str, compression: str, dtype: torch.dtype, bfloat16: str
 ) -> None:
     requests = {f"r{i}": some(i * 3, dtype) for i in range(4)}
     consumer = consumer_at(
-        tmp_path, format=kind, compression=compression, buffer_bytes=300
+        tmp_path,
+        format=kind,
+        compression=compression,
+        buffer_bytes=300,
+        bfloat16=bfloat16,
     )
     results = deliver(consumer, requests)
     assert {result.status for result in results.values()} == {"ok"}
     table = ds.dataset(tmp_path, format=kind).to_table()
     assert table.num_rows == (0 + 3 + 6 + 9) * len(TAPS)
-    stored = torch.float16 if dtype is torch.float16 else torch.float32
-    for row in table.to_pylist():
+    found = rows_of_table(table)
+    assert found.dtype is dtype
+    for row, values in zip(table.to_pylist(), found, strict=True):
         rows = requests[row["request_id"]][row["layer"], row["hook"]]
-        want = rows[row["position"]].to(stored)
-        assert torch.equal(torch.tensor(row["values"], dtype=stored), want)
+        want = rows[row["position"]]
+        assert torch.equal(values, want)
+        if isinstance(row["values"], bytes):
+            assert row["values"] == bytes(want.view(torch.uint8).numpy())
+        else:
+            assert row["values"] == want.tolist()
         assert row["token_id"] == 100 + row["position"]
     keys = {
         (r["request_id"], r["layer"], r["hook"], r["position"])
@@ -73,7 +84,9 @@ def test_data_tools_open_the_files_as_they_are(
     tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
     requests = {f"r{i}": some(3, dtype) for i in range(2)}
-    results = deliver(consumer_at(tmp_path / "captures", format=kind), requests)
+    results = deliver(
+        consumer_at(tmp_path / "captures", format=kind, bfloat16="float32"), requests
+    )
     paths = sorted({path for r in results.values() for path in r.payload})
     frames = [datasets_frame(paths, kind, tmp_path / "cache")]
     if kind == "parquet":
@@ -104,7 +117,8 @@ def datasets_frame(paths: list[str], kind: str, cache: Path) -> Any:
 
 
 def test_the_schema_says_what_was_widened(tmp_path: Path) -> None:
-    deliver(consumer_at(tmp_path), {"r": some(2, torch.bfloat16)})
+    consumer = consumer_at(tmp_path, bfloat16="float32")
+    deliver(consumer, {"r": some(2, torch.bfloat16)})
     schema = ds.dataset(tmp_path).schema
     assert schema.names == [
         "request_id", "layer", "hook", "position", "token_id", "values",

@@ -10,6 +10,7 @@ import pyarrow.dataset as ds
 import pytest
 import torch
 
+from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 
@@ -125,9 +126,9 @@ def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> N
             assert tensor.shape == (len(tokens), 64)
             assert rows.token_ids[tap] == tokens
             assert torch.equal(stored[tap], tensor)
-        for row in table.to_pylist():
+        for row, values in zip(table.to_pylist(), rows_of(table), strict=True):
             tensor = rows[row["layer"], row["hook"]][row["position"]]
-            assert torch.equal(torch.tensor(row["values"]), tensor.float())
+            assert torch.equal(values, tensor)
             assert row["token_id"] == tokens[row["position"]]
 
 
@@ -171,12 +172,22 @@ def test_a_request_over_its_limit_is_refused_with_its_size(llm: Any) -> None:
         generate(llm, [{"inline": spec(hooks={"pre_attn": "all"})}], n=16)
 
 
-def test_requests_over_the_common_limit_are_refused_and_give_way(llm: Any) -> None:
+def test_a_list_over_the_common_limit_is_sent_in_portions(llm: Any) -> None:
     # 8 rows at 3 taps of 128 bytes, 10 samples: 30720 bytes, of 60000 in all.
-    captures = [{"inline": spec(hooks={"pre_attn": "all"})}] * 2
-    with pytest.raises(ValueError, match="max_inflight_bytes"):
-        generate(llm, captures, n=10)
-    # Those that were refused or aborted do not count any more.
-    for _ in range(3):
-        (output,) = generate(llm, captures[:1], n=10)
-        assert output.capture_results["inline"].status == "ok"
+    captures = [{"inline": spec(hooks={"pre_attn": "all"})}] * 3
+    outputs = generate(llm, captures, n=10)
+    assert [output.prompt_token_ids for output in outputs] == [
+        prompt["prompt_token_ids"] for prompt in PROMPTS[:3]
+    ]
+    for output in outputs:
+        result = output.capture_results["inline"]
+        assert result.status == "ok" and len(result.payload) == 10
+
+
+def test_outputs_of_a_list_that_is_refused_halfway_are_dropped(llm: Any) -> None:
+    fits = {"inline": spec(hooks={"pre_attn": "all"})}
+    with pytest.raises(ValueError, match="99"):
+        generate(llm, [fits, fits, {"inline": spec(hooks={"pre_attn": [99]})}], n=10)
+    (output,) = generate(llm, [fits], n=10)
+    assert output.prompt_token_ids == PROMPTS[0]["prompt_token_ids"]
+    assert output.capture_results["inline"].status == "ok"

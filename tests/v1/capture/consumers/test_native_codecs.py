@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled codecs and checksum give the bytes of their Python forms."""
+"""The compiled codecs give the bytes of their Python forms."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.capture import native
-from vllm.v1.capture.consumers.storage import checksum, quantize
-from vllm.v1.capture.consumers.storage.files import raw_bytes
+from vllm.v1.capture.consumers.storage import quantize
+from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.native import DTYPES, Library
 
 
@@ -70,65 +70,6 @@ def test_topk8_records_are_those_of_numpy(
     assert compiled().encode_topk8(data, dtype, *rows.shape, k, instructions) == want
 
 
-@pytest.mark.parametrize("instructions", SETS)
-@settings(deadline=None, max_examples=150)
-@given(
-    width=st.integers(1, 70),
-    scale=st.one_of(st.floats(width=32), st.floats(2**-30, 2**20, width=32)),
-    seed=st.integers(0, 1 << 20),
-    dtype=st.sampled_from(list(DTYPES)),
-)
-def test_reconstructed_rows_are_those_of_numpy(
-    instructions: str, width: int, scale: float, seed: int, dtype: torch.dtype
-) -> None:
-    record = np.empty(3, dtype=quantize.full8_record(width))
-    record["scale"] = scale, 1.0, np.nan
-    record["q"] = np.random.default_rng(seed).integers(-128, 128, (3, width))
-    data = record.tobytes()
-    with np.errstate(all="ignore"):
-        want = quantize.full8_rows_reference(data, 3, width, dtype)
-    got = compiled().decode_full8(data, DTYPES[dtype], 3, width, instructions)
-    rows = torch.frombuffer(bytearray(got), dtype=dtype).view(3, width)
-    # Any NaN will do: torch itself has several.
-    assert torch.equal(rows.isnan(), want.isnan())
-    number = ~want.isnan()
-    words = torch.int32 if dtype is torch.float32 else torch.int16
-    assert torch.equal(rows.view(words)[number], want.view(words)[number])
-
-
-@pytest.mark.parametrize(
-    ("data", "want"),
-    [  # RFC 3720, B.4, and the check value of the CRC catalogues
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(range(31, -1, -1)), 0x113FDB5C),
-        (b"123456789", 0xE3069283),
-        (b"", 0),
-    ],
-)
-def test_crc32c_has_its_published_values(data: bytes, want: int) -> None:
-    assert checksum.crc32c_reference(data) == want
-    assert compiled().crc32c(data) == want
-    assert compiled().crc32c(data, use_tables=True) == want
-
-
-@settings(deadline=None)
-@given(
-    data=st.binary(max_size=200),
-    cut=st.integers(0, 200),
-    start=st.integers(0, 9),
-    use_tables=st.booleans(),
-)
-def test_crc32c_of_parts_is_that_of_the_whole(
-    data: bytes, cut: int, start: int, use_tables: bool
-) -> None:
-    view = memoryview(data)[start:]  # at any address
-    first = compiled().crc32c(view[:cut], 0, use_tables)
-    both = compiled().crc32c(view[cut:], first, use_tables)
-    assert both == checksum.crc32c_reference(data[start:])
-
-
 def test_what_does_not_fit_is_refused() -> None:
     library, rows = compiled(), bytes(16)
     with pytest.raises(ValueError, match="expected 2 rows of 10 bytes, got 16"):
@@ -141,10 +82,6 @@ def test_what_does_not_fit_is_refused() -> None:
         library.encode_full8(rows, "float32", 1, 4, "sse9")
     with pytest.raises(ValueError, match="even address"):
         library.encode_full8(memoryview(bytes(17))[1:], "float16", 2, 4)
-    with pytest.raises(ValueError, match="rows of"):
-        library.decode_full8(rows, "float32", 1 << 62, 12)
-    with pytest.raises((TypeError, BufferError)):
-        library.crc32c("text")  # type: ignore[arg-type]
 
 
 def test_without_the_library_python_gives_the_same(

@@ -15,11 +15,11 @@ import torch
 from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
-from vllm.v1.capture.consumers.storage import files, sink, writers
+from vllm.v1.capture.consumers.storage import sink
 from vllm.v1.capture.consumers.storage.rows import RequestRows
-from vllm.v1.capture.consumers.storage.writers import NativeWriters, WriterLimits
+from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
-from vllm.v1.capture.native import FaultyDisk, library
+from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.types import CaptureResult
 
 TAPS = [(layer, "post_block") for layer in range(4)]
@@ -33,64 +33,28 @@ UNLIMITED = 1 << 60
 
 
 class Disk:
-    """A disk with `free` bytes left, whose writes may hang, under both writers.
+    """A disk with `free` bytes left, whose writes may hang."""
 
-    Python's system calls and the native library's go different ways; what is spilled
-    takes the former with either.
-    """
-
-    def __init__(self, kind: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = free
         self._moves = threading.Event()
         self._moves.set()
-        self._writev, self._pwritev = os.writev, os.pwritev
-        monkeypatch.setattr(files.os, "writev", self._write)
-        monkeypatch.setattr(files.os, "pwritev", self._write_at)
-        if kind == "python":
-            monkeypatch.setattr(writers, "library", lambda: None)
-            return
-        native = library()
-        assert native is not None, "fork build leaves the native library out here"
-        self._native = native.FaultyDisk(free)
-
-        def open_native(name: str, limits: WriterLimits) -> NativeWriters:
-            sizes = limits.num_threads, limits.max_bytes, limits.max_call_bytes
-            return NativeWriters(name, native.WriterPool(*sizes, self._native))
-
-        monkeypatch.setattr(sink, "open_writers", open_native)
-
-    _native: FaultyDisk | None = None
+        self._pwritev = os.pwritev
+        monkeypatch.setattr(row_bytes.os, "pwritev", self._write)
 
     def hang(self) -> None:
         self._moves.clear()
-        if self._native is not None:
-            self._native.hang()
 
     def release(self) -> None:
         self._moves.set()
-        if self._native is not None:
-            self._native.release()
 
-    def _write(self, fd: int, buffers: Any) -> int:
-        return self._writev(fd, [self._fitting(buffers)])
-
-    def _write_at(self, fd: int, buffers: Any, offset: int) -> int:
-        return self._pwritev(fd, [self._fitting(buffers)], offset)
-
-    def _fitting(self, buffers: Any) -> bytes:
+    def _write(self, fd: int, buffers: Any, offset: int) -> int:
         assert self._moves.wait(20)
         if self.free <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         data = b"".join(bytes(buffer) for buffer in buffers)[: self.free]
         self.free -= len(data)
-        return data
-
-
-@pytest.fixture(params=["native", "python"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Which writers."""
-    kind: str = request.param
-    return kind
+        return self._pwritev(fd, [data], offset)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,13 +63,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_a_full_disk_leaves_whole_files_and_says_what_is_lost(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
     layout: str,
     free: int,
     buffer_bytes: int,
 ) -> None:
     requests = {f"r{i}": request_rows(10 * i) for i in range(4)}
-    Disk(kind, free, monkeypatch)
+    Disk(free, monkeypatch)
     consumer = FilesystemConsumer(
         None,
         {
@@ -137,9 +100,9 @@ def test_a_full_disk_leaves_whole_files_and_says_what_is_lost(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_root_that_vanishes_is_reported_and_may_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    Disk(kind, UNLIMITED, monkeypatch)
+    Disk(UNLIMITED, monkeypatch)
     root = tmp_path / "captures"
     consumer = FilesystemConsumer(None, {"root": str(root), "default_layout": layout})
     answers: dict[str, CaptureResult] = {}
@@ -169,9 +132,9 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_writer_that_hangs_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    disk = Disk(kind, UNLIMITED, monkeypatch)
+    disk = Disk(UNLIMITED, monkeypatch)
     disk.hang()
     params = {"timeout_seconds": 0.5, "writer_threads": 1, "default_layout": layout}
     consumer = FilesystemConsumer(None, {"root": str(tmp_path), **params})
@@ -195,9 +158,9 @@ def test_a_writer_that_hangs_is_given_up(
 
 
 def test_a_stop_waits_for_no_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(kind, UNLIMITED, monkeypatch)
+    disk = Disk(UNLIMITED, monkeypatch)
     disk.hang()
     consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
     answers: dict[str, CaptureResult] = {}
@@ -219,13 +182,8 @@ def test_a_stop_waits_for_no_disk_that_hangs(
 def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, real = threading.Event(), os.writev
-
-    def hang(fd: int, buffers: Any) -> int:
-        stuck.wait(20)
-        return real(fd, buffers)
-
-    monkeypatch.setattr(files.os, "writev", hang)
+    disk = Disk(UNLIMITED, monkeypatch)
+    disk.hang()
     consumer = FilesystemConsumer(
         None, {"root": str(tmp_path), "timeout_seconds": 0.5, "buffer_bytes": 64}
     )
@@ -234,7 +192,7 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
         for tap, tensor in request_rows(0).items():
             consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
     assert time.monotonic() - begin < 5
-    stuck.set()
+    disk.release()
     consumer.shutdown(20)
 
 
@@ -244,9 +202,9 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     spilled: list[str] = []
     spill = RequestRows.spill
 
-    def noted(rows: RequestRows, path: str, max_bytes: int) -> int:
-        spilled.append(path)
-        return spill(rows, path, max_bytes)
+    def noted(rows: RequestRows, files: RowFiles) -> int:
+        spilled.append("once")
+        return spill(rows, files)
 
     monkeypatch.setattr(RequestRows, "spill", noted)
     consumer = FilesystemConsumer(
@@ -267,6 +225,29 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     assert not spilled
     assert {result.status for result in answers.values()} == {"ok"}
     assert len(answers) == 6
+
+
+def test_spilled_rows_are_counted_said_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sink.logger, "warning", lambda *what: said.append(what))
+    consumer = FilesystemConsumer(
+        None, {"root": str(tmp_path), "buffer_bytes": 2048, "default_layout": "packed"}
+    )
+    rows = request_rows(0)  # of 3 KiB
+    answers: dict[str, CaptureResult] = {}
+    lane = SinkLane("test", consumer, 1 << 20, 100)
+    for tap, tensor in rows.items():
+        lane.submit(chunks_of("r", tap, tensor, 3))
+    lane.finish(ending_of("r", rows, answers))
+    lane.close(20)
+    assert answers["r"].status == "ok"
+    assert lane.counters().rewritten_bytes >= 1024
+    assert len(said) == 1 and "written twice" in said[0][0]
+    for tap, tensor in read_request(tmp_path, "default", "r").items():
+        assert torch.equal(tensor, rows[tap])
+    assert not (tmp_path / ".incomplete").exists()
 
 
 def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:

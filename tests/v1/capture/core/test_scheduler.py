@@ -11,8 +11,7 @@ from vllm.v1.capture.core.scheduler import (
     cacheable_tokens,
     loadable_tokens,
 )
-from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.wire import CaptureEnd
+from vllm.v1.capture.plan import CaptureEnd, CapturePlan
 
 PROMPT, END = 6, 20
 

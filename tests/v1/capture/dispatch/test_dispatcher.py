@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.row_buffer import Gathering
-from vllm.v1.capture.dispatch.step_buffer import LARGEST_PART
+from vllm.v1.capture.dispatch.step_buffer import rows_in
 from vllm.v1.capture.dispatch.step_chain import StagedStep
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView, TrueStarts
+from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.residual.step_view import StepView, TrueStarts
 
 WIDTH, TAPS = 4, 3
 EVERYTHING = ((0, 1 << 40),)
@@ -95,16 +96,22 @@ class Bench:
                 )
         self.steps.append(StagedStep(next(self.numbers), placed, segment, true))
 
-    def send_page(self) -> torch.Tensor:
-        """Hand on one step, whose rows are in a page; the page."""
+    def send_pages(self) -> dict[str, torch.Tensor]:
+        """Hand on one step, whose rows are in memory of their requests' own."""
         (step,) = self.steps
-        segment = step.segment
-        rows = self.staging.rows[segment.start : segment.start + segment.num_rows]
-        page = rows.clone()
-        rows.fill_(-1.0)
-        self.steps = [step._replace(page=page)]
+        places, base = {}, step.segment.start
+        for block in step.placed.layout.blocks:
+            taps = len(block.columns)
+            rows = self.staging.rows[base : base + taps * block.num_rows]
+            by_tap = rows.unflatten(0, (taps, block.num_rows))
+            for req_id, group, position, num_rows, offset in rows_in(block, step):
+                memory = by_tap[:, offset : offset + num_rows].clone()
+                places[req_id, group, position] = memory, 0
+            rows.fill_(-1.0)
+            base += taps * block.num_rows
+        self.steps = [step._replace(places=places)]
         self.send()
-        return page
+        return {req_id: memory for (req_id, *_), (memory, _) in places.items()}
 
     def send(self, copied: Any = None, hand_on: bool = True) -> None:
         """Let the dispatcher have all steps so far, and wait until that is done."""
@@ -238,25 +245,12 @@ def test_a_request_that_is_not_known_is_skipped() -> None:
 def test_a_page_is_handed_on_as_it_is() -> None:
     bench = Bench(["a", "b"])
     bench.step({"a": 3, "b": 8})
-    page = bench.send_page()
+    pages = bench.send_pages()
     bench.step({"a": 4, "b": 9})
     bench.send()
     for name in "ab":
-        assert bench.taken[name].rows[0].memory.data_ptr() == page.data_ptr()
+        assert bench.taken[name].rows[0].memory.data_ptr() == pages[name].data_ptr()
     bench.check({"a": [3, 4], "b": [8, 9]})
-
-
-def test_a_small_part_of_a_page_is_copied() -> None:
-    names = [f"r{i}" for i in range(LARGEST_PART + 1)]
-    bench = Bench(names)
-    bench.step({name: 10 * i for i, name in enumerate(names)})
-    page = bench.send_page()
-    storage = page.untyped_storage().data_ptr()
-    for name in names:
-        bench.taken[name].finish()
-        (rows,) = bench.taken[name].rows
-        assert rows.tensor.untyped_storage().data_ptr() != storage
-    bench.check({name: [10 * i] for i, name in enumerate(names)})
 
 
 class EndingRequest:

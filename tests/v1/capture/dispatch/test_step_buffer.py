@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from vllm.v1.capture.dispatch.step_chain import Chain, Found, StagedStep
 from vllm.v1.capture.memory.row_copy import copy_rows
 from vllm.v1.capture.plan import OPEN_END
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.residual.step_view import StepView
 
 TAPS = 2
 MEMORY = torch.arange(5000).float()[:, None]
@@ -124,7 +125,7 @@ def test_a_step_that_is_elsewhere_or_later_does_not_follow() -> None:
     assert chain.follows(second)
     elsewhere = Segment(second.segment.start + 1, second.segment.num_rows)
     assert not chain.follows(second._replace(segment=elsewhere))
-    assert not chain.follows(second._replace(page=MEMORY))
+    assert not chain.follows(second._replace(places={}))
     true_starts: Any = object()
     assert not chain.follows(second._replace(true_starts=true_starts))
     chain.add(second)

@@ -11,7 +11,7 @@ import torch
 from tests.support import outside
 from tests.support.captured import CapturedEngine, asking, prompt
 from vllm import SamplingParams
-from vllm.v1.steering.core import external_caches
+from vllm.v1.steering.core import prefix_cache
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -33,8 +33,8 @@ def stored(
         },
     }
     with pytest.MonkeyPatch.context() as patch:
-        known = external_caches.BY_BLOCK_HASH | {outside.NAME}
-        patch.setattr(external_caches, "BY_BLOCK_HASH", known)
+        known = prefix_cache.BY_BLOCK_HASH | {outside.NAME}
+        patch.setattr(prefix_cache, "BY_BLOCK_HASH", known)
         engine = CapturedEngine(
             model,
             kv_transfer_config=transfer,

@@ -11,6 +11,7 @@ from tests.v1.capture._sinks import KeepingConsumer
 from tests.v1.capture._strategies import HOOKS
 from tests.v1.capture.test_selectors import anything
 from vllm.config.capture import CaptureConfig
+from vllm.config.readouts import ReadoutConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import (
@@ -55,6 +56,7 @@ def config(rows_per_step: int = 1000, chunked: bool = True) -> Any:
         scheduler_config=SimpleNamespace(
             enable_chunked_prefill=chunked, async_scheduling=False
         ),
+        readout_config=ReadoutConfig(),
         num_speculative_tokens=0,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1

@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
+from vllm.entrypoints.serve.utils.residual_fields import FIELDS, refuse_unsupported
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.http import (
-    FIELDS,
-    refuse_unsupported,
-    response_results,
-    stamp,
-)
+from vllm.v1.capture.frontend.http import response_results, stamp
 from vllm.v1.capture.types import CaptureResult
 
 
@@ -63,7 +60,9 @@ def other_requests() -> list[Any]:
 @pytest.mark.parametrize(("kind", "body"), other_requests())
 def test_no_request_ignores_our_fields(kind: Any, body: Any, field: str) -> None:
     kind.model_validate({"model": "demo", **body})
-    with pytest.raises(ValidationError, match=f"{field}: {kind.__name__} has no such"):
+    with pytest.raises(
+        VLLMValidationError, match=f"{field}: {kind.__name__} has no such"
+    ):
         kind.model_validate({"model": "demo", **body, field: SPEC})
 
 

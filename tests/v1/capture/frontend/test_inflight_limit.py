@@ -2,13 +2,13 @@
 import gc
 from types import SimpleNamespace
 
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.inflight_limit import HeldRows, Reservations
 from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan, Reader, TapGroup
 
-CONSUMERS = {
-    "inline": SimpleNamespace(max_inflight_bytes=1000),
-    "files": SimpleNamespace(),
-}
+CONSUMERS = capabilities_of(
+    {"inline": SimpleNamespace(max_inflight_bytes=1000), "files": SimpleNamespace()}
+)
 
 
 def plan(*instances: str, samples: int = 1) -> CapturePlan:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.path_locks import Claims
-from vllm.v1.capture.frontend.path_locks_shared import NobodyElse
+from vllm.v1.capture.frontend.path_locks import Claims, NobodyElse
 from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
 
 
@@ -25,7 +25,8 @@ def plan_of(request_id: str = "cmpl-1", num_samples: int = 1) -> CapturePlan:
 
 def claims(elsewhere: NobodyElse | None = None) -> Claims:
     files, other = Files(), SimpleNamespace()
-    return Claims({"files": files, "more": files, "other": other}, elsewhere)
+    consumers = capabilities_of({"files": files, "more": files, "other": other})
+    return Claims(consumers, elsewhere)
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def test_a_name_is_free_again_when_its_request_is_done() -> None:
 
 
 def test_a_consumer_may_claim_just_what_specs_name() -> None:
-    taken = Claims({"files": SimpleNamespace(claims_request_id=True)})
+    taken = Claims(capabilities_of({"files": SimpleNamespace(claims_request_id=True)}))
     capture = {"files": spec(request_id="a", tag="t")}
     taken.take(capture, "first", plan_of())
     taken.take({"files": spec()}, "second", plan_of("a"))

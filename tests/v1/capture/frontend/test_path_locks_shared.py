@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.capture.frontend.path_locks_shared import (
+from vllm.v1.capture.frontend.path_locks import (
     NobodyElse,
     OtherServers,
     other_servers,
@@ -17,7 +17,7 @@ from vllm.v1.capture.frontend.path_locks_shared import (
 NAME = ("files", "tag", "request")
 SIBLING = """
 import sys
-from vllm.v1.capture.frontend.path_locks_shared import OtherServers
+from vllm.v1.capture.frontend.path_locks import OtherServers
 servers = OtherServers(int(sys.argv[1]))
 print(servers.take(("files", "tag", "request")), flush=True)
 sys.stdin.read()

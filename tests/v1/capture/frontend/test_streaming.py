@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
 from vllm.v1.capture.plan import (
     LIVE,
@@ -143,12 +144,12 @@ def test_only_outputs_that_are_read_one_by_one_carry_rows(
     params: SamplingParams, streaming: bool
 ) -> None:
     consumers = {"inline": SimpleNamespace(streams=True), "files": SimpleNamespace()}
-    rows = LiveRows(consumers)
+    rows = LiveRows(capabilities_of(consumers))
     assert rows.instances(params) == ({"inline"} if streaming else set())
 
 
 def test_after_its_last_output_a_request_is_forgotten() -> None:
-    rows = LiveRows({"inline": SimpleNamespace(streams=True)})
+    rows = LiveRows(capabilities_of({"inline": SimpleNamespace(streams=True)}))
     rows.open("r", plan(), PROMPT, SamplingParams())
     rows.put("r", 0, [chunk(0, 4)])
     made = output([7])
@@ -162,7 +163,7 @@ def test_after_its_last_output_a_request_is_forgotten() -> None:
 
 
 def test_a_request_whose_plan_has_no_live_reader_carries_nothing() -> None:
-    rows = LiveRows({"inline": SimpleNamespace(streams=True)})
+    rows = LiveRows(capabilities_of({"inline": SimpleNamespace(streams=True)}))
     rows.open("r", plan(live=False), PROMPT, SamplingParams())
     made = output([7])
     rows.show("r", made)

@@ -3,10 +3,9 @@ import gc
 import threading
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vllm.v1.capture.memory.buffer_pool import SMALLEST, RowMemory, _rounded
+from vllm.v1.capture.memory.budget import HostBudget
+from vllm.v1.capture.memory.buffer_pool import OWNER, SMALLEST, RowMemory
 
 WIDTH = 1024
 KEPT = 64 * SMALLEST
@@ -14,14 +13,8 @@ LARGE = SMALLEST // (2 * WIDTH)
 """Rows of bfloat16 whose memory is kept."""
 
 
-@given(st.integers(1, 1 << 34))
-def test_memory_is_rounded_by_a_quarter_at_most(num_bytes: int) -> None:
-    assert num_bytes <= _rounded(num_bytes) <= max(num_bytes * 5 // 4, num_bytes + 1)
-    assert _rounded(_rounded(num_bytes)) == _rounded(num_bytes)
-
-
 def test_memory_returns_when_the_last_view_is_gone() -> None:
-    memory = RowMemory(KEPT)
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
     first = memory.empty((LARGE, WIDTH), torch.bfloat16)
     address, view = first.data_ptr(), first[3:5]
     del first
@@ -34,40 +27,45 @@ def test_memory_returns_when_the_last_view_is_gone() -> None:
     assert again.data_ptr() == address
 
 
-def test_no_more_is_kept_than_is_allowed() -> None:
-    memory = RowMemory(kept=3 * SMALLEST)
+def test_no_more_is_taken_than_the_budget_allows() -> None:
+    budget = HostBudget(3 * SMALLEST)
+    memory = RowMemory(budget, SMALLEST)
     held = [memory.empty((LARGE, WIDTH), torch.bfloat16) for _ in range(8)]
-    del held
-    gc.collect()
-    assert memory._free_bytes == 3 * SMALLEST
-    assert sum(len(slabs) for slabs in memory._free.values()) == 3
+    assert memory.held_bytes == budget.by_owner()[OWNER] == 3 * SMALLEST
+    assert budget.overflow_bytes == 5 * SMALLEST
+    addresses = {rows.data_ptr() for rows in held}
+    assert len(addresses) == 8, "memory was given out twice"
 
 
 def test_what_was_not_needed_for_a_while_is_given_back() -> None:
-    memory = RowMemory(kept=8 * SMALLEST)
+    budget = HostBudget(8 * SMALLEST)
+    memory = RowMemory(budget, SMALLEST)
     held = [memory.empty((LARGE, WIDTH), torch.bfloat16) for _ in range(4)]
     memory.trim()
     del held
     gc.collect()
-    memory.trim()  # They were needed since the last time.
-    assert memory._free_bytes == 4 * SMALLEST
-    held = [memory.empty((LARGE, WIDTH), torch.bfloat16)]
-    del held
-    gc.collect()
-    memory.trim()  # One of them was.
-    assert memory._free_bytes == SMALLEST
-    assert sum(len(slabs) for slabs in memory._free.values()) == 1
+    memory.empty((LARGE, WIDTH), torch.bfloat16)
+    memory.trim()
+    assert memory.held_bytes == SMALLEST, "only the first was needed since"
+    memory.trim()
+    assert memory.held_bytes == 0 and budget.by_owner() == {}
+
+
+def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
+    rows = memory.empty((9 * LARGE, WIDTH), torch.bfloat16).fill_(1)
+    assert memory.held_bytes == 9 * SMALLEST and bool((rows == 1).all())
 
 
 def test_parts_are_joined() -> None:
-    memory = RowMemory(KEPT)
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
     parts = [torch.randn(2, LARGE, WIDTH) for _ in range(3)]
     assert torch.equal(memory.cat(parts, 1), torch.cat(parts, 1))
     assert memory.cat(parts[:1], 1) is parts[0]
 
 
 def test_threads_never_share_memory_that_is_held() -> None:
-    memory, wrong = RowMemory(KEPT), []
+    memory, wrong = RowMemory(HostBudget(KEPT), SMALLEST), []
 
     def work(value: int) -> None:
         for _ in range(200):

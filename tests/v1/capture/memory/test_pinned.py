@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.memory.buffer_pool import Bytes
-from vllm.v1.capture.memory.pinned import ALIGNMENT, Extents, Pages
+from vllm.v1.capture.memory.extents import Extents
+from vllm.v1.capture.memory.pinned import Pages
+from vllm.v1.capture.memory.shared import ALIGNMENT
 
 SIZE = 32
 ROW = ALIGNMENT // 4
@@ -49,30 +51,30 @@ def pages(slab_rows: int, slabs: int) -> tuple[Pages, list[Bytes]]:
 
 def test_a_page_is_taken_until_its_last_view_is_gone() -> None:
     made, pinned = pages(slab_rows=3, slabs=1)
-    page = made.take(2, ROW, torch.float32)
+    page = made.take((2, ROW), torch.float32)
     assert page is not None and page.shape == (2, ROW)
     slab = pinned[0].ctypes.data
     assert slab <= page.data_ptr() < slab + 3 * ALIGNMENT
-    assert made.take(2, ROW, torch.float32) is None
+    assert made.take((2, ROW), torch.float32) is None
     row = page[1]
     del page
     gc.collect()
-    assert made.take(2, ROW, torch.float32) is None
+    assert made.take((2, ROW), torch.float32) is None
     del row
     gc.collect()
-    assert made.take(3, ROW, torch.float32) is not None
+    assert made.take((3, ROW), torch.float32) is not None
 
 
 def test_memory_for_the_next_step_is_pinned_ahead_up_to_a_bound() -> None:
     made, pinned = pages(slab_rows=2, slabs=2)
     assert len(pinned) == 1
-    held = [made.take(1, ROW, torch.float32)]
+    held = [made.take((1, ROW), torch.float32)]
     made.wait()
     assert len(pinned) == 2
-    held += [made.take(2, ROW, torch.float32), made.take(1, ROW, torch.float32)]
+    held += [made.take((2, ROW), torch.float32), made.take((1, ROW), torch.float32)]
     made.wait()
     assert all(page is not None for page in held)
-    assert made.take(1, ROW, torch.float32) is None and len(pinned) == 2
+    assert made.take((1, ROW), torch.float32) is None and len(pinned) == 2
     for number, page in enumerate(held):
         assert page is not None
         page.fill_(number)
@@ -82,16 +84,16 @@ def test_memory_for_the_next_step_is_pinned_ahead_up_to_a_bound() -> None:
 
 def test_a_page_larger_than_a_slab_is_not_had() -> None:
     made, _ = pages(slab_rows=2, slabs=4)
-    assert made.take(3, ROW, torch.float32) is None
+    assert made.take((3, ROW), torch.float32) is None
 
 
 def test_while_memory_is_being_pinned_nobody_waits() -> None:
     go = threading.Event()
     made = Pages(ALIGNMENT, ALIGNMENT, lambda memory: go.wait(10) and None)
-    assert made.take(1, ROW, torch.float32) is None
+    assert made.take((1, ROW), torch.float32) is None
     go.set()
     made.wait()
-    assert made.take(1, ROW, torch.float32) is not None
+    assert made.take((1, ROW), torch.float32) is not None
 
 
 def test_where_no_more_can_be_pinned_it_is_not_tried_again_and_again(
@@ -105,12 +107,12 @@ def test_where_no_more_can_be_pinned_it_is_not_tried_again_and_again(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(made, "_pin", fail)
-    held = made.take(1, ROW, torch.float32)
+    held = made.take((1, ROW), torch.float32)
     made.wait()
     for _ in range(3):
-        assert made.take(1, ROW, torch.float32) is None
+        assert made.take((1, ROW), torch.float32) is None
         made.wait()
     assert len(tries) == 1 and len(pinned) == 1
     del held
     gc.collect()
-    assert made.take(1, ROW, torch.float32) is not None
+    assert made.take((1, ROW), torch.float32) is not None

@@ -10,16 +10,15 @@ from tests.v1.capture._strategies import plan_for, positions, taps, wanted
 from vllm.v1.capture.staging.block_rows import Seating
 from vllm.v1.capture.staging.blocks import (
     Block,
-    Decoding,
     Pick,
     Seat,
-    StepView,
     assign_slots,
     local_groups,
     no_slots,
     pick_rows,
     rows_of,
 )
+from vllm.v1.residual.step_view import Decoding, StepView
 
 PROMPT, END = 6, 16
 

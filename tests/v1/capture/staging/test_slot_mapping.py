@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging import slot_mapping as module
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView
+from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.slot_mapping import Slots
 from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST = 4, 24
 

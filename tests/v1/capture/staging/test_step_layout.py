@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
-from vllm.v1.capture.staging.blocks import LocalGroup, StepView, pick_rows
+from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
 from vllm.v1.capture.staging.step_layout import Placed, Placement, steps_alike
+from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST_ROWS = 4, 24
 

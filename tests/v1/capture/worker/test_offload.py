@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """When steps leave: many at once, unless someone wants theirs or room runs out."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from vllm.v1.capture.dispatch.step_chain import StagedStep
-from vllm.v1.capture.staging.blocks import TrueStarts
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Sending
+from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE
 
@@ -46,7 +47,7 @@ class Bench:
         self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
     ) -> None:
         segment = self.sending.reserve(rows)
-        placed: Any = None
+        placed: Any = SimpleNamespace(layout=SimpleNamespace(blocks=()))
         step = StagedStep(self._number, placed, segment, true)
         self._number += 1
         self.sending.add(step, at_once or set())
@@ -113,8 +114,7 @@ def test_where_there_is_no_room_all_that_waits_is_handed_on(bench: Bench) -> Non
 def test_a_page_goes_by_itself_behind_what_came_before(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = torch.zeros(4, 1)
     bench.step()
-    monkeypatch.setattr(bench.staging, "to_page", lambda segment: (page, None))
+    monkeypatch.setattr(bench.staging, "to_pages", lambda *step: ({}, None))
     bench.step(4)
     assert bench.heard.calls == [1, 1, "all"]

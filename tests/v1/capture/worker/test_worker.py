@@ -15,8 +15,8 @@ from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
-from vllm.v1.capture.staging.blocks import StepView
 from vllm.v1.capture.transport.zmq_channel import EndMessage, ResultMessage
+from vllm.v1.residual.step_view import StepView
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

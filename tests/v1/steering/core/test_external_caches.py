@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.steering.core.external_caches import (
+from vllm.v1.steering.core.prefix_cache import (
     BY_BLOCK_HASH,
     BY_REQUEST,
     check_external_caches,

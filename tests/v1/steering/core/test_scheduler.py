@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys, tiers_of
+from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.core.scheduler import SteeringScheduling, take_vectors_off
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, tiers_of
 
 
 def request(name: str, config: int | None) -> Any:

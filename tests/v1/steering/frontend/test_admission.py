@@ -12,7 +12,6 @@ from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
 from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.frontend.modules import SteeringModules
-from vllm.v1.steering.positions import spans
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
 
 WIDTH = 4
@@ -89,8 +88,8 @@ def test_positions_with_a_token_are_taken(field: str, positions: Any) -> None:
 
 def test_named_positions_fit_prompts_of_any_length() -> None:
     named = admission(far=edited([100]))
-    assert admit(named, steering_name="far").base.operations[0].positions == spans(
-        [100]
+    assert admit(named, steering_name="far").base.operations[0].positions == (
+        (100, 101),
     )
 
 
@@ -218,7 +217,7 @@ def test_what_adds_nothing_is_not_steering(entry: Any) -> None:
 
 def test_numpy_integers_are_positions() -> None:
     tiers = admit(admission(), **{BASE: edited(list(np.arange(2)))})
-    assert tiers.base.operations[0].positions == spans([0, 1])
+    assert tiers.base.operations[0].positions == ((0, 2),)
 
 
 @pytest.mark.parametrize("name", [BASE, PREFILL, DECODE, "steering_name"])

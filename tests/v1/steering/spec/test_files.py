@@ -2,10 +2,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm.steering.convert import write_vectors
+from vllm.steering.vectors import vector_set
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.files import FORMAT, load_module, save_module
 
@@ -40,7 +43,7 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
 
     refused("missing.json", "no file")
     (tmp_path / "a.txt").write_text("{}")
-    refused("a.txt", "neither")
+    refused("a.txt", "no known form")
     (tmp_path / "a.json").write_text("{")
     refused("a.json", "not JSON")
     (tmp_path / "b.json").write_text("[]")
@@ -50,8 +53,82 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     refused("c.json", "1-based")
     (tmp_path / "a.safetensors").write_bytes(b"nonsense")
     refused("a.safetensors", "not a safetensors file")
-    save_file({"post_block.3": VECTOR}, tmp_path / "b.safetensors")
-    refused("b.safetensors", "format")
+    save_file({"my_vector": VECTOR}, tmp_path / "b.safetensors")
+    refused("b.safetensors", "say which with --key")
     marks = {"format": FORMAT}
     save_file({"layer3": VECTOR}, tmp_path / "c.safetensors", metadata=marks)
     refused("c.safetensors", "not named")
+
+
+def test_forms_that_people_have_are_modules(tmp_path: Path) -> None:
+    layers = torch.stack([VECTOR, VECTOR * 2])
+    torch.save(VECTOR, tmp_path / "one.pt")
+    np.save(tmp_path / "one.npy", VECTOR.numpy())
+    np.save(tmp_path / "row.npy", VECTOR.numpy()[None])
+    torch.save(layers, tmp_path / "all.pt")
+    np.save(tmp_path / "all.npy", layers.numpy())
+    several = {"a.b": VECTOR * 3, "c": layers}
+    save_file(several, tmp_path / "several.safetensors")
+    np.savez(tmp_path / "several.npz", **{k: v.numpy() for k, v in several.items()})
+    write_vectors(tmp_path / "one.gguf", vector_set({(3, "post_block"): VECTOR}))
+    svec = {"model_type": "llama", "directions": {"3": VECTOR.tolist()}}
+    (tmp_path / "one.svec").write_text(json.dumps(svec | {"explained_variances": {}}))
+    expected = {
+        "one.pt?layer=3": ("post_block", {3: 1}),
+        "one.npy?layer=3&hook=pre_attn": ("pre_attn", {3: 1}),
+        "row.npy?layer=3&scale=2": ("post_block", {3: 2}),
+        "all.pt?numbers=block&hook=post_attn": ("post_attn", {0: 1, 1: 2}),
+        "all.npy?numbers=block&layer=1": ("post_block", {1: 2}),
+        "several.safetensors?key=a.b&layer=5": ("post_block", {5: 3}),
+        "several.safetensors?key=c&numbers=block": ("post_block", {0: 1, 1: 2}),
+        "several.npz?key=a.b&layer=5": ("post_block", {5: 3}),
+        "one.gguf": ("post_block", {3: 1}),
+        "one.svec": ("pre_attn", {3: 1}),
+        "one.svec?hook=post_block": ("post_block", {3: 1}),
+    }
+    for place, (hook, scales) in expected.items():
+        (found,) = load_module(tmp_path / place).values()
+        assert list(found) == [hook], place
+        for layer, scale in scales.items():
+            entry = found[hook][layer]
+            vector = torch.as_tensor(entry["vector"]) * entry["scale"]
+            assert torch.equal(vector, VECTOR * scale), place
+        assert len(found[hook]) == len(scales), place
+
+
+def test_a_feature_of_gemma_scope_is_a_module(tmp_path: Path) -> None:
+    folder = tmp_path / "gemma-scope-2b-pt-res" / "layer_20" / "width_16k"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    decoder = generator.normal(size=(6, 4)).astype(np.float32)
+    np.savez(
+        folder / "params.npz",
+        W_enc=generator.normal(size=(4, 6)).astype(np.float32),
+        W_dec=decoder,
+        b_enc=np.zeros(6, np.float32),
+        b_dec=np.zeros(4, np.float32),
+        threshold=np.zeros(6, np.float32),
+    )
+    place = f"{folder / 'params.npz'}?feature=2"
+    found = load_module(place)["vectors"]["post_block"][20]
+    assert np.allclose(found["vector"], decoder[2])
+    with pytest.raises(SteeringValidationError, match="0 to 5"):
+        load_module(f"{folder}?feature=6")
+
+
+@pytest.mark.parametrize(
+    "said", ["layer", "layer=x", "hook=middle", "colour=blue", "numbers=some"]
+)
+def test_what_stands_behind_a_file_must_be_known(tmp_path: Path, said: str) -> None:
+    torch.save(VECTOR, tmp_path / "one.pt")
+    with pytest.raises(SteeringValidationError, match="behind the file's name"):
+        load_module(f"{tmp_path / 'one.pt'}?{said}")
+
+
+def test_one_vector_needs_a_layer(tmp_path: Path) -> None:
+    torch.save(VECTOR, tmp_path / "one.pt")
+    with pytest.raises(SteeringValidationError, match="does not say where it acts"):
+        load_module(tmp_path / "one.pt")
+    (tmp_path / "bad.svec").write_text('{"directions": [1]}')
+    with pytest.raises(SteeringValidationError, match="is no .svec file"):
+        load_module(tmp_path / "bad.svec")

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual.program import run
 from vllm.model_executor.layers.residual.program_op import StepPrograms
-from vllm.v1.capture.staging.blocks import StepView
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import Operation, in_order, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
-from vllm.v1.steering.wire import SlotUse, SteeringStep
+from vllm.v1.steering.positions import spans_of
+from vllm.v1.steering.slots import SlotUse, SteeringStep
 from vllm.v1.steering.worker.programs import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering
 
@@ -28,7 +29,8 @@ def made(op: Any, positions: Any = None, seed: int = 0, **fields: Any) -> Operat
     vector = np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
     bounds = fields.get("low"), fields.get("high")
     scale, match = fields.get("scale", 1.0), fields.get("norm_match", False)
-    return operation(TAP, op, vector, scale, bounds, match, positions)
+    where = None if positions is None else spans_of(positions)
+    return operation(TAP, op, vector, scale, bounds, match, where)
 
 
 def tiers(**named: list[Operation]) -> SteeringTiers:

@@ -15,7 +15,8 @@ def add_arguments(parser: Any) -> None:
     """Declare the options."""
     parser.add_argument(
         "source",
-        help="A file in .safetensors, .json, .gguf, .pt or .npz, or an SAE's folder.",
+        help="A file in .safetensors, .json, .gguf, .svec, .pt, .npy or .npz, or an "
+        "SAE's folder.",
     )
     parser.add_argument("target", help="A file; its name tells the form.")
     add_layers_argument(parser)

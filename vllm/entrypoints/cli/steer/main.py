@@ -8,11 +8,13 @@ from typing import Any
 
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+from vllm.utils.option_help import list_own_options
 
 COMMANDS = {
     "extract": "Extract vectors from pairs of contrasting texts.",
     "apply": "Generate without and with vectors, side by side.",
     "sweep": "Try layers and coefficients; a table and a plot.",
+    "eval": "Measure effect and damage against controls; which dose to take.",
     "convert": "Convert between forms of vectors, or rework them.",
     "show": "Tell what a file of vectors holds.",
 }
@@ -50,6 +52,7 @@ class SteerSubcommand(CLISubcommand):
             # Engine options take long to declare; only one command is run.
             if name in sys.argv:
                 importlib.import_module(f"{__package__}.{name}").add_arguments(command)
+                list_own_options(command)
         return parser
 
     @staticmethod

@@ -103,9 +103,13 @@ def add_reading_arguments(parser: Any) -> None:
     group.add_argument(
         "--hook",
         choices=HOOKS,
-        help="The hook point; for dictionaries whose keys are numbers, and for SAEs.",
+        help="The hook point; for dictionaries whose keys are numbers, for one vector, "
+        "and for SAEs.",
     )
-    group.add_argument("--layer", type=int, help="The layer, for an SAE.")
+    group.add_argument(
+        "--layer", type=int, help="The layer, for one vector and for an SAE."
+    )
+    group.add_argument("--key", help="Which tensor of a file that has several.")
     group.add_argument(
         "--numbers",
         choices=list(NUMBERS),
@@ -133,6 +137,7 @@ def reading_of(args: argparse.Namespace) -> "Reading":
         numbers=args.numbers,
         gguf_layers=args.gguf_layers,
         feature=args.feature,
+        key=args.key,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route `/v1/capture`."""
+"""The routes below `/v1/capture`."""
 
 from http import HTTPStatus
 
@@ -7,12 +7,13 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm.v1.capture.frontend.disabled import NoCapture
+from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 
 router = APIRouter(prefix="/v1/capture")
 
 
 def attach_router(app: FastAPI) -> None:
-    """Mount the route."""
+    """Mount the routes."""
     app.include_router(router)
 
 
@@ -28,3 +29,15 @@ async def get_capture(request: Request) -> JSONResponse:
         raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
     await capture.listen(getattr(engine, "engine_core", None))
     return JSONResponse(capture.describe())
+
+
+@router.delete("/shm/{token}")
+async def free_answer(token: str) -> JSONResponse:
+    """Free an answer in shared memory; what the client has mapped stays whole."""
+    if not HANDOUTS.free(token):
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND,
+            f"there is no answer {token!r}: it was freed, or is older than "
+            f"{KEPT_SECONDS:.0f} s, or another API server has it",
+        )
+    return JSONResponse({"freed": token})

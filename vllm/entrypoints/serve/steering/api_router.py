@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes under `/v1/steering`."""
 
-import json
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -13,16 +12,17 @@ from fastapi.responses import JSONResponse
 from vllm import envs
 from vllm.entrypoints.serve.steering import schema
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.entrypoints.serve.utils.json_structure import BodyError
+from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 
 logger = init_logger(__name__)
 
-MAX_BODY_BYTES = 256 << 20
-
 reading = APIRouter(prefix="/v1/steering")
 mutating = APIRouter(prefix="/v1/steering")
+closed = APIRouter(prefix="/v1/steering", include_in_schema=False)
 
 Answer = dict[str, Any]
 
@@ -34,11 +34,28 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
     app.include_router(reading)
     if keys or envs.VLLM_SERVER_DEV_MODE:
         app.include_router(mutating)
-    elif getattr(args, "enable_steering", False):
+        return
+    app.include_router(closed)
+    if getattr(args, "enable_steering", False):
         logger.info(
             "Steering over HTTP is limited to requests: without --steering-api-key "
             "there are no routes that change what is set for all"
         )
+
+
+@closed.post("/set")
+@closed.post("/clear")
+@closed.post("/modules/register")
+@closed.post("/modules/unregister")
+async def not_open() -> None:
+    """Say how to get the routes that change what is set for all."""
+    raise HTTPException(
+        HTTPStatus.NOT_FOUND,
+        "this server has no routes that change steering: start it with "
+        "--enable-steering and --steering-api-key KEY (or VLLM_STEERING_API_KEY), or "
+        "with VLLM_SERVER_DEV_MODE=1 where every client may change it; a request can "
+        "bring vectors of its own in steering_vectors",
+    )
 
 
 @reading.get("")
@@ -129,19 +146,12 @@ async def _change(
 
 async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
     """The JSON object of a request, which may have the fields `names` only."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is larger than {MAX_BODY_BYTES} bytes; send the vectors "
-                "packed, or in several requests",
-            )
+    raw = await read_body(request)
     try:
-        body = json.loads(raw) if raw else {}
+        body = await parse_json(raw) if raw else {}
     except (ValueError, RecursionError) as error:
-        raise fail(f"body: not JSON: {error}", "body", bytes(raw[:40])) from None
+        why = str(error) if isinstance(error, BodyError) else f"not JSON: {error}"
+        raise fail(f"body: {why}", "body", bytes(raw[:40])) from None
     if not isinstance(body, dict):
         raise fail("body: must be a JSON object", "body", type(body).__name__)
     unknown = sorted(body.keys() - set(names))

@@ -19,8 +19,7 @@ is what a CPU runs and what the kernel is compared with.
 Legend: H width of the stream, r rank, n rows of the stream.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 import numpy as np
@@ -142,14 +141,6 @@ def words_of(program: Program) -> npt.NDArray[np.int32]:
     head = np.zeros(WORDS, dtype=np.int32)
     head[0] = len(program)
     return np.concatenate([head, *(one.words() for one in program)])
-
-
-def at_offsets(program: Program, offsets: Sequence[int | None]) -> Program:
-    """The program with each instruction's rows counted from another place."""
-    return tuple(
-        one if offset is None else replace(one, offset=offset)
-        for one, offset in zip(program, offsets, strict=True)
-    )
 
 
 def run(

@@ -8,6 +8,7 @@ import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.selectors import fail, parse_spec, plain, resolve_positions
@@ -17,22 +18,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ENCODINGS = ("base64", "zstd")
-
-MIB = 1 << 20
+TRANSPORTS = ("http", "shm")
 
 
 @dataclass(frozen=True, slots=True)
 class InlineParams:
     """The consumer's parameters."""
 
-    max_request_bytes: int = 64 * MIB
+    max_request_bytes: int
     """How many bytes of rows one request may ask for."""
-    max_inflight_bytes: int = 1024 * MIB
-    """How many bytes of rows all requests under way may ask for together."""
+    max_inflight_bytes: int
+    """How many bytes of rows all requests in flight may ask for together."""
 
     @classmethod
-    def parse(cls, raw: dict[str, Any]) -> "InlineParams":
+    def parse(cls, raw: dict[str, Any], host_bytes: int) -> "InlineParams":
         """The parameters that a dictionary stands for.
+
+        Limits that it does not name follow `host_bytes`, the memory for rows: all
+        requests may fill it, and one of them half of it.
 
         Raises:
             CaptureValidationError: naming the parameter, the value, the remedy.
@@ -53,7 +56,9 @@ class InlineParams:
                     parameter=where,
                     value=value,
                 )
-        return cls(**raw)
+        inflight = raw.get("max_inflight_bytes", host_bytes)
+        limits = {"max_request_bytes": max(inflight // 2, 1)} | raw
+        return cls(**limits | {"max_inflight_bytes": inflight})
 
 
 class InlineConsumer(CaptureConsumer):
@@ -61,7 +66,8 @@ class InlineConsumer(CaptureConsumer):
 
     A request says `{"hooks": ..., "positions": ..., "encoding": "zstd"?}`. The
     encoding concerns HTTP only, where values are base64 of the row-major bytes,
-    compressed first if it is `"zstd"`.
+    compressed first if it is `"zstd"`. So does `"transport": "shm"`: the response then
+    names memory that a client on the same host maps.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -70,8 +76,15 @@ class InlineConsumer(CaptureConsumer):
     waits: ClassVar[bool] = True
     streams: ClassVar[bool] = True
 
-    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        self._params = InlineParams.parse(params)
+    def __init__(
+        self, vllm_config: "VllmConfig | None", params: dict[str, Any]
+    ) -> None:
+        host_bytes = (
+            BUDGET.limit
+            if vllm_config is None
+            else vllm_config.capture_config.host_memory_bytes
+        )
+        self._params = InlineParams.parse(params, host_bytes)
 
     @property
     def max_inflight_bytes(self) -> int:
@@ -82,14 +95,15 @@ class InlineConsumer(CaptureConsumer):
         """Check the spec, and that its rows fit the limit per request."""
         where = f"capture.{self.instance_name or 'inline'}"
         raw = plain(raw)
-        spec = parse_spec(raw, ctx, where, ("encoding",))
-        encoding = raw.get("encoding", ENCODINGS[0])
-        if encoding not in ENCODINGS:
-            raise fail(
-                f"{where}.encoding must be one of {list(ENCODINGS)}",
-                f"{where}.encoding",
-                encoding,
-            )
+        spec = parse_spec(raw, ctx, where, ("encoding", "transport"))
+        for name, known in (("encoding", ENCODINGS), ("transport", TRANSPORTS)):
+            chosen = raw.get(name, known[0])
+            if chosen not in known:
+                raise fail(
+                    f"{where}.{name} must be one of {list(known)}",
+                    f"{where}.{name}",
+                    chosen,
+                )
         self._check_size(spec, ctx, where)
         return spec
 
@@ -104,7 +118,10 @@ class InlineConsumer(CaptureConsumer):
                 f"bytes each, for {ctx.num_samples} samples, may take {size} bytes; "
                 f"at most {self._params.max_request_bytes} are allowed "
                 "(max_request_bytes). Capture fewer layers or positions, lower "
-                "max_tokens, or use a consumer that writes to files",
+                "max_tokens, use a consumer that writes to files, or start with "
+                f"--capture-consumers {self.instance_name or 'inline'}:"
+                f"max_request_bytes={size} and, if need be, a larger "
+                "--capture-host-memory-bytes",
                 where,
                 size,
             )
@@ -119,6 +136,7 @@ class InlineConsumer(CaptureConsumer):
             "positions": sidecar["positions"],
             "token_ids": sidecar["token_ids"],
             "encoding": None if encoding == ENCODINGS[0] else encoding,
+            "transport": client.get("transport", TRANSPORTS[0]),
         }
         payload = RowsByTap()
         dtype = getattr(torch, sidecar["dtype"])

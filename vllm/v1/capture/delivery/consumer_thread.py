@@ -7,6 +7,7 @@ from time import monotonic, sleep
 from typing import Any, Literal
 
 from vllm.logger import init_logger
+from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.drops import DroppedRows
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening, Packet, PacketQueue
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
@@ -63,6 +64,7 @@ class SinkLane:
         """
         self.instance = instance
         self.sink = sink
+        self.can = sink_capabilities(sink)
         self._queue = PacketQueue(max_bytes, max_items, spill)
         self._drops = overload == "drop"
         self._dropped = DroppedRows()
@@ -116,6 +118,7 @@ class SinkLane:
         self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes
         self._counters.spill_bytes = self._queue.spilled_bytes
+        self._counters.rewritten_bytes = getattr(self.sink, "rewritten_bytes", 0)
         return self._counters
 
     def close(self, timeout: float) -> None:
@@ -148,7 +151,7 @@ class SinkLane:
         until it does come back. Called now and then by the lane's owner.
         """
         began = self._call_began
-        limit = max(STALL_SECONDS, getattr(self.sink, "max_call_seconds", 0.0))
+        limit = max(STALL_SECONDS, self.can.max_call_seconds)
         if began is None or monotonic() - began < limit:
             self._stalled = False
             return False
@@ -230,7 +233,7 @@ class SinkLane:
     def _feed(self, live: Sequence[CaptureChunk]) -> None:
         if not live:
             return
-        batch = getattr(self.sink, "submit_chunk_batch", None)
+        batch = self.can.submit_chunk_batch
         if batch is not None:
             try:
                 self._begin_call()
@@ -275,7 +278,7 @@ class SinkLane:
                 self._fail(finalize.key, error)
                 self._unfinished.add(finalize.key)
         self._end_request(ending)
-        when_done = getattr(self.sink, "when_done", None)
+        when_done = self.can.when_done
         if when_done is None or not ending.finalizes:
             self._answer(ending)
         else:
@@ -311,7 +314,7 @@ class SinkLane:
             )
 
     def _end_request(self, ending: Ending) -> None:
-        request_end = getattr(self.sink, "submit_request_end", None)
+        request_end = self.can.submit_request_end
         if request_end is None:
             return
         try:
@@ -348,7 +351,7 @@ class SinkLane:
         result = self.sink.get_result(key)
         if result is not None and result.status != "pending":
             return result
-        waiting = getattr(self.sink, "wait_for_result", None)
+        waiting = self.can.wait_for_result
         if waiting is not None:
             return waiting(key, max(deadline - monotonic(), 0.0))
         while (result is None or result.status == "pending") and (

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that wait on disk while a consumer is behind.
+"""Rows that wait on disk: the one place that spills them.
 
-Packets are appended to files without a name, so nothing is left behind however
-the process ends. A file is given up as soon as its last packet has been read.
+Rows are appended to files without a name, so nothing is left behind however the
+process ends. A file is given up as soon as its last rows have been released.
 """
 
-import os
 import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import IO
 
+import torch
+
 from vllm.logger import init_logger
-from vllm.v1.capture.transport.zmq_channel import WireChunk
+from vllm.v1.capture.delivery.row_bytes import raw_bytes, read_rows, write_all
 from vllm.v1.capture.types import CaptureChunk, CaptureKey
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-"""A file takes packets up to this size; then the next file begins."""
+"""A file takes rows up to this size; then the next file begins."""
+
+CALL_BYTES = 32 << 20
+"""What one system call writes at most."""
 
 RETRY_SECONDS = 5.0
 """After the disk has refused a write, this long nothing is written."""
@@ -30,25 +33,113 @@ RETRY_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One file, and how many of its packets are still needed."""
+    """One file, and how many writes in it are still needed."""
 
     file: IO[bytes]
     size: int = 0
-    packets: int = 0
+    writes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpilledRows:
+    """Where rows of one width and dtype lie: `[num_rows, width]`."""
+
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    segment: _Segment = field(repr=False)
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * self.dtype.itemsize
+
+    def blocks(self, max_bytes: int) -> Iterator[torch.Tensor]:
+        """The rows, read from disk in tensors of about `max_bytes`.
+
+        Raises:
+            OSError: the disk does not give them back.
+
+        """
+        file, at_once = self.segment.file.fileno(), max(max_bytes // self.row_bytes, 1)
+        for first in range(0, self.num_rows, at_once):
+            count = min(at_once, self.num_rows - first)
+            start = self.offset + first * self.row_bytes
+            yield read_rows(file, start, count, self.width, self.dtype)
+
+
+class RowFiles:
+    """Files of spilled rows below one folder. Any thread may call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._segments: list[_Segment] = []
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """What the files take on disk."""
+        return sum(segment.size for segment in self._segments)
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[SpilledRows]:
+        """Put tensors `[rows, width]` on disk; each is to be released.
+
+        Raises:
+            OSError: the disk refuses; none of them is there.
+
+        """
+        size = sum(rows.nbytes for rows in tensors)
+        with self._lock:
+            segment = self._open_segment()
+            start = segment.size
+            segment.size += size
+            segment.writes += len(tensors)
+        file = segment.file.fileno()
+        try:  # Without the lock: a disk that hangs must hold up nobody else.
+            write_all(file, map(raw_bytes, tensors), CALL_BYTES, start)
+        except OSError:
+            self._forget(segment, len(tensors))
+            raise
+        found, offset = [], start
+        for rows in tensors:
+            num_rows, width = rows.shape
+            found.append(SpilledRows(num_rows, width, rows.dtype, segment, offset))
+            offset += rows.nbytes
+        return found
+
+    def release(self, rows: SpilledRows) -> None:
+        """The rows are not needed any more."""
+        self._forget(rows.segment, 1)
+
+    def _forget(self, segment: _Segment, writes: int) -> None:
+        with self._lock:
+            segment.writes -= writes
+            assert segment.writes >= 0, "spilled rows were released twice"
+            if segment.writes == 0:
+                self._segments.remove(segment)
+                segment.file.close()
+
+    def _open_segment(self) -> _Segment:
+        if not self._segments or self._segments[-1].size >= SEGMENT_BYTES:
+            self._segments.append(_Segment(_unnamed_file(self._folder)))
+        return self._segments[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpilledPacket:
-    """Where the chunks of a packet lie."""
+    """A packet whose rows lie on disk; what describes them stays in memory."""
 
     num_rows: int
     num_bytes: int
-    keys: tuple[CaptureKey, ...]
-    """What is lost if the disk does not give the packet back."""
-    segment: _Segment = field(repr=False)
-    offset: int
-    frames: tuple[int, ...]
-    """Sizes of the message's parts, one after the other from `offset` on."""
+    chunks: Sequence[CaptureChunk] = field(repr=False)
+    """Without their rows."""
+    rows: Sequence[SpilledRows] = field(repr=False)
+
+    @property
+    def keys(self) -> tuple[CaptureKey, ...]:
+        """What is lost if the disk does not give the packet back."""
+        return tuple(chunk.key for chunk in self.chunks)
 
 
 class SpillStore:
@@ -59,45 +150,36 @@ class SpillStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
+        self._files = RowFiles(folder)
         self._max_bytes = max_bytes
-        self._segments: list[_Segment] = []
         self._blocked_until = 0.0
-        self._lock = threading.Lock()
-        self._encoder = MsgpackEncoder()
 
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return sum(segment.size for segment in self._segments)
+        return self._files.used_bytes
 
     def write(
         self, chunks: Sequence[CaptureChunk], num_rows: int, num_bytes: int
     ) -> SpilledPacket | None:
         """Put a packet on disk; None if there is no room, or the disk refuses."""
-        with self._lock:
-            if monotonic() < self._blocked_until:
-                return None
-            wire = [WireChunk.of(chunk) for chunk in chunks]
-            parts = self._encoder.encode(wire)
-            frames = [memoryview(part).cast("B") for part in parts]  # type: ignore[arg-type]
-            sizes = tuple(frame.nbytes for frame in frames)
-            if self.used_bytes + sum(sizes) > self._max_bytes:
-                return None
-            try:
-                segment = self._open_segment()
-                offset = self._append(segment, frames)
-            except OSError as error:
-                self._blocked_until = monotonic() + RETRY_SECONDS
-                logger.error(
-                    "Captured rows cannot be spilled to %s: %s. Until they can, the "
-                    "engine waits for its consumers",
-                    self._folder,
-                    error,
-                )
-                return None
-            segment.packets += 1
-            keys = tuple(chunk.key for chunk in chunks)
-            return SpilledPacket(num_rows, num_bytes, keys, segment, offset, sizes)
+        if monotonic() < self._blocked_until:
+            return None
+        if self.used_bytes + num_bytes > self._max_bytes:
+            return None
+        try:
+            rows = self._files.write([chunk.tensor for chunk in chunks])
+        except OSError as error:
+            self._blocked_until = monotonic() + RETRY_SECONDS
+            logger.error(
+                "Captured rows cannot be spilled to %s: %s. Until they can, the "
+                "engine waits for its consumers",
+                self._folder,
+                error,
+            )
+            return None
+        empty = [replace(c, tensor=c.tensor.new_empty(0, 0)) for c in chunks]
+        return SpilledPacket(num_rows, num_bytes, empty, rows)
 
     def read(self, packet: SpilledPacket) -> list[CaptureChunk]:
         """The chunks of a packet.
@@ -106,75 +188,23 @@ class SpillStore:
             OSError: the disk does not give them back.
 
         """
-        descriptor, offset = packet.segment.file.fileno(), packet.offset
-        frames = []
-        for size in packet.frames:
-            frames.append(_read_exactly(descriptor, size, offset))
-            offset += size
-        decoder = MsgpackDecoder(list[WireChunk], share_mem=False)
-        return [wire.chunk() for wire in decoder.decode(frames)]
+        return [
+            replace(chunk, tensor=_whole(rows))
+            for chunk, rows in zip(packet.chunks, packet.rows, strict=True)
+        ]
 
     def release(self, packet: SpilledPacket) -> None:
         """The packet is not needed any more."""
-        with self._lock:
-            segment = packet.segment
-            segment.packets -= 1
-            assert segment.packets >= 0, "a spilled packet was released twice"
-            if segment.packets == 0:
-                self._segments.remove(segment)
-                segment.file.close()
-
-    def _open_segment(self) -> _Segment:
-        if self._segments and self._segments[-1].size < SEGMENT_BYTES:
-            return self._segments[-1]
-        file = _unnamed_file(self._folder)
-        self._segments.append(_Segment(file))
-        return self._segments[-1]
-
-    def _append(self, segment: _Segment, frames: Sequence[memoryview]) -> int:
-        offset = end = segment.size
-        try:
-            for frame in frames:
-                end += _write_all(segment.file.fileno(), frame, end)
-        except OSError:
-            os.ftruncate(segment.file.fileno(), offset)
-            if not segment.packets:
-                self._segments.remove(segment)
-                segment.file.close()
-            raise
-        segment.size = end
-        return offset
+        for rows in packet.rows:
+            self._files.release(rows)
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make `folder` and write to it once.
-
-    Raises:
-        OSError: rows could not be spilled there.
-
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _unnamed_file(folder) as file:
-        file.write(b"\0")
+def _whole(rows: SpilledRows) -> torch.Tensor:
+    if not rows.num_rows:
+        return torch.empty(0, rows.width, dtype=rows.dtype)
+    (tensor,) = rows.blocks(rows.num_rows * rows.row_bytes)
+    return tensor
 
 
 def _unnamed_file(folder: Path) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=folder, buffering=0)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    written = 0
-    while written < data.nbytes:
-        written += os.pwrite(descriptor, data[written:], offset + written)
-    return written
-
-
-def _read_exactly(descriptor: int, size: int, offset: int) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if got == 0:
-            raise OSError(f"a spilled packet ends after {done} of {size} bytes")
-        done += got
-    return data

@@ -18,9 +18,6 @@ from vllm.v1.capture.dispatch.step_chain import Chain, Found, StagedStep
 from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.ring import Segment, Staging
 
-LARGEST_PART = 4
-"""A request holds at most this many times the memory of its own rows."""
-
 ByGroup: TypeAlias = defaultdict[int, list[Piece]]
 """A request's pieces in the order of their steps, by the number of their group."""
 
@@ -101,18 +98,15 @@ class Pending:
 
 def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     """The rows of a step that is in no chain."""
-    memory, base = host_rows, step.segment.start
-    if step.page is not None:
-        memory, base = step.page, 0
-    span = Span(1, step.step, -1, memory, step.segment.num_rows)
+    base, places = step.segment.start, step.places or {}
+    span = Span(1, step.step, -1, host_rows, step.segment.num_rows)
     shifts = {} if step.true_starts is None else step.true_starts.shifts()
     for block in step.placed.layout.blocks:
         for req_id, group, position, num_rows, offset in rows_in(block, step):
             start = position + shifts.get(req_id, 0)
             taps, each = len(block.columns), block.num_rows
             piece = Piece(span, start, num_rows, base + offset, each, taps)
-            if step.page is not None:
-                piece.page = kept(step.page, block, base, num_rows, offset)
+            piece.page = places.get((req_id, group, position))
             yield req_id, group, piece
         base += len(block.columns) * block.num_rows
 
@@ -130,17 +124,3 @@ def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int
 def new_pieces() -> defaultdict[str, ByGroup]:
     """No pieces; who is asked for has none, of any group."""
     return defaultdict(partial(defaultdict, list))
-
-
-def kept(
-    page: torch.Tensor, block: Block, base: int, num_rows: int, offset: int
-) -> tuple[torch.Tensor, int] | None:
-    """A block of a page, and rows in it, for who gets enough of the page to keep it.
-
-    Who holds some rows of a page holds all of it, so a small part is copied.
-    """
-    taps = len(block.columns)
-    if num_rows * taps * LARGEST_PART < len(page):
-        return None
-    rows = page[base : base + taps * block.num_rows]
-    return rows.unflatten(0, (taps, block.num_rows)), offset

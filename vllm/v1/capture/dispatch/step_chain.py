@@ -11,9 +11,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.capture.dispatch.row_spans import Piece, Span
-from vllm.v1.capture.staging.blocks import Block, Seat, TrueStarts
+from vllm.v1.capture.staging.blocks import Block, Seat
+from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.step_layout import Placed
+from vllm.v1.residual.step_view import TrueStarts
 
 Found: TypeAlias = tuple[str, int, Piece]
 """A request, its group's number, and rows of it."""
@@ -27,15 +29,15 @@ class StagedStep(NamedTuple):
     segment: Segment
     true_starts: TrueStarts | None = None
     """Where the positions are only assumed."""
-    page: torch.Tensor | None = None  # [num_rows, hidden_size]
-    """Where the rows are on the host, if not in the ring."""
+    places: Places | None = None
+    """Where rows of prompts are on the host that are not in the ring."""
 
     @property
     def stands_alone(self) -> bool:
         """Whether it can be no part of a chain."""
         return (
             self.true_starts is not None
-            or self.page is not None
+            or self.places is not None
             or any([block.picks for block in self.placed.layout.blocks])
         )
 

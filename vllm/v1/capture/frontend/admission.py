@@ -7,6 +7,7 @@ After admission nothing can fail for a reason that lies with the user.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
@@ -14,8 +15,17 @@ from vllm.v1.capture.errors import (
     UnknownCaptureConsumerError,
 )
 from vllm.v1.capture.frontend.inflight_limit import HeldRows
-from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.plan import (
+    LIVE,
+    READOUTS,
+    CapturePlan,
+    Ranges,
+    Tap,
+    group_taps,
+    union,
+)
 from vllm.v1.capture.selectors import (
+    check_size,
     check_text,
     fail,
     plain,
@@ -26,6 +36,8 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission, staged_ranges
+from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +46,9 @@ if TYPE_CHECKING:
 
 HookPoints = Mapping[int, tuple[str, ...]]
 """The hook points of each layer of the loaded model, over all stages."""
+
+
+_KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 
 
 class Admission:
@@ -54,14 +69,16 @@ class Admission:
 
         """
         self.consumers = dict(consumers)
+        self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.consumers, row_bytes(vllm_config.model_config))
+        self.held = HeldRows(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
+        self.readouts = ReadoutAdmission(vllm_config)
 
     @property
     def captures_everything(self) -> list[str]:
@@ -70,9 +87,8 @@ class Admission:
 
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
         specs = {}
-        for name, consumer in self.consumers.items():
-            ask = getattr(consumer, "global_capture_spec", None)
-            spec = ask() if ask is not None else None
+        for name, can in self.capabilities.items():
+            spec = can.global_spec() if can.global_spec is not None else None
             if spec is not None:
                 # Layers and hooks are the same for every request: a mistake in
                 # them is found now, at start-up.
@@ -117,7 +133,10 @@ class Admission:
             CaptureValidationError: naming the parameter, the value, the remedy.
 
         """
-        if params.capture is None and not self._global_specs:
+        if params.capture == {}:
+            params.capture = None  # Nothing is asked for, so nothing is captured.
+        asks = params.capture, params.readouts, params.stop_when
+        if asks == (None, None, None) and not self._global_specs:
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
@@ -126,6 +145,9 @@ class Admission:
             name: self._taps(spec, ctx, name)
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
+        readouts = self.readouts.plan(params, ctx)
+        if readouts is not None:
+            wanted[READOUTS] = staged_ranges(readouts)
         if not wanted:
             return None
         live: dict[Tap, Ranges] = {}
@@ -140,6 +162,7 @@ class Admission:
             groups=group_taps(wanted, num_prompt_tokens, self._lag),
             reply_to=reply_to,
             num_samples=params.n,
+            readouts=readouts,
         )
         self._check_budget(plan)
         return plan
@@ -152,7 +175,7 @@ class Admission:
                 {
                     "name": name,
                     "location": consumer.location,
-                    "takes_requests": getattr(consumer, "reads_client_spec", False),
+                    "takes_requests": self.capabilities[name].takes_requests,
                     "captures_every_request": name in self._global_specs,
                 }
                 for name, consumer in sorted(self.consumers.items())
@@ -160,6 +183,7 @@ class Admission:
             "limits": {
                 "rows_per_step": self._rows_per_step,
                 "staging_bytes": config.staging_bytes,
+                "host_memory_bytes": config.host_memory_bytes,
                 "dispatch_queue_size": config.dispatch_queue_size,
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,
@@ -173,26 +197,37 @@ class Admission:
         }
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:
+        check_size(raw, "capture")
         capture = plain(raw)
-        if not isinstance(capture, dict) or not capture:
+        if not isinstance(capture, dict):
             raise fail(
-                "capture must map at least one consumer to what it shall capture, "
+                "capture must map consumers to what they shall capture, "
                 'for example {"filesystem": {"hooks": {"post_block": [0]}}}',
                 "capture",
                 raw,
             )
         check_text(capture, "capture")
         for name in capture:
-            consumer = self.consumers.get(name)
-            if consumer is None:
+            can = self.capabilities.get(name)
+            if can is None:
                 having = sorted(self.consumers)
+                if name in _KEYS_OF_SPECS:
+                    first = having[0] if having else "filesystem"
+                    raise UnknownCaptureConsumerError(
+                        f"capture: {name!r} belongs to what one consumer captures; "
+                        f"name the consumer: {{{first!r}: {{{name!r}: ...}}}}; this "
+                        f"server has {listed(having)}",
+                        parameter=f"capture.{name}",
+                        value=name,
+                    )
                 raise UnknownCaptureConsumerError(
-                    f"capture: this server has no consumer {name!r}; it has "
-                    f"{having}. Start it with --capture-consumers {name} to add one",
+                    f"capture: this server has no consumer {shown(name)}; it has "
+                    f"{listed(having)}. Start it with --capture-consumers NAME to add "
+                    "one",
                     parameter="capture",
-                    value=name,
+                    value=shown(name),
                 )
-            if not getattr(consumer, "reads_client_spec", False):
+            if not can.takes_requests:
                 raise CaptureValidationError(
                     f"capture.{name}: this consumer takes no requests of its own; "
                     "its configuration says what it captures. Leave it out",
@@ -217,7 +252,9 @@ class Admission:
             except Exception as error:
                 # A plug-in's own way of saying no.
                 raise CaptureValidationError(
-                    f"capture.{name}: {error}", parameter=f"capture.{name}", value=raw
+                    f"capture.{name}: {cut(str(error))}",
+                    parameter=f"capture.{name}",
+                    value=shown(raw),
                 ) from error
         return specs
 

@@ -14,8 +14,8 @@ from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
 from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
+from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.registry import build_consumer, check_folders
-from vllm.v1.capture.wire import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,15 +26,19 @@ logger = init_logger(__name__)
 
 def open_for_engine(engine: "LLMEngine") -> NoCapture:
     """The front end of an offline engine, whose core may run in this process."""
-    return _open(engine, _Sender(engine.engine_core), streams=False)
+    return _open(engine, _Sender(engine.engine_core), offline=engine)
 
 
 def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
     """The front end of a serving engine, whose core runs in other processes."""
-    return _open(engine, _AsyncSender(engine.engine_core), streams=True)
+    return _open(engine, _AsyncSender(engine.engine_core))
 
 
-def _open(engine: "LLMEngine | AsyncLLM", send: EndsSender, streams: bool) -> NoCapture:
+def _open(
+    engine: "LLMEngine | AsyncLLM",
+    send: EndsSender,
+    offline: "LLMEngine | None" = None,
+) -> NoCapture:
     config = engine.vllm_config.capture_config
     if not config.enabled:
         return NO_CAPTURE
@@ -43,18 +47,19 @@ def _open(engine: "LLMEngine | AsyncLLM", send: EndsSender, streams: bool) -> No
         for entry in config.consumers
     }
     consumers.update(ready_instances(config))
-    check_folders(consumers)
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
     admission = Admission(engine.vllm_config, consumers, points)
+    check_folders(admission.capabilities)
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
         engine.vllm_config,
         admission,
         send,
-        LiveRows(consumers if streams else {}),
+        LiveRows(admission.capabilities if offline is None else {}),
         lambda: not getattr(resources, "engine_dead", False),
+        offline,
     )
     engine.input_processor.capture = frontend
     engine.output_processor.capture = frontend

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front end of an engine without consumers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.selectors import fail
+from vllm.v1.readouts.errors import fail as readout_error
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -29,6 +30,16 @@ class NoCapture:
             CaptureValidationError: there is nobody to capture for.
 
         """
+        for name in ("readouts", "stop_when"):
+            if getattr(params, name) is not None:
+                raise readout_error(
+                    f"{name}: this server reads nothing out; start it with "
+                    "--enable-readouts, or LLM(enable_readouts=True) offline",
+                    name,
+                    getattr(params, name),
+                )
+        if params.capture == {}:
+            params.capture = None  # Nothing is asked for.
         if params.capture is not None:
             raise fail(
                 "capture: this server has no capture consumers; start it with "
@@ -52,8 +63,15 @@ class NoCapture:
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
         """There are none."""
 
-    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+    def wait(self, outputs: Collection["RequestOutput"]) -> None:
         """There is nothing to wait for."""
+
+    def take_finished(self) -> list[Any]:
+        """No request had to end before its list was complete."""
+        return []
+
+    def drop_finished(self, request_ids: Collection[str]) -> None:
+        """There are none."""
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """There are no metrics."""

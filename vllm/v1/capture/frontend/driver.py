@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.context import remembers_specs
+from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
 from vllm.v1.capture.registry import as_sink
@@ -64,7 +64,7 @@ class DriverLanes:
         self._remembering = {
             name: consumer
             for name, consumer in consumers.items()
-            if name in self._lanes and remembers_specs(consumer)
+            if name in self._lanes and consumer_capabilities(consumer).remembers_specs
         }
         self._inboxes = [
             Inbox(

@@ -2,7 +2,7 @@
 """Capture in the front end: admission, the ends of requests, and their results."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import Room
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.frontend.path_locks import Claims
-from vllm.v1.capture.frontend.path_locks_shared import other_servers
+from vllm.v1.capture.frontend.path_locks import Claims, other_servers
+from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
 from vllm.v1.capture.frontend.status import CaptureStatus
@@ -30,11 +30,13 @@ from vllm.v1.capture.transport.zmq_channel import (
 )
 from vllm.v1.capture.types import CaptureChunk
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.loggers import StatLoggerManager
 
@@ -49,6 +51,7 @@ class CaptureFrontend(NoCapture):
         send_ends: EndsSender,
         live: LiveRows,
         alive: Callable[[], bool],
+        offline_engine: "LLMEngine | None" = None,
     ) -> None:
         """Start listening.
 
@@ -58,6 +61,7 @@ class CaptureFrontend(NoCapture):
             send_ends: gives the engine the ends of requests.
             live: the rows of requests that are read output by output.
             alive: whether the engine lives.
+            offline_engine: an engine that only runs when it is told to.
 
         """
         self._vllm_config = vllm_config
@@ -69,7 +73,7 @@ class CaptureFrontend(NoCapture):
         self._live = live
         self._requests = RequestsUnderWay(
             Claims(
-                admission.consumers,
+                admission.capabilities,
                 other_servers(self._servers),
             ),
             self._stages,
@@ -79,6 +83,9 @@ class CaptureFrontend(NoCapture):
         self._awaited = ResultsAwaited(self._requests, alive)
         self._room = Room(admission.held, self._requests)
         self._inbox = Inbox(self._receive)
+        self._portions = (
+            None if offline_engine is None else Portions(offline_engine, self.wait)
+        )
         self._ends = Ends(send_ends, self._inbox.address)
         self._drivers = DriverLanes(
             vllm_config.capture_config,
@@ -87,6 +94,11 @@ class CaptureFrontend(NoCapture):
             self._requests.note,
         )
         self._status = CaptureStatus(self._drivers.counters)
+
+    @property
+    def readouts(self) -> ReadoutAdmission:
+        """What requests may read out."""
+        return self._admission.readouts
 
     def admit(
         self,
@@ -114,7 +126,8 @@ class CaptureFrontend(NoCapture):
         if plan is not None:
             plan = self._requests.claims.reserve(params.capture, plan)
             try:
-                self._room.reserve(plan, params.max_tokens)
+                relieve = self._portions.relieve if self._portions else _no_relief
+                self._room.reserve(plan, params.max_tokens, relieve)
             except CaptureValidationError:
                 self._requests.claims.drop(plan)
                 raise
@@ -131,10 +144,8 @@ class CaptureFrontend(NoCapture):
             tracked = self._requests.begin(
                 parent, state.request_index, state.request_id, plan.instances
             )
-            consumers = self._admission.consumers
-            tracked.waits = any(
-                getattr(consumers[name], "waits", False) for name in named
-            )
+            capabilities = self._admission.capabilities
+            tracked.waits = any(capabilities[name].waits for name in named)
             tracked.held = self._room.take(plan, params.max_tokens)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
@@ -183,13 +194,22 @@ class CaptureFrontend(NoCapture):
             if output.finished and getattr(output, "capture_id", None) is not None:
                 self.results(output)
 
-    def wait(self, outputs: Sequence["RequestOutput"]) -> None:
+    def wait(self, outputs: Collection["RequestOutput"]) -> None:
         """Wait for the results of final outputs, and put them in."""
         for output in outputs:
             parent = getattr(output, "capture_id", None)
             if parent is not None:
                 self._awaited.wait(parent)
                 self.results(output)
+
+    def take_finished(self) -> list[Any]:
+        """Outputs of the list that is being run whose rows had to make room."""
+        return [] if self._portions is None else self._portions.take()
+
+    def drop_finished(self, request_ids: Collection[str]) -> None:
+        """The list that these requests belong to was refused."""
+        if self._portions is not None:
+            self._portions.drop(request_ids)
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """Put results into a final output; wait for them if the request says so.
@@ -243,7 +263,11 @@ class CaptureFrontend(NoCapture):
         """Consumers, limits and counters, as plain data."""
         counters = self._status.counters()
         counters["requests_under_way"] = self._requests.count()
-        told = {**self._admission.describe(), "counters": counters}
+        told = {
+            **self._admission.describe(),
+            "counters": counters,
+            "host_memory": self._status.host_memory(),
+        }
         return told if self._servers == 1 else {**told, "api_servers": self._servers}
 
     def settle(self) -> None:
@@ -277,3 +301,8 @@ class CaptureFrontend(NoCapture):
             owner = self._requests.owner_of(request_id)
             if owner is not None:
                 self._live.put(*owner, rows)
+
+
+def _no_relief() -> bool:
+    """A serving engine runs by itself: whoever asks too early asks again."""
+    return False

@@ -2,91 +2,40 @@
 """Capture in HTTP requests and responses."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import model_validator
+from pydantic import BaseModel, model_serializer
 
-from vllm.exceptions import VLLMValidationError
-from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.results import merge_samples
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend import admission as steering_admission
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
-"""Fields of the generation requests; other requests refuse them."""
+
+Show: TypeAlias = Callable[[str, RowsByTap], list[dict[str, Any]]]
+"""`show(path, payload)`: rows as JSON; the path is one that `parts_of` gives."""
 
 
-def refuse_unsupported(model_class: Any, data: Any) -> None:
-    """Refuse our fields on a kind of request that cannot carry them.
+class Deferred(BaseModel):
+    """A result with rows, in a response that nobody has encoded yet.
 
-    Raises:
-        CaptureValidationError: names the field.
-        SteeringValidationError: names the field.
-
+    Where a response is dumped as a whole, it becomes JSON like any other.
     """
-    if not isinstance(data, Mapping):
-        return
-    for name in FIELDS:
-        if data.get("use_beam_search") and data.get(name):
-            raise _error(name)(
-                f"{name}: beam search can neither be captured nor steered; leave out "
-                "use_beam_search",
-                parameter=name,
-            )
-        if name in data and name not in model_class.model_fields:
-            elsewhere = (
-                "put it into sampling_params"
-                if "sampling_params" in model_class.model_fields
-                else "only /v1/completions and /v1/chat/completions can be captured, "
-                "and these and /v1/chat/completions/batch steered"
-            )
-            raise _error(name)(
-                f"{name}: {model_class.__name__} has no such field; {elsewhere}",
-                parameter=name,
-            )
-    _refuse_shared_request_id(data)
 
+    result: Any
+    """A `CaptureResult`."""
 
-def refusing() -> Any:
-    """A validator for kinds of requests that have no base class in common."""
-
-    def check(cls: Any, data: Any) -> Any:
-        refuse_unsupported(cls, data)
-        return data
-
-    return model_validator(mode="before")(check)
-
-
-def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
-    """Refuse one name for the rows of several prompts: the last would overwrite."""
-    prompts, capture = data.get("prompt"), data.get("capture")
-    if not isinstance(prompts, list) or len(prompts) < 2:
-        return
-    if isinstance(prompts[0], int) or not isinstance(capture, Mapping):
-        return  # One prompt, given as token ids.
-    for name, spec in capture.items():
-        if isinstance(spec, Mapping) and spec.get("request_id") is not None:
-            raise CaptureValidationError(
-                f"capture.{name}.request_id: {len(prompts)} prompts cannot share one; "
-                "leave it out (each prompt then has an id of its own), or send one "
-                "request per prompt",
-                parameter=f"capture.{name}.request_id",
-                value=spec["request_id"],
-            )
-
-
-def _error(name: str) -> type[VLLMValidationError]:
-    return CaptureValidationError if "capture" in name else SteeringValidationError
+    @model_serializer
+    def _told(self) -> dict[str, Any]:
+        told: dict[str, Any] = as_json({"": self.result})[""]
+        return told
 
 
 def response_results(
@@ -101,11 +50,11 @@ def response_results(
     if not found:
         return None
     if len(outputs) == 1:
-        return as_json(found[0])
+        return deferred(found[0])
     names = sorted({name for results in found.values() for name in results})
     # Each prompt's id is the response's with a number behind it.
     response_id = outputs[min(found)].request_id.rpartition("-")[0]  # type: ignore[union-attr]
-    return as_json(
+    return deferred(
         {
             name: merge_samples(
                 response_id,
@@ -116,20 +65,24 @@ def response_results(
     )
 
 
-def as_json(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
-    """Results by instance, as JSON."""
+def deferred(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
+    """Results by instance: as JSON, but for those with rows."""
     return {
-        name: {
-            "key": list(result.key),
-            "status": result.status,
-            "error": None if result.error is None else sendable(result.error),
-            "payload": _plain(result.payload),
-        }
+        name: Deferred.model_construct(result=result)
+        if has_rows(result.payload)
+        else as_json({name: result})[name]
         for name, result in results.items()
     }
 
 
-def rows_as_json(payload: RowsByTap) -> list[dict[str, Any]]:
+def has_rows(payload: Any) -> bool:
+    """Whether a payload holds rows, of one sample or prompt or of several."""
+    if isinstance(payload, RowsByTap):
+        return True
+    return isinstance(payload, dict) and any(map(has_rows, payload.values()))
+
+
+def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
     """One object per tap; `data` is base64 of the rows' bytes, row by row.
 
     The bytes are those of `dtype`, little-endian, so bfloat16 is exact. With
@@ -140,12 +93,28 @@ def rows_as_json(payload: RowsByTap) -> list[dict[str, Any]]:
             "layer": layer,
             "hook": hook,
             "positions": payload.positions[layer, hook],
+            "token_ids": payload.token_ids[layer, hook],
             "dtype": str(rows.dtype).removeprefix("torch."),
             "shape": list(rows.shape),
             **_encoded(rows, payload.encoding),
         }
         for (layer, hook), rows in payload.items()
     ]
+
+
+def as_json(
+    results: Mapping[str, CaptureResult], show: Show = rows_as_json
+) -> dict[str, Any]:
+    """Results by instance, as JSON; `show` says how rows are."""
+    return {
+        name: {
+            "key": list(result.key),
+            "status": result.status,
+            "error": None if result.error is None else sendable(result.error),
+            "payload": _plain(result.payload, name, show),
+        }
+        for name, result in results.items()
+    }
 
 
 def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
@@ -159,23 +128,26 @@ def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
     return {"encoding": encoding, "data": base64.b64encode(data).decode()}
 
 
-def _plain(payload: Any) -> Any:
+def _plain(payload: Any, path: str, show: Show) -> Any:
     """A payload as JSON; what JSON has no number for is null."""
     if isinstance(payload, RowsByTap):
-        return rows_as_json(payload)
+        return show(path, payload)
     if isinstance(payload, torch.Tensor):
         payload = payload.detach().cpu().tolist()
     elif isinstance(payload, (np.ndarray, np.generic)):
         payload = payload.tolist()
     if is_by_tap(payload):
         return [
-            {"layer": layer, "hook": sendable(hook), "value": _plain(value)}
+            {"layer": layer, "hook": sendable(hook), "value": _plain(value, path, show)}
             for (layer, hook), value in payload.items()
         ]
     if isinstance(payload, Mapping):
-        return {sendable(str(key)): _plain(value) for key, value in payload.items()}
+        return {
+            sendable(str(key)): _plain(value, f"{path}/{key}", show)
+            for key, value in payload.items()
+        }
     if isinstance(payload, (list, tuple)):
-        return [_plain(value) for value in payload]
+        return [_plain(value, path, show) for value in payload]
     if isinstance(payload, float):
         return payload if isfinite(payload) else None
     if payload is None or isinstance(payload, (bool, int)):
@@ -186,11 +158,21 @@ def _plain(payload: Any) -> Any:
     return sendable(str(payload) if text else repr(payload))
 
 
-def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> None:
+def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:
     """Put the results of a final output into the chunk that ends its stream.
+
+    A chunk before it gets the rows of its tokens, where the request asked for them.
 
     A final output may end several samples. Each is a `part` of it with a chunk of its
     own, and the chunk of the last one is the stream's last.
+
+    Returns:
+        Whether the chunk has rows.
+
     """
-    if output.finished and output.capture_results and part is output.outputs[-1]:
-        chunk.capture_results = as_json(output.capture_results)
+    if not output.capture_results:
+        return False
+    if part is not output.outputs[-1]:
+        return False
+    chunk.capture_results = deferred(output.capture_results)
+    return any(isinstance(told, Deferred) for told in chunk.capture_results.values())

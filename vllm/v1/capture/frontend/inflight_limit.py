@@ -6,23 +6,30 @@ client has them, so all requests together are bounded, not just each of them.
 """
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
+from vllm.v1.capture.capabilities import ConsumerCapabilities
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
 from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
 from vllm.v1.capture.selectors import fail
 
 
+class NoRoomNowError(CaptureValidationError):
+    """There is not enough room beside the requests in flight; later there may be."""
+
+
 class HeldRows:
     """The bounds of the consumers that return rows, and what counts towards them."""
 
-    def __init__(self, consumers: Mapping[str, Any], row_bytes: int) -> None:
+    def __init__(
+        self, consumers: Mapping[str, ConsumerCapabilities], row_bytes: int
+    ) -> None:
         self._row_bytes = row_bytes
         self.limits: dict[str, int] = {
-            name: consumer.max_inflight_bytes
-            for name, consumer in consumers.items()
-            if getattr(consumer, "max_inflight_bytes", None) is not None
+            name: can.max_inflight_bytes
+            for name, can in consumers.items()
+            if can.max_inflight_bytes is not None
         }
 
     def bytes_of(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
@@ -75,19 +82,39 @@ class Room:
         self._requests = requests
         self._reserved = Reservations()
 
-    def reserve(self, plan: CapturePlan, max_tokens: int | None) -> None:
+    def reserve(
+        self,
+        plan: CapturePlan,
+        max_tokens: int | None,
+        relieve: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Keep room for an admitted request.
+
+        Args:
+            plan: the request's plan.
+            max_tokens: how many tokens it may generate.
+            relieve: waits until a request in flight has ended; False if none can.
 
         Raises:
             CaptureValidationError: there is not enough.
 
         """
         needed = self._held.bytes_of(plan, max_tokens)
+        if not needed:
+            return
+        while True:
+            try:
+                self._try_to_reserve(plan, needed)
+                return
+            except NoRoomNowError:
+                if not relieve():
+                    raise
+
+    def _try_to_reserve(self, plan: CapturePlan, needed: Mapping[str, int]) -> None:
         with self._requests.changed:
             for name, size in needed.items():
                 self._check(name, size, LIVE in plan.lanes)
-            if needed:
-                self._reserved.put(plan, needed)
+            self._reserved.put(plan, needed)
 
     def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
         """The request is under way and counts by itself: with these bytes."""
@@ -106,17 +133,19 @@ class Room:
             raise fail(
                 f"capture.{name}: this request alone may hold {size} bytes of rows"
                 f"{twice if live else ''}; at most {limit} are allowed "
-                "(max_inflight_bytes). Capture fewer layers or positions, or lower "
-                "max_tokens",
+                "(max_inflight_bytes). Capture fewer layers or positions, lower "
+                f"max_tokens, or start with --capture-consumers {name}:"
+                f"max_inflight_bytes={2 * size}",
                 f"capture.{name}",
                 size,
             )
         if held + size > limit:
-            raise fail(
+            raise NoRoomNowError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
-                f"those under way may hold {held}; together at most {limit} are "
+                f"those in flight may hold {held}; together at most {limit} are "
                 "allowed (max_inflight_bytes). Send it again when others have ended, "
-                "or capture less",
-                f"capture.{name}",
-                size,
+                "capture less, or start with a larger --capture-consumers "
+                f"{name}:max_inflight_bytes=...",
+                parameter=f"capture.{name}",
+                value=size,
             )

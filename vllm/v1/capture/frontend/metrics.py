@@ -16,6 +16,7 @@ _TEXTS = {
     "bytes": "Bytes of rows handed to the consumer.",
     "spilled_rows": "Rows that waited on disk because the consumer was behind.",
     "spilled_bytes": "Bytes that waited on disk because the consumer was behind.",
+    "rewritten_bytes": "Bytes that a storage consumer spilled, so written twice.",
     "dropped_rows": "Rows dropped because the consumer was behind.",
     "failed_rows": "Rows of captures whose result is an error.",
     "requests": "Captured requests whose result the consumer has given.",

@@ -1,20 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places that requests' rows are written to: two under way must not share one."""
+"""Places that requests' rows are written to: two requests in flight share none.
 
+API server processes share nothing but their machine and the process that started them.
+Between them a place is a byte of one file, which its process has locked: the system
+frees what a process leaves behind.
+"""
+
+import fcntl
+import hashlib
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from vllm.v1.capture.frontend.path_locks_shared import NobodyElse
+from vllm import envs
+from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.selectors import fail
 
 Claim: TypeAlias = tuple[str, str]
 """`(instance, place)`, a place being what the consumer makes of a request's names."""
+
+
+class NobodyElse:
+    """There is one process only: no name is taken elsewhere."""
+
+    def take(self, name: tuple[str, ...]) -> bool:
+        """Take a name, if no other process has it."""
+        return True
+
+    def free(self, name: tuple[str, ...]) -> None:
+        """Others may have the name."""
+
+
+class OtherServers(NobodyElse):
+    """The names that several processes take from each other; any thread may call.
+
+    Within a process a name can be taken again: that is not noticed here.
+    """
+
+    def __init__(self, server: int) -> None:
+        """Take nothing.
+
+        Args:
+            server: the id of the process that has started them all.
+
+        """
+        self._server = server
+        path = Path(envs.VLLM_RPC_BASE_PATH, f"vllm-capture-names-{os.getuid()}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+
+    def take(self, name: tuple[str, ...]) -> bool:
+        """Take a name, if no other process has it."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(name))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def free(self, name: tuple[str, ...]) -> None:
+        """Others may have the name."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._place(name))
+
+    def _place(self, name: tuple[str, ...]) -> int:
+        """A byte that no other name has, so far as 62 bits can tell."""
+        digest = hashlib.sha256(repr((self._server, name)).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 2
 
 
 class Claims:
@@ -25,24 +82,22 @@ class Claims:
     """
 
     def __init__(
-        self, consumers: Mapping[str, Any], elsewhere: NobodyElse | None = None
+        self,
+        consumers: Mapping[str, ConsumerCapabilities],
+        elsewhere: NobodyElse | None = None,
     ) -> None:
         """No place is taken.
 
         Args:
-            consumers: by instance name; one with places of its requests' own has
-                `claimed_places(raw, request_id, num_samples)`, or sets
-                `claims_request_id` where the names in the spec are all there is.
-                `raw` is empty where it captures every request and this one does not
-                name it.
+            consumers: by instance name. `places_of` gets an empty spec where an
+                instance captures every request and this one does not name it.
             elsewhere: what other API server processes have taken.
 
         """
         self._claiming = {
-            name: getattr(consumer, "claimed_places", _as_named)
-            for name, consumer in consumers.items()
-            if hasattr(consumer, "claimed_places")
-            or getattr(consumer, "claims_request_id", False)
+            name: can.places_of
+            for name, can in consumers.items()
+            if can.places_of is not None
         }
         self._elsewhere = elsewhere or NobodyElse()
         self._taken: dict[Claim, str] = {}
@@ -139,13 +194,6 @@ class Claims:
         ]
 
 
-def _as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
-    """The place that a spec names with `tag` and `request_id`."""
-    if not isinstance(raw, Mapping) or raw.get("request_id") is None:
-        return []
-    return [f"{raw.get('tag') or ''}/{raw['request_id']}"]
-
-
 def _refusal(claim: Claim) -> Exception:
     instance, place = claim
     return fail(
@@ -154,3 +202,8 @@ def _refusal(claim: Claim) -> Exception:
         f"capture.{instance}.request_id",
         place.rpartition("/")[2],
     )
+
+
+def other_servers(count: int) -> NobodyElse:
+    """What there is besides this process, of so many API servers."""
+    return OtherServers(os.getppid()) if count > 1 else NobodyElse()

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE
-from vllm.v1.capture.stats import TOTALS, LaneCounters, added
+from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
 from vllm.v1.capture.transport.zmq_channel import CountersMessage
 
 Source = tuple[int, int]
@@ -33,6 +33,7 @@ class CaptureStatus:
         self._here = here
         self._workers: dict[Source, dict[str, LaneCounters]] = {}
         self._reforwarded: dict[Source, int] = {}
+        self._memory: dict[Source, MemoryCounters] = {}
         self._failed_here: dict[str, int] = {}
         self._metrics: CaptureMetrics | None = None
         self._lock = threading.Lock()
@@ -50,6 +51,7 @@ class CaptureStatus:
                 self._add(self._metrics, message, before)
             self._workers[source] = message.counters
             self._reforwarded[source] = message.reforwarded
+            self._memory[source] = message.memory
             if self._metrics is not None and message.adds:
                 self._set_levels(self._metrics, message.engine)
 
@@ -79,6 +81,20 @@ class CaptureStatus:
             },
             "reforwarded_tokens": reforwarded,
         }
+
+    def host_memory(self) -> list[dict[str, Any]]:
+        """Of each worker: what it may hold for rows, what it holds, and for what."""
+        with self._lock:
+            found = sorted(self._memory.items())
+        return [
+            {
+                "engine": engine,
+                "stage": stage,
+                **msgspec.structs.asdict(memory),
+                "held_bytes": memory.held_bytes,
+            }
+            for (engine, stage), memory in found
+        ]
 
     def _sum(self, name: str, engine: int | None = None) -> LaneCounters:
         return added(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, contains
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
@@ -162,12 +163,10 @@ class LiveRows:
     Rows come in on the thread that listens, outputs go out on the event loop's.
     """
 
-    def __init__(self, consumers: Mapping[str, object]) -> None:
+    def __init__(self, consumers: Mapping[str, ConsumerCapabilities]) -> None:
         """Note which of the `consumers` return rows with the output."""
         self._streaming = frozenset(
-            name
-            for name, consumer in consumers.items()
-            if getattr(consumer, "streams", False)
+            name for name, can in consumers.items() if can.streams
         )
         self._requests: dict[str, LiveRequest] = {}
         self._lock = threading.Lock()

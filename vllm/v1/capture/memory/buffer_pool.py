@@ -3,31 +3,47 @@
 
 Memory that is new to a process costs several times what copying into it costs: the
 system must find and clear each of its pages first. Rows come all the time and go as
-soon as their consumer has them, so their memory is kept for the next ones.
+soon as their consumer has them, so their memory is kept for the next ones. It is
+shared memory, which front ends map where it lies.
 """
 
+import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
+from vllm.utils.math_utils import round_up
+from vllm.v1.capture.memory.budget import BUDGET, HostBudget
+from vllm.v1.capture.memory.extents import Extents
 from vllm.v1.capture.memory.parallel_copy import copy_all
+from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 SMALLEST = 128 << 10
 """Bytes below which the allocator keeps memory by itself."""
-MOST_KEPT = 4 << 30
-"""Bytes that are kept, at most, while nobody holds them; ..."""
-SHARE_KEPT = 16
-"""... and at most this part of the machine's memory."""
+SEGMENT_BYTES = 256 << 20
+"""What is taken from the system at once, if no block is larger."""
+OWNER = "row_memory"
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """A segment that blocks are cut from."""
+
+    segment: SharedSegment
+    extents: Extents
+    needed: bool = True
+    """Whether a block was taken from it since `trim`."""
 
 
 class RowMemory:
@@ -37,30 +53,32 @@ class RowMemory:
     the interpreter frees an object.
     """
 
-    def __init__(self, kept: int) -> None:
-        """Keep up to `kept` bytes that nobody holds."""
-        self._kept = kept
-        self._free: defaultdict[int, deque[Bytes]] = defaultdict(deque)
-        self._free_bytes = 0
-        """Only roughly kept: threads may count at the same time."""
-        self._least_free = 0
-        """The least of it since `trim`."""
+    def __init__(self, budget: HostBudget, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Take segments of `segment_bytes` from the system, as `budget` allows."""
+        self._budget = budget
+        self._segment_bytes = segment_bytes
+        self._slabs: list[Slab] = []
+        self._returned: deque[tuple[Extents, int, int]] = deque()
+        self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, `shape`, on the CPU; nobody else has its memory."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < SMALLEST:
             return torch.empty(*shape, dtype=dtype)
-        size = _rounded(num_bytes)
-        try:
-            slab = self._free[size].pop()
-            self._free_bytes -= size
-            self._least_free = min(self._least_free, self._free_bytes)
-        except IndexError:
-            slab = np.empty(size, dtype=np.uint8)
+        size = round_up(num_bytes, ALIGNMENT)
+        with self._lock:
+            found = self._take(size) or self._take_more(size)
+        if found is None:
+            self._budget.overflow(num_bytes)
+            return torch.empty(*shape, dtype=dtype)
+        slab, start = found
         # In its shape before it is torch's, whose calls take longer.
-        memory = slab[:num_bytes].reshape(*shape[:-1], shape[-1] * dtype.itemsize)
-        return lent(memory, self._take_back, slab).view(dtype)
+        memory = slab.segment.memory[start : start + num_bytes].reshape(
+            *shape[:-1], shape[-1] * dtype.itemsize
+        )
+        taken = slab.extents, start, size
+        return lent(memory, self._returned.append, taken).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """`torch.cat` of rows; a single part is given back as it is."""
@@ -75,21 +93,57 @@ class RowMemory:
 
     def trim(self) -> None:
         """Give back to the system what was not needed since the last time."""
-        unneeded = self._least_free
-        for size in sorted(self._free, reverse=True):
-            while size <= unneeded:
-                try:
-                    self._free[size].popleft()
-                except IndexError:
-                    break
-                self._free_bytes -= size
-                unneeded -= size
-        self._least_free = self._free_bytes
+        collect_all()
+        with self._lock:
+            self._settle()
+            kept = [
+                slab for slab in self._slabs if slab.needed or not slab.extents.is_free
+            ]
+            for slab in set(self._slabs) - set(kept):
+                self._budget.give_back(OWNER, slab.segment.size)
+            for slab in kept:
+                slab.needed = False
+            self._slabs = kept
 
-    def _take_back(self, slab: Bytes) -> None:
-        if self._free_bytes + slab.nbytes <= self._kept:
-            self._free_bytes += slab.nbytes
-            self._free[slab.nbytes].append(slab)
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are taken from the system."""
+        return sum(slab.segment.size for slab in list(self._slabs))
+
+    def _take(self, size: int) -> tuple[Slab, int] | None:
+        """A slab and where in it `size` bytes begin that nobody has."""
+        self._settle()
+        for slab in self._slabs:
+            start = slab.extents.take(size)
+            if start is not None:
+                slab.needed = True
+                return slab, start
+        return None
+
+    def _take_more(self, size: int) -> tuple[Slab, int] | None:
+        """The same from what front ends have dropped meanwhile, or from the system."""
+        collect_all()
+        found = self._take(size)
+        if found is None and self._grow(size):
+            found = self._take(size)
+        return found
+
+    def _settle(self) -> None:
+        while self._returned:
+            extents, start, size = self._returned.popleft()
+            extents.give_back(start, size)
+
+    def _grow(self, size: int) -> bool:
+        for wanted in (max(size, self._segment_bytes), size):
+            if self._budget.take(OWNER, wanted):
+                try:
+                    segment = SharedSegment(wanted)
+                except OSError:
+                    self._budget.give_back(OWNER, wanted)
+                    continue
+                self._slabs.append(Slab(segment, Extents(wanted)))
+                return True
+        return False
 
 
 def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:
@@ -101,16 +155,5 @@ def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tens
     return torch.from_numpy(memory)
 
 
-def _rounded(num_bytes: int) -> int:
-    """The next size that memory is kept in; at most a quarter more."""
-    step = 1 << max(num_bytes.bit_length() - 3, 0)
-    return -(-num_bytes // step) * step
-
-
-def kept_bytes() -> int:
-    """How much memory for rows may be kept on this machine."""
-    return min(MOST_KEPT, psutil.virtual_memory().total // SHARE_KEPT)
-
-
-ROWS = RowMemory(kept_bytes())
+ROWS = RowMemory(BUDGET)
 """Of this process."""

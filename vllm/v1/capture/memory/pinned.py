@@ -8,72 +8,36 @@ step's rows take the other way, over the host ring.
 
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from math import prod
 
-import numpy as np
 import torch
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.capture.memory.buffer_pool import Bytes, lent
+from vllm.v1.capture.memory.budget import BUDGET, HostBudget
+from vllm.v1.capture.memory.buffer_pool import Bytes, Slab, lent
+from vllm.v1.capture.memory.extents import Extents
+from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
 logger = init_logger(__name__)
 
-ALIGNMENT = 4096
-"""Bytes that pages begin at multiples of."""
-
-
-class Extents:
-    """The free parts of `[0, size)`; the first that suffices is taken from."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free = [(0, size)]
-        """`(start, stop)` of each, ascending; none touches the next."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is taken."""
-        return self._free == [(0, self.size)]
-
-    def take(self, size: int) -> int | None:
-        """Where `size` more begin; None if no part suffices."""
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= size:
-                rest = [(start + size, stop)] if stop - start > size else []
-                self._free[index : index + 1] = rest
-                return start
-        return None
-
-    def give_back(self, start: int, size: int) -> None:
-        """What was taken at `start` is free."""
-        stop = start + size
-        index = bisect_left(self._free, (start, stop))
-        if index < len(self._free) and self._free[index][0] == stop:
-            stop = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == start:
-            index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, stop))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slab:
-    """Memory that was pinned at once."""
-
-    memory: Bytes
-    extents: Extents
+OWNER = "pinned_row_memory"
 
 
 class Pages:
     """Cuts pages out of slabs. One thread takes; any thread may let go of a page."""
 
     def __init__(
-        self, slab_bytes: int, max_bytes: int, pin: Callable[[Bytes], None]
+        self,
+        slab_bytes: int,
+        max_bytes: int,
+        pin: Callable[[Bytes], None],
+        ahead_bytes: int = 0,
+        budget: HostBudget = BUDGET,
     ) -> None:
         """Begin to pin the first slab.
 
@@ -81,56 +45,105 @@ class Pages:
             slab_bytes: of each slab; no page is larger.
             max_bytes: of all slabs.
             pin: pins memory; raises RuntimeError where that fails.
+            ahead_bytes: how much is kept for steps to come, at least; not less than
+                a slab.
+            budget: what is taken counts towards it.
 
         """
         self._slab_bytes = round_up(slab_bytes, ALIGNMENT)
         self._most = max_bytes // self._slab_bytes
+        self._ahead = max(ahead_bytes // self._slab_bytes, 1)
         self._pin = pin
+        self._budget = budget
         self._slabs: list[Slab] = []
         self._returned: deque[tuple[Extents, int, int]] = deque()
         """No lock: pages end wherever the interpreter frees an object."""
+        self._lock = threading.Lock()
+        """Guards the list of slabs and what is free in them."""
         self._growing: threading.Thread | None = None
         self._grow()
 
-    def take(
-        self, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """A page `[num_rows, width]`; None if there is no memory for it, or not yet."""
-        num_bytes = num_rows * width * dtype.itemsize
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A page of this shape; None if there is no memory for it, or not yet."""
+        num_bytes = prod(shape) * dtype.itemsize
         size = round_up(num_bytes, ALIGNMENT)
-        while self._returned:
-            extents, first, returned = self._returned.popleft()
-            extents.give_back(first, returned)
-        page = None
-        for slab in self._slabs:
-            start = slab.extents.take(size)
-            if start is not None:
-                memory = slab.memory[start : start + num_bytes]
-                page = lent(memory, self._returned.append, (slab.extents, start, size))
-                break
-        if not any(slab.extents.is_free for slab in self._slabs):
-            self._grow()  # One is kept for a step to come.
-        return None if page is None else page.view(dtype).view(num_rows, width)
+        with self._lock:
+            found = self._find(size)
+            if found is None:
+                collect_all()
+                found = self._find(size)
+            spare = sum([slab.extents.is_free for slab in self._slabs])
+        if spare < self._ahead:
+            self._grow()
+        if found is None:
+            return None
+        slab, start = found
+        memory = slab.segment.memory[start : start + num_bytes]
+        taken = slab.extents, start, size
+        page = lent(memory, self._returned.append, taken)
+        return page.view(dtype).view(*shape)
 
     def wait(self) -> None:
         """Until no slab is being pinned any more."""
         if self._growing is not None:
             self._growing.join()
 
+    def trim(self) -> None:
+        """Give back to the system what was not needed since the last time.
+
+        What is kept ahead stays.
+        """
+        with self._lock:
+            self._settle()
+            spare = [slab for slab in self._slabs if slab.extents.is_free]
+            gone = [slab for slab in spare[self._ahead :] if not slab.needed]
+            self._slabs = [slab for slab in self._slabs if slab not in gone]
+            for slab in self._slabs:
+                slab.needed = False
+        for slab in gone:
+            self._budget.give_back(OWNER, slab.segment.size)
+
+    def _find(self, size: int) -> tuple[Slab, int] | None:
+        self._settle()
+        for slab in self._slabs:
+            start = slab.extents.take(size)
+            if start is not None:
+                slab.needed = True
+                return slab, start
+        return None
+
+    def _settle(self) -> None:
+        while self._returned:
+            extents, first, returned = self._returned.popleft()
+            extents.give_back(first, returned)
+
     def _grow(self) -> None:
         if self._growing is not None and self._growing.is_alive():
             return
-        if len(self._slabs) < self._most:
+        if len(self._slabs) < self._most and self._budget.fits(self._slab_bytes):
             self._growing = threading.Thread(
-                target=self._add_slab, name="capture-pin", daemon=True
+                target=self._add_slabs, name="capture-pin", daemon=True
             )
             self._growing.start()
 
-    def _add_slab(self) -> None:
-        memory: Bytes = np.empty(self._slab_bytes, dtype=np.uint8)
+    def _add_slabs(self) -> None:
+        added = True
+        while added and len(self._slabs) < self._most:
+            added = self._add_slab()
+            with self._lock:
+                spare = sum([slab.extents.is_free for slab in self._slabs])
+            if spare >= self._ahead:
+                return
+
+    def _add_slab(self) -> bool:
+        if not self._budget.take(OWNER, self._slab_bytes):
+            return False
         try:
-            self._pin(memory)
-        except RuntimeError as error:
+            segment = SharedSegment(self._slab_bytes)
+            segment.populate()  # What the process has already is pinned much faster.
+            self._pin(segment.memory)
+        except (RuntimeError, OSError) as error:
+            self._budget.give_back(OWNER, self._slab_bytes)
             self._most = len(self._slabs)
             logger.warning(
                 "No more than %d MiB of host memory can be pinned for captured rows; "
@@ -138,8 +151,10 @@ class Pages:
                 len(self._slabs) * self._slab_bytes >> 20,
                 error,
             )
-            return
-        self._slabs.append(Slab(memory, Extents(self._slab_bytes)))
+            return False
+        with self._lock:
+            self._slabs.append(Slab(segment, Extents(self._slab_bytes)))
+        return True
 
 
 def pin(memory: Bytes, device: torch.device) -> None:
@@ -156,7 +171,6 @@ def pin(memory: Bytes, device: torch.device) -> None:
     if not is_pin_memory_available():
         return
     tensor = torch.from_numpy(memory)
-    tensor.zero_()  # What the process has already is pinned much faster.
     with torch.cuda.device(device):
         pin_tensor(tensor)
     unpin = torch.cuda.cudart().cudaHostUnregister

@@ -8,7 +8,7 @@ that is computed while the previous one is still being copied disturbs nothing.
 On a CPU device and host ring are the same memory.
 
 The host ring is copied from once more. Where a step has many rows, that is too slow:
-they go to a page of memory of their own instead, which consumers get as it is.
+prompts' rows go to memory of their own instead, which consumers get as it is.
 """
 
 import threading
@@ -20,8 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.memory.buffer_pool import kept_bytes
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.pinned import Pages, pin
+from vllm.v1.capture.staging.blocks import Block
+from vllm.v1.capture.staging.request_pages import Place, Places, RequestPages, gaps
 
 
 class Segment(NamedTuple):
@@ -82,8 +84,12 @@ class RowRing:
         return head if head + num_rows <= tail else None
 
 
+PINNED_SHARE = 0.75
+"""Of the host memory for rows; the rest is for rows that are copied once more."""
+AHEAD_BYTES = 4 << 30
+"""What is pinned at the start, and kept for prompts to come."""
 PAGE_BYTES = 8 << 20
-"""What is worth a page."""
+"""A step with fewer bytes goes to the ring as a whole."""
 PIECE_BYTES = 16 << 20
 """The device copies one piece after another to the host. What others copy there, such
 as sampled tokens, waits for a piece, not for all rows of a prompt."""
@@ -97,26 +103,51 @@ class Staging:
     """
 
     def __init__(
-        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pages: Pages | None = None,
+        scratch_rows: int = 0,
     ) -> None:
+        """Allocate the memory.
+
+        Args:
+            num_rows: of the ring.
+            width: values of a row.
+            dtype: of the rows.
+            device: where they are computed.
+            pages: what prompts' rows are copied to; by default there is some on a GPU.
+            scratch_rows: for steps whose rows are only read out.
+
+        """
         self.ring = RowRing(num_rows)
         # Recorded graphs hold the address: allocated once, never replaced.
-        self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        self.rows = torch.empty(
+            num_rows + scratch_rows, width, dtype=dtype, device=device
+        )
+        self.scratch = num_rows
+        """The first of the rows that never leave the device; each step's own."""
         row_bytes = width * dtype.itemsize
         self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
         self._page_rows = PAGE_BYTES // row_bytes
         self._stream: torch.cuda.Stream | None = None
-        self._pages: Pages | None = None
+        self._pages = pages
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            if num_rows // 2 >= self._page_rows:
-                largest = min(num_rows // 2 * row_bytes, kept_bytes())
-                self._pages = Pages(largest, kept_bytes(), partial(pin, device=device))
-            memory = np.empty((num_rows, row_bytes), dtype=np.uint8)
+            if pages is None and num_rows // 2 >= self._page_rows:
+                self._pages = pinned_pages(num_rows // 2 * row_bytes, device)
+            memory = np.zeros((num_rows, row_bytes), dtype=np.uint8)
+            BUDGET.claim("staging", memory.nbytes)
             pin(memory, device)
             self.host_rows = torch.from_numpy(memory).view(dtype)
         else:
             self.host_rows = self.rows
+        self.requests = (
+            None if self._pages is None else RequestPages(self._pages, width, dtype)
+        )
+        """The memory of prompts that are being computed."""
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
         """Start copying segments to the host ring, after what the stream has queued.
@@ -128,21 +159,54 @@ class Staging:
         pieces = spans(segments)
         return self._copy([(self.host_rows[span], self.rows[span]) for span in pieces])
 
-    def to_page(self, segment: Segment) -> tuple[torch.Tensor, torch.cuda.Event] | None:
-        """Start copying a segment of many rows to a page of its own.
+    def to_pages(
+        self, segment: Segment, blocks: Sequence[Block]
+    ) -> tuple[Places, torch.cuda.Event | None] | None:
+        """Start copying a segment of many rows, prompts' rows to memory of their own.
 
-        Returns the page and the event to wait for; None where the ring will do.
+        The other rows go to the host ring as usual. Returns where the former go, and
+        the event to wait for; None where the ring will do for all.
         """
-        if self._pages is None or segment.num_rows < self._page_rows:
+        if self.requests is None or segment.num_rows < self._page_rows:
             return None
-        rows = self.rows[segment.start : segment.start + segment.num_rows]
-        page = self._pages.take(len(rows), rows.shape[1], rows.dtype)
-        return None if page is None else (page, self._copy([(page, rows)]))
+        places: dict[tuple[str, int, int], Place] = {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        base = segment.start
+        for block in blocks:
+            taps = len(block.columns)
+            rows = self.rows[base : base + taps * block.num_rows]
+            host = self.host_rows[base : base + taps * block.num_rows]
+            base += taps * block.num_rows
+            by_tap = rows.unflatten(0, (taps, block.num_rows))
+            covered = []
+            for pick, offset in zip(block.picks, block.offsets):
+                place = self.requests.place(block, pick)
+                if place is not None:
+                    places[pick[:3]] = place
+                    (memory, first), count = place, pick[3]
+                    covered.append((offset, offset + count))
+                    target = memory[:, first : first + count]
+                    source = by_tap[:, offset : offset + count]
+                    pairs.extend(zip(target.unbind(), source.unbind()))
+            host_by_tap = host.unflatten(0, (taps, block.num_rows))
+            for start, stop in gaps(covered, block.num_rows):
+                target, source = host_by_tap[:, start:stop], by_tap[:, start:stop]
+                pairs.extend(zip(target.unbind(), source.unbind()))
+        return (places, self._copy(pairs)) if places else None
+
+    def trim(self) -> None:
+        """Give host memory back that was not needed since the last time."""
+        if self._pages is not None:
+            self._pages.trim()
 
     def _copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.cuda.Event:
-        assert self._stream is not None, "there is nothing to copy from"
+    ) -> torch.cuda.Event | None:
+        if self._stream is None:
+            for host, device in pairs:
+                if host.data_ptr() != device.data_ptr():
+                    host.copy_(device)
+            return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for host, device in pairs:
@@ -154,6 +218,13 @@ class Staging:
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
         return done
+
+
+def pinned_pages(slab_bytes: int, device: torch.device) -> Pages:
+    """Memory for prompts' rows that `device` copies to, within the budget."""
+    most = int(BUDGET.limit * PINNED_SHARE)
+    slab = min(slab_bytes, most)
+    return Pages(slab, most, partial(pin, device=device), AHEAD_BYTES)
 
 
 def spans(segments: Sequence[Segment]) -> list[slice]:

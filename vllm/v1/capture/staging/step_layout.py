@@ -20,15 +20,14 @@ from vllm.v1.capture.plan import OPEN_END, contains
 from vllm.v1.capture.staging.block_rows import Columns, Seating
 from vllm.v1.capture.staging.blocks import (
     Block,
-    Decoding,
     LocalGroup,
     Pick,
-    StepView,
     assign_slots,
     no_slots,
     pick_rows,
     rows_of,
 )
+from vllm.v1.residual.step_view import Decoding, StepView
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,11 @@ import zmq
 
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.capture.memory.reclaim import collect_from
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.stats import LaneCounters
+from vllm.v1.capture.stats import LaneCounters, MemoryCounters
+from vllm.v1.capture.transport.borrower import Borrower
+from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -101,8 +104,7 @@ def _keyed_payload(
     for entry in entries:
         tap = (entry.layer, entry.hook)
         if entry.tensor is not None and entry.value is not None:
-            # The message's memory is read-only; a result is the receiver's own.
-            rows.put(tap, entry.tensor.clone(), entry.value)
+            rows.put(tap, entry.tensor, entry.value)
     if rows:
         return rows
     return {
@@ -177,6 +179,7 @@ class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
     """Tokens that the engine has computed again for the sake of their rows."""
     adds: bool = False
     """Whether this front end is the one that adds them to metrics."""
+    memory: MemoryCounters = msgspec.field(default_factory=MemoryCounters)
 
 
 Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage | CountersMessage
@@ -186,7 +189,9 @@ class _Link:
     """A connection to one address; several threads may send, one at a time."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, bounded: bool):
-        self._encoder = MsgpackEncoder()
+        self.lender = Lender(address)
+        collect_from(self.lender)
+        self._encoder = MsgpackEncoder(oob_tensor_consumer=self.lender)
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, BOUND_MESSAGES if bounded else 0)
@@ -196,9 +201,11 @@ class _Link:
 
     def send(self, message: Message) -> None:
         with self._lock:
+            self.lender.collect()
             try:
                 frames = self._encoder.encode(message)
             except Exception as error:
+                self.lender.revoke()
                 if not isinstance(message, ResultMessage):
                     raise
                 _give_up_payload(message, error)
@@ -206,6 +213,7 @@ class _Link:
             try:
                 self._socket.send_multipart(frames, copy=False)
             except zmq.Again:
+                self.lender.revoke()
                 raise TimeoutError(
                     f"the front end has taken no rows for {SEND_SECONDS:.0f} s"
                 ) from None
@@ -213,6 +221,10 @@ class _Link:
     def close(self) -> None:
         with self._lock:
             self._socket.close()
+
+    def end(self) -> None:
+        """Nothing waits to be sent any more."""
+        self.lender.close()
 
 
 def _give_up_payload(message: ResultMessage, error: Exception) -> None:
@@ -249,10 +261,24 @@ class Outbox:
     def close(self) -> None:
         """Send what is queued, for at most two seconds, and close."""
         with self._lock:
-            for link in self._links.values():
-                link.close()
+            links = list(self._links.values())
             self._links.clear()
+        for link in links:
+            link.close()
         self._context.term()
+        for link in links:
+            link.end()
+
+    def lent(self) -> dict[str, int]:
+        """What went to front ends, and what they hold now, in bytes."""
+        with self._lock:
+            lenders = [link.lender for link in self._links.values()]
+        return {
+            "lent_bytes": sum(lender.lent_bytes for lender in lenders),
+            "copied_bytes": sum(lender.sent_bytes for lender in lenders),
+            "held_by_front_ends_bytes": sum(lender.leased_bytes for lender in lenders),
+            "leases": sum(lender.num_leases for lender in lenders),
+        }
 
 
 def rows_address(address: str, instance: str) -> str:
@@ -287,6 +313,7 @@ class Inbox:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, BOUND_MESSAGES if bounded else 0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._borrower = Borrower(self.address)
         self._socket.bind(self.address)
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -295,9 +322,12 @@ class Inbox:
         self._thread.start()
 
     def _run(self) -> None:
-        decoder = MsgpackDecoder(Message, share_mem=False)
+        decoder = MsgpackDecoder(
+            Message, share_mem=False, oob_tensor_provider=self._borrower
+        )
+        decoder.pin_tensors = False  # They stay on the host.
         while not self._closing.is_set():
-            if not self._socket.poll(200):
+            if not self._wait():
                 self._idle()
                 continue
             try:
@@ -306,7 +336,19 @@ class Inbox:
             except Exception:
                 # One bad message must not stop those of other requests.
                 logger.exception("A message about captured rows was not understood")
+            finally:
+                self._borrower.end_message()
         self._socket.close()
+        self._borrower.close()
+
+    def _wait(self) -> bool:
+        """Whether a message has come; meanwhile workers are attended to."""
+        poller = zmq.Poller()
+        for waited in (self._socket, *self._borrower.files):
+            poller.register(waited, zmq.POLLIN)
+        came = dict(poller.poll(200))
+        self._borrower.attend()
+        return self._socket in came
 
     def close(self) -> None:
         """Stop listening."""

@@ -40,7 +40,7 @@ class Sending:
 
     def add(self, step: StagedStep, at_once: Collection[str]) -> None:
         """A step that is queued on the device; some requests want their rows now."""
-        if self._add_page(step):
+        if self._add_pages(step):
             return
         self._unsent.append(step)
         self._steps += 1
@@ -55,14 +55,14 @@ class Sending:
             self.send()
             self._dispatcher.hand_on(tuple(at_once))
 
-    def _add_page(self, step: StagedStep) -> bool:
-        """Send a step by itself to a page of its own, if it has enough rows."""
-        sent = self._staging.to_page(step.segment)
+    def _add_pages(self, step: StagedStep) -> bool:
+        """Send a step of many rows by itself, prompts' rows to memory of their own."""
+        sent = self._staging.to_pages(step.segment, step.placed.layout.blocks)
         if sent is None:
             return False
         self.send()  # What came before stays before.
-        page, copied = sent
-        self._dispatcher.steps([step._replace(page=page)], copied)
+        places, copied = sent
+        self._dispatcher.steps([step._replace(places=places)], copied)
         self._steps += 1
         self.hand_on()
         return True

@@ -2,14 +2,17 @@
 """A worker's counters, told to the front ends about once a second."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.buffer_pool import ROWS
+from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.stats import MemoryCounters
 from vllm.v1.capture.transport.zmq_channel import CountersMessage, Outbox
 
 logger = init_logger(__name__)
@@ -28,8 +31,24 @@ class Reporter:
     """
 
     def __init__(
-        self, engine: int, stage: int, lanes: Mapping[str, SinkLane], outbox: Outbox
+        self,
+        engine: int,
+        stage: int,
+        lanes: Mapping[str, SinkLane],
+        outbox: Outbox,
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
+        """Begin to report.
+
+        Args:
+            engine: which of the engines this worker belongs to.
+            stage: its pipeline stage.
+            lanes: of the consumers here.
+            outbox: takes the reports.
+            trim: gives memory back that was not needed for a while.
+
+        """
+        self._trim = trim
         self._engine = engine
         self._stage = stage
         self._lanes = lanes
@@ -62,7 +81,11 @@ class Reporter:
         """Tell the front ends that do not know the counters as they are now."""
         counters = {name: lane.counters() for name, lane in self._lanes.items()}
         message = CountersMessage(
-            self._engine, self._stage, counters, self._reforwarded
+            self._engine,
+            self._stage,
+            counters,
+            self._reforwarded,
+            memory=self._memory(),
         )
         now = msgspec.msgpack.encode(message)
         changed, self._said = now != self._said, now
@@ -72,6 +95,15 @@ class Reporter:
                 self._outbox.send(address, message)
                 self._addresses[address] = True
 
+    def _memory(self) -> MemoryCounters:
+        """What this process holds for rows, and what it has lent to front ends."""
+        return MemoryCounters(
+            BUDGET.limit,
+            BUDGET.by_owner(),
+            BUDGET.overflow_bytes,
+            **self._outbox.lent(),
+        )
+
     def _run(self) -> None:
         for period in count(1):
             if self._closing.wait(PERIOD_SECONDS):
@@ -79,9 +111,11 @@ class Reporter:
             try:
                 for lane in self._lanes.values():
                     lane.check()
+                collect_all()
                 self.report()
                 if period % TRIM_PERIODS == 0:
                     ROWS.trim()
+                    self._trim()
             except Exception:
                 # Counters are not worth a worker; the next report may succeed.
                 logger.exception("The counters of captures could not be reported")

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.context import capture_context, remembers_specs
+from vllm.v1.capture.capabilities import (
+    ConsumerCapabilities,
+    consumer_capabilities,
+    truncates,
+)
+from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Opening
-from vllm.v1.capture.delivery.spill import SpillStore, prepare_folder
+from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.dispatch.request import (
     LAYER_CONVENTION,
@@ -21,6 +26,7 @@ from vllm.v1.capture.dispatch.request import (
     RequestEnd,
 )
 from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import (
     as_sink,
@@ -29,19 +35,21 @@ from vllm.v1.capture.registry import (
     consumer_class,
 )
 from vllm.v1.capture.shutdown import flush_seconds
-from vllm.v1.capture.staging.blocks import StepView, TrueStarts, local_groups
+from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import Slots
-from vllm.v1.capture.staging.step_layout import Placed, Placement
+from vllm.v1.capture.staging.step_layout import Layout, Placed, Placement
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Sending
 from vllm.v1.capture.worker.stats_reporter import Reporter
+from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.step_view import StepView, TrueStarts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.capture.wire import CaptureEnd
+    from vllm.v1.capture.plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -70,17 +78,29 @@ class WorkerCapture:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        readouts: WorkerReadouts | None = None,
     ) -> None:
         config = self._config = vllm_config.capture_config
+        BUDGET.limit = config.host_memory_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._dtype = dtype
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
+        self.readouts = readouts
         self._staging = Staging(
-            2 * step_rows if self._takes_rows else 1, width, dtype, device
+            2 * step_rows if self._takes_rows else 1,
+            width,
+            dtype,
+            device,
+            scratch_rows=step_rows if readouts is not None else 0,
         )
+        self._hands_on: tuple[int, bool] = -1, False
+        """Number of a layout, and whether some of its rows leave the device."""
+        self._first_row = 0
+        """The staging row that the step's begin at."""
+        self._view: StepView | None = None
         self._slots = Slots(len(taps), max_rows, device)
         self._vllm_config = vllm_config
         self.addresses = {
@@ -101,14 +121,10 @@ class WorkerCapture:
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         self._early = frozenset(
-            name
-            for name, lane in self._lanes.items()
-            if getattr(lane.sink, "truncates", False)
+            name for name, lane in self._lanes.items() if lane.can.truncates
         )
         self._at_once = {LIVE} | {
-            name
-            for name in self._early
-            if not getattr(self._lanes[name].sink, "batches_steps", False)
+            name for name in self._early if not self._lanes[name].can.batches_steps
         }
         """Who wants rows as soon as a step has computed them."""
         self._common = {
@@ -132,6 +148,7 @@ class WorkerCapture:
             stage.pipeline_rank,
             self._lanes,
             self._outbox,
+            self._staging.trim,
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,16 +175,16 @@ class WorkerCapture:
             ForwardingSink, stage=self._stage.pipeline_rank, outbox=self._outbox
         )
         sinks: dict[str, Any] = {}
-        built: dict[str, Any] = {}
+        built: dict[str, ConsumerCapabilities] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
                 # The instance itself is the front end's: here is none.
-                truncates = getattr(kind, "truncates", False)
-                sinks[name] = forward(name, truncates=truncates)
+                sinks[name] = forward(name, truncates=truncates(kind))
                 continue
-            consumer = built[name] = build_consumer(entry, vllm_config)
-            if remembers_specs(consumer):
+            consumer = build_consumer(entry, vllm_config)
+            built[name] = consumer_capabilities(consumer)
+            if built[name].remembers_specs:
                 self._remembering[name] = consumer
             sinks[name] = as_sink(consumer)
         check_folders(built)
@@ -176,7 +193,7 @@ class WorkerCapture:
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
         spill = None
         if config.overload_policy == "spill":
-            prepare_folder(config.spill_folder)
+            config.prepare_spill_folder()
             spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
             name: SinkLane(
@@ -205,10 +222,16 @@ class WorkerCapture:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
         self._plans[req_id] = plan
+        if self._staging.requests is not None:
+            self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
-        if self._takes_rows:
+        if plan.readouts is not None and self.readouts is not None:
+            self.readouts.add_request(
+                req_id, plan.readouts, groups, plan.num_prompt_tokens
+            )
+        if self._takes_rows and (lanes or plan.readouts is None):
             if client_specs and self._remembering:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
             self._reporter.know(plan.reply_to)
@@ -260,7 +283,11 @@ class WorkerCapture:
         for end in ends:
             self._placement.remove(end.request_id)
             self._plans.pop(end.request_id, None)
+            if self._staging.requests is not None:
+                self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
+            if self.readouts is not None:
+                self.readouts.remove(end.request_id)
         if self._takes_rows:
             self._sending.send()
             self._dispatcher.end([self._request_end(end) for end in ends])
@@ -319,6 +346,7 @@ class WorkerCapture:
         """
         self._step += 1
         placed = self._placed = self._placement.place(view)
+        self._view = view
         if placed is None:
             self._true_starts = None
             return frozenset()
@@ -335,8 +363,29 @@ class WorkerCapture:
             self._sending.hand_on()
             return
         layout = self._placed.layout
-        self._segment = self._sending.reserve(layout.num_rows)
-        self._slots.write(layout, self._segment.start, num_rows)
+        if self._leave_the_device(layout):
+            self._segment = self._sending.reserve(layout.num_rows)
+            self._first_row = self._segment.start
+        else:
+            self._sending.hand_on()
+            self._first_row = self._staging.scratch
+        self._slots.write(layout, self._first_row, num_rows)
+
+    def _leave_the_device(self, layout: Layout) -> bool:
+        """Whether anyone is handed rows of a step, which then has a place in the ring.
+
+        Rows that are only read out are written over by the next step.
+        """
+        if self.readouts is None:
+            return True
+        if self._hands_on[0] != layout.number:
+            req_ids = {req_id for block in layout.blocks for req_id in block.seated}
+            req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
+            # One that has ended may have a row; nobody wants it.
+            plans = [self._plans.get(req_id) for req_id in req_ids]
+            hands_on = any(plan is not None and plan.lanes for plan in plans)
+            self._hands_on = layout.number, hands_on
+        return self._hands_on[1]
 
     def clear_slots(self) -> None:
         """A graph that always launches its taps must find nothing to do."""
@@ -345,9 +394,13 @@ class WorkerCapture:
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way, or soon."""
         placed, self._placed = self._placed, None
+        if placed is None:
+            return
+        if self.readouts is not None and self._view is not None:
+            rows, first = self._staging.rows, self._first_row
+            self.readouts.run(placed, self._view, rows, first)
         if self._segment is None:
             return
-        assert placed is not None
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
         self._sending.add(staged, self._live)

@@ -8,12 +8,12 @@ import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash, tiers_of
+from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash
 from vllm.v1.steering.core.refusals import refuse
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
 from vllm.v1.steering.errors import SteeringChangeError
-from vllm.v1.steering.merging import merged
-from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.global_vectors import merged
+from vllm.v1.steering.plan import SteeringTiers, tiers_of
 from vllm.v1.steering.spec.describe import describe
 from vllm.v1.steering.spec.limits import (
     check_operations,

@@ -4,19 +4,19 @@
 What a token leaves in the cache depends on what steered it and all tokens before
 it. A block's hash covers its predecessors, so each block's hash needs just what
 steers its own tokens. Tokens that nothing steers add no key: such blocks are shared
-with unsteered traffic, as without steering.
+with unsteered traffic, as without steering. Caches outside of the engine are allowed
+where they find blocks by these hashes, or keep none for another request.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from copy import copy
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of, tiers_of
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 
@@ -37,21 +37,6 @@ class EngineSteering:
         cls.tiers = tiers
         cls.prefill_digest = digest_of(tiers.base, tiers.prefill)
         cls.decode_digest = digest_of(tiers.base, tiers.decode)
-
-
-def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
-    """The configuration that admission gave a request, if any."""
-    params = request.sampling_params
-    return params._steering if params is not None else None
-
-
-def with_tiers(
-    params: "SamplingParams", tiers: SteeringTiers | None
-) -> "SamplingParams":
-    """A copy of a request's parameters with another configuration, or none."""
-    other = copy(params)
-    other._steering = tiers
-    return other
 
 
 def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...]]:
@@ -84,18 +69,16 @@ def _operation_keys(
 ) -> Iterator[tuple[str, ...]]:
     """What is done at the tokens of a block, by their places in it."""
     middle = min(max(boundary, start), stop)
-    phases = (
-        (tiers.prefill_operations, start, middle),
-        (tiers.decode_operations, middle, stop),
-    )
-    # An operation of both phases counts as one, wherever the prompt ends.
+    base, prefill, decode = tiers.groups
+    phases = ((base + prefill, start, middle), (base + decode, middle, stop))
+    # What is done in both phases counts as one, wherever the prompt ends.
     places: dict[tuple[str, int], list[int]] = {}
-    for operations, first, last in phases:
+    for groups, first, last in phases:
         times: Counter[str] = Counter()
-        for one in operations:
-            found = places.setdefault((one.digest, times[one.digest]), [])
+        for digest, one in groups:
+            found = places.setdefault((digest, times[digest]), [])
             found += one.selected(boundary, first, last)
-            times[one.digest] += 1
+            times[digest] += 1
     for (digest, _), selected in places.items():
         if selected:
             named = ",".join(str(place - start) for place in selected)
@@ -146,3 +129,61 @@ def forget(request: "Request") -> None:
     request.steering_salt = None  # type: ignore[attr-defined]
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+BY_BLOCK_HASH = frozenset(
+    {
+        "HF3FSKVConnector",
+        "MooncakeStoreConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+"""They find blocks by the engine's hashes, which name what steered them."""
+
+BY_REQUEST = frozenset(
+    {
+        "DecodeBenchConnector",
+        "ExampleHiddenStatesConnector",
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+    }
+)
+"""They move the blocks of one request, and keep none for another."""
+
+
+def check_external_caches(vllm_config: "VllmConfig") -> None:
+    """Refuse a connector that may give a request what another one's steering left.
+
+    Raises:
+        SteeringValidationError: naming the connector, and the remedy.
+
+    """
+    transfer = vllm_config.kv_transfer_config
+    if not vllm_config.steering_config.enabled or transfer is None:
+        return
+    extra = transfer.kv_connector_extra_config
+    for name in _connectors(transfer.kv_connector, extra):
+        if name not in BY_BLOCK_HASH | BY_REQUEST:
+            raise fail(
+                f"kv_connector={name!r}, enable_steering=True: this connector is not "
+                "known to name what it keeps by the engine's block hashes, so a "
+                "request might get keys and values that another one's steering left. "
+                f"Use one of {sorted(BY_BLOCK_HASH)}, or start the server without "
+                "--enable-steering",
+                "kv_connector",
+                name,
+            )
+
+
+def _connectors(name: str | None, extra: Mapping[str, Any]) -> Iterator[str]:
+    """The connector, or those that it is made of."""
+    if name != "MultiConnector":
+        yield str(name)
+        return
+    for part in extra.get("connectors", []):
+        inner = part.get("kv_connector_extra_config") or {}
+        yield from _connectors(part.get("kv_connector"), inner)

@@ -4,18 +4,15 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.v1.steering.core.external_caches import check_external_caches
 from vllm.v1.steering.core.name_log import NamesLog
 from vllm.v1.steering.core.prefix_cache import (
     EngineSteering,
+    check_external_caches,
     continue_session,
     forget,
-    tiers_of,
-    with_tiers,
 )
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers
-from vllm.v1.steering.slots import Slots
-from vllm.v1.steering.wire import SlotUse, SteeringStep
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of, with_tiers
+from vllm.v1.steering.slots import Slots, SlotUse, SteeringStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

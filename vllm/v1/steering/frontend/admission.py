@@ -5,6 +5,7 @@ After admission nothing can fail for a reason that lies with the user.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering.errors import fail
@@ -17,6 +18,7 @@ from vllm.v1.steering.spec.limits import (
     check_positions,
     check_sums,
     check_with_shared,
+    check_work,
 )
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel, parse_vectors
 
@@ -100,10 +102,33 @@ class SteeringAdmission:
 
         """
         return {
-            tier: parse_vectors(spec, self.model, names[tier])
+            tier: self._parsed(spec, names[tier])
             for tier, spec in raw.items()
             if spec is not None
         }
+
+    def prepared(self, params: "SamplingParams") -> "SamplingParams":
+        """A copy of a request's parameters whose vectors are parsed already.
+
+        For another thread than the event loop's: large vectors take their time.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value, the remedy.
+
+        """
+        prepared = copy(params)
+        for name in REQUEST_FIELDS.values():
+            raw = getattr(params, name)
+            if raw is not None:
+                setattr(prepared, name, self._parsed(raw, name))
+        return prepared
+
+    def _parsed(self, raw: Any, name: str) -> Parsed:
+        if isinstance(raw, Parsed):
+            return raw
+        parsed = parse_vectors(raw, self.model, name)
+        check_work(parsed, name)
+        return parsed
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
         """The vectors of `{"vectors", "prefill_vectors", "decode_vectors"}`."""

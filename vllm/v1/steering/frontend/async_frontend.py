@@ -7,13 +7,15 @@ only one, it knows both without asking.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.residual.bounds import count_values
 from vllm.v1.steering.core.refusals import refusal_in
-from vllm.v1.steering.frontend.admission import FIELDS
+from vllm.v1.steering.frontend.admission import FIELDS, REQUEST_FIELDS
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
     CLEARED,
@@ -27,6 +29,14 @@ from vllm.v1.steering.frontend.name_sync import FollowedNames
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+T = TypeVar("T")
+
+_LARGE = 1 << 12
+"""Vectors with more numbers are parsed beside the event loop."""
+
+_PARSING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steering-parse")
 
 
 class AsyncSteeringControl:
@@ -52,23 +62,36 @@ class AsyncSteeringControl:
             self._names = FollowedNames(frontend.modules, engines.owner)
             frontend.shared.unknown()
 
-    async def prepare(self, params: Any) -> None:
+    async def prepare(self, params: Any) -> Any:
         """A request is about to be admitted: know the name that it gives.
 
         Args:
             params: of the request; pooling requests are not steered.
 
+        Returns:
+            The parameters; large vectors in them are parsed.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value, the remedy.
+
         """
-        if self._names is None or not isinstance(params, SamplingParams):
-            return
-        if params.steering_name is not None:
+        if not isinstance(params, SamplingParams):
+            return params
+        if self._names is not None and params.steering_name is not None:
             await self._names.refresh()
+        given = [getattr(params, name) for name in REQUEST_FIELDS.values()]
+        frontend = self.frontend
+        if not isinstance(frontend, SteeringFrontend) or not _is_large(given):
+            return params
+        return await _beside(frontend.admission.prepared, params)
 
     async def set(
         self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
-        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
+        change = await _beside(
+            self.frontend.change, vectors, prefill_vectors, decode_vectors, replace
+        )
         state = await self._change(change, replace)
         return {**state, "applied": change.applied}
 
@@ -99,11 +122,15 @@ class AsyncSteeringControl:
         self, name: Any, raw: Any, replace: bool, metadata: Any
     ) -> dict[str, Any]:
         """Add a named set; what was added."""
-        if self._names is None:
+        if not isinstance(self.frontend, SteeringFrontend):
             return self.frontend.register(name, raw, replace, metadata)
-        assert isinstance(self.frontend, SteeringFrontend)
-        module, told = self.frontend.prepare(name, raw, metadata)
-        await self._names.register(name, module, replace)
+        module, told = await _beside(self.frontend.prepare, name, raw, metadata)
+        if self._names is None:
+            self.frontend.modules.register(
+                name, module.tiers, replace, module.provenance
+            )
+        else:
+            await self._names.register(name, module, replace)
         return told
 
     async def unregister(self, name: Any) -> dict[str, Any]:
@@ -119,6 +146,15 @@ class AsyncSteeringControl:
         if self._names is not None:
             await self._names.refresh()
         return self.frontend.describe_modules()
+
+
+def _is_large(given: list[Any]) -> bool:
+    return count_values(given, _LARGE) > _LARGE
+
+
+async def _beside(work: Callable[..., T], *args: Any) -> T:
+    """What a function returns, called beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_PARSING, work, *args)
 
 
 def open_control(engine: "AsyncLLM") -> AsyncSteeringControl:

@@ -5,12 +5,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.steering.errors import SteeringValidationError, as_refused, fail
+from vllm.v1.steering.errors import as_refused, fail
 from vllm.v1.steering.frontend.admission import (
     FIELDS,
     GLOBAL_FIELDS,
     SteeringAdmission,
 )
+from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
@@ -117,15 +118,8 @@ class SteeringFrontend(NoSteering):
         self.shared = self.admission.shared
         self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
-            try:
+            with about_module(name, path):
                 self._load(name, path)
-            except SteeringValidationError as error:
-                # Of several modules one must know which.
-                raise SteeringValidationError(
-                    f"--steering-modules {name}={path}: {error.args[0]}",
-                    parameter=error.parameter,
-                    value=error.value,
-                ) from error
 
     def _load(self, name: str, path: str) -> None:
         module = read_module(path)

@@ -4,6 +4,7 @@
 import threading
 from typing import Any, NamedTuple
 
+from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.provenance import Provenance
@@ -113,9 +114,9 @@ class SteeringModules:
 
     def _unknown(self, name: Any, parameter: str) -> SteeringValidationError:
         return fail(
-            f"{parameter}: there is no steering module {name!r}; there are "
-            f"{sorted(self._modules)}. Add one with --steering-modules NAME=PATH or "
-            "POST /v1/steering/modules/register",
+            f"{parameter}: there is no steering module {shown(name)}; there are "
+            f"{listed(list(self._modules))}. Add one with --steering-modules NAME=PATH "
+            "or POST /v1/steering/modules/register",
             parameter,
             name,
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
-from vllm.v1.steering.positions import describe as describe_positions
+from vllm.v1.steering.positions import told
 from vllm.v1.steering.spec.parse import Entry, Parsed
 
 FIELDS = {
@@ -48,7 +48,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "min": manner.low,
         "max": manner.high,
         "norm_match": manner.norm_match,
-        "positions": describe_positions(manner.positions),
+        "positions": told(manner.positions),
     }
 
 
@@ -74,5 +74,5 @@ def _operation(one: Operation) -> dict[str, Any]:
         "min": one.low,
         "max": one.high,
         "norm_match": one.norm_match,
-        "positions": describe_positions(one.positions),
+        "positions": told(one.positions),
     }

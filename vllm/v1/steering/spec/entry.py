@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import (
     OP_NAMES,
@@ -18,14 +19,7 @@ from vllm.v1.steering.operations import (
     packed_arrays,
 )
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.positions import (
-    FARTHEST,
-    NAMED,
-    Positions,
-    Span,
-    joined,
-    spans,
-)
+from vllm.v1.steering.positions import FARTHEST, NAMED, Spans, joined, spans_of
 from vllm.v1.steering.spec.arrays import Tensors
 
 COMMON = ("op", "positions")
@@ -60,14 +54,14 @@ MAX_POSITIONS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class VectorUse:
     """How a vector acts, apart from the plain addition."""
 
     op: OpName = "add"
     low: float | None = None
     high: float | None = None
     norm_match: bool = False
-    positions: Positions | None = None
+    positions: Spans | None = None
     strength: float = 1.0
     alpha: float = 1.0
     degrees: float = 0.0
@@ -111,10 +105,10 @@ class Manner:
         )
 
 
-PLAIN = Manner()
+PLAIN = VectorUse()
 
 
-def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
+def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     """How `{"vector", "scale"?, "op"?, "min"?, ...}` acts.
 
     Raises:
@@ -133,7 +127,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
     alpha = _number(entry, "alpha", 1.0, at)
     if not 0 <= alpha <= 1:
         raise fail(f"{at}.alpha must be between 0 and 1", f"{at}.alpha", alpha)
-    return Manner(
+    return VectorUse(
         op,
         low,
         high,
@@ -150,7 +144,9 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
     """The operation, if all keys of the entry go with it."""
     op = entry.get("op", "add")
     if not isinstance(op, str) or op not in KEYS_OF:
-        raise fail(f"{at}.op: {op!r} is not one of {list(OP_NAMES)}", f"{at}.op", op)
+        raise fail(
+            f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
+        )
     unknown = sorted(str(name) for name in entry if name not in KEYS)
     missing = [name for name in NEEDED.get(op, ("vector",)) if name not in entry]
     if unknown or missing:
@@ -159,7 +155,7 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
             f'{at}: an entry is a vector, or an object, with "op": "{op}" of the keys '
             f"{keys}; "
             + (
-                f"it has no key {unknown[0]!r}"
+                f"it has no key {shown(unknown[0])}"
                 if unknown
                 else f"{missing[0]} is missing"
             ),
@@ -207,7 +203,7 @@ def _activation(entry: Mapping[str, Any], at: str) -> str:
     found = entry.get("activation", "identity")
     if not isinstance(found, str) or found not in ACTIVATIONS:
         raise fail(
-            f"{at}.activation: {found!r} is not one of {list(ACTIVATIONS)}",
+            f"{at}.activation: {shown(found)} is not one of {list(ACTIVATIONS)}",
             f"{at}.activation",
             found,
         )
@@ -257,7 +253,7 @@ def _check_bounds(
         raise fail(f"{at}: min is not above max", at, {"min": low, "max": high})
 
 
-def parse_positions(raw: Any, at: str) -> Positions | None:
+def parse_positions(raw: Any, at: str) -> Spans | None:
     """Where an entry acts; None for every token.
 
     Args:
@@ -276,6 +272,8 @@ def parse_positions(raw: Any, at: str) -> Positions | None:
         return _named_positions(raw, at)
     if isinstance(raw, Mapping):
         return _ranges(raw, at)
+    if isinstance(raw, (list, tuple)) and len(raw) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
     if not isinstance(raw, (list, tuple)) or not raw or not all(map(_is_index, raw)):
         raise fail(
             f"{at} must list at least one token position (negative ones count from "
@@ -285,16 +283,21 @@ def parse_positions(raw: Any, at: str) -> Positions | None:
             at,
             raw,
         )
-    if len(raw) > MAX_POSITIONS:
-        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
-    return spans(int(position) for position in raw)
+    return spans_of(int(position) for position in raw)
 
 
-def _named_positions(raw: str, at: str) -> Positions | None:
+def _named_positions(raw: str, at: str) -> Spans | None:
     if raw == "last_generated":
         raise fail(
             f"{at}: which generated token is the last is not known before it is; name "
             "its position, or capture it",
+            at,
+            raw,
+        )
+    if raw == "all_generated":
+        raise fail(
+            f"{at}: the generated tokens have a tier of their own: move the entry to "
+            "decode_steering_vectors, or decode_vectors",
             at,
             raw,
         )
@@ -303,16 +306,16 @@ def _named_positions(raw: str, at: str) -> Positions | None:
     return NAMED[raw]
 
 
-def _ranges(raw: Mapping[str, Any], at: str) -> Positions:
+def _ranges(raw: Mapping[str, Any], at: str) -> Spans:
     if raw.keys() == {"last"} and _is_index(raw["last"]) and raw["last"] >= 1:
-        return (Span(True, -int(raw["last"]), 0),)
+        return ((-int(raw["last"]), 0),)
     pairs = raw.get("ranges")
     if raw.keys() != {"ranges"} or not isinstance(pairs, (list, tuple)) or not pairs:
         raise fail(
             f'{at} must be a list, {{"last": k}} with k from 1, or '
             '{"ranges": [[first, last], ...]}',
             at,
-            dict(raw),
+            raw,
         )
     if len(pairs) > MAX_POSITIONS:
         raise fail(f"{at}: at most {MAX_POSITIONS} ranges", at, len(pairs))
@@ -334,7 +337,7 @@ def _ranges(raw: Mapping[str, Any], at: str) -> Positions:
                 f"{at}.ranges",
                 pair,
             )
-        found.append(Span(first < 0, first, last + 1))
+        found.append((first, last + 1))
     return joined(found)
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of named vectors: safetensors with metadata, or JSON.
+"""Files of named vectors: safetensors with metadata, JSON, or anybody's form.
 
 Safetensors: a tensor `[hidden_size]` per vector, named `HOOK.LAYER`,
 `prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata says `format` and the
 provenance. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a request,
-packed or not, and the provenance under `"metadata"`.
+packed or not, and the provenance under `"metadata"`. Any form that `vllm.steering`
+reads does as well; what such a file leaves unsaid stands behind its name, as in
+`FILE?hook=post_block&layer=15`.
 """
 
 import json
@@ -40,7 +42,7 @@ def load_module(
     Hook points, layers and numbers are not checked yet.
 
     Args:
-        path: ends in `.safetensors` or `.json`.
+        path: a file, with what it leaves unsaid behind its name, if anything.
         identity: the model that the vectors must have been made for; not checked
             if it is left out.
 
@@ -62,16 +64,46 @@ def read_module(path: str | Path) -> ModuleFile:
         SteeringValidationError: the file is missing or not of a known form.
 
     """
-    file = Path(path)
-    if not file.is_file():
+    file, said = split_place(path)
+    if not file.exists():
         raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
-    if file.suffix == ".safetensors":
+    if not said and file.suffix == ".safetensors" and is_ours(file):
         return _load_safetensors(file)
-    if file.suffix == ".json":
+    if not said and file.suffix == ".json" and file.is_file():
         return _load_json(file)
-    raise fail(
-        f"path: {file.name!r} is neither .safetensors nor .json", "path", str(path)
-    )
+    from vllm.steering.convert import Reading, read_vectors
+
+    found = read_vectors(file, Reading.parse(said) if said else None)
+    return ModuleFile({"vectors": found.spec()}, found.provenance)
+
+
+def split_place(path: str | Path) -> tuple[Path, str]:
+    """A file, and what is said of it: `FILE?hook=post_block&layer=15`."""
+    file = Path(path)
+    if file.exists() or "?" not in file.name:
+        return file, ""
+    name, _, said = str(path).rpartition("?")
+    return Path(name), said
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a safetensors file says that it is in our form.
+
+    Raises:
+        SteeringValidationError: it is no safetensors file.
+
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return (opened.metadata() or {}).get("format") == FORMAT
+    except (SafetensorError, OSError) as error:
+        raise fail(
+            f"path: {file.name!r} is not a safetensors file: {error}",
+            "path",
+            str(file),
+        ) from None
 
 
 def _load_json(file: Path) -> ModuleFile:
@@ -88,25 +120,11 @@ def _load_json(file: Path) -> ModuleFile:
 
 
 def _load_safetensors(file: Path) -> ModuleFile:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise fail(
-            f"path: {file.name!r} is not a safetensors file: {error}",
-            "path",
-            str(file),
-        ) from None
-    if metadata.get("format") != FORMAT:
-        raise fail(
-            f"path: {file.name!r} does not say format={FORMAT!r} in its metadata; "
-            "write it with vllm.v1.steering.spec.files.save_module",
-            "path",
-            str(file),
-        )
+    with safe_open(file, framework="pt") as opened:  # It is one: `is_ours`.
+        metadata = opened.metadata() or {}
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     provenance = Provenance.parse(metadata, Source(str(file)))
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
     provenance.check_norms(norms, Source(str(file)))

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.v1.steering import positions
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import SteeringTiers, Tap, total
-from vllm.v1.steering.positions import missed as missed_of
-from vllm.v1.steering.positions import most_at_once
+from vllm.v1.steering.spec.parse import Parsed
 
 
 def check_positions(
@@ -46,7 +46,7 @@ def check_positions(
         for one in packed.operations if packed is not None else ():
             if one.positions is None:
                 continue
-            missed = missed_of(one.positions, num_prompt, possible)
+            missed = positions.missed(one.positions, num_prompt, possible)
             if missed is not None:
                 at = f"{names[tier]}.{one.hook}.{one.layer}.positions"
                 having = (
@@ -61,6 +61,38 @@ def check_positions(
                     at,
                     missed,
                 )
+
+
+MAX_OPERATIONS = 1024
+"""Of one tier, beyond adding vectors at every token."""
+
+MAX_SPANS = 1 << 16
+"""Of positions that do not follow one another, in one tier."""
+
+
+def check_work(parsed: Parsed, name: str) -> None:
+    """Refuse a tier that would cost every step of the engine too much.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    count = len(parsed.operations)
+    if count > MAX_OPERATIONS:
+        raise fail(
+            f"{name}: at most {MAX_OPERATIONS} entries may do more than add a vector "
+            "at every token; add up those that only add",
+            name,
+            count,
+        )
+    spans = sum(len(one.positions or ()) for one in parsed.operations)
+    if spans > MAX_SPANS:
+        raise fail(
+            f"{name}: its positions are {spans} stretches of tokens, and at most "
+            f"{MAX_SPANS} may be; give positions that follow one another",
+            name,
+            spans,
+        )
 
 
 def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
@@ -84,7 +116,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
             at.setdefault(one.tap, []).append(one)
         for (layer, hook), these in at.items():
             placed = [one.positions for one in these if one.positions is not None]
-            count = len(these) - len(placed) + most_at_once(placed)
+            count = len(these) - len(placed) + positions.most_at_once(placed)
             if count > most:
                 raise fail(
                     f"{parameter}: {count} operations may act on one token at {hook} "

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import check_finite, parse_tensors
-from vllm.v1.steering.spec.entry import Manner, is_finite, parse_manner
+from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+
+MAX_ROWS = 4096
+"""Of one packed form."""
 
 MAX_ENTRIES = 4096
 """Entries of one tier at one hook point of one layer."""
@@ -46,7 +50,7 @@ class Entry:
     vector: Vector
     """Not scaled; the first row of what has several."""
     scale: float
-    manner: Manner
+    manner: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,9 @@ class Parsed:
     """Everything else."""
     entries: list[Entry] = field(default_factory=list)
     """What both were made of."""
+
+    def __deepcopy__(self, memo: Any) -> "Parsed":
+        return self  # Nobody changes it once it is parsed.
 
 
 def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
@@ -89,7 +96,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
         at = f"{where}.{hook}"
         if hook not in HOOKS:
             raise fail(
-                f"{where}: {hook!r} is not a hook point; the hook points are "
+                f"{where}: {shown(hook)} is not a hook point; the hook points are "
                 f"{list(HOOKS)}",
                 where,
                 hook,
@@ -177,7 +184,7 @@ def _layer_index(key: Any, at: str) -> int:
     is_text = is_text and len(key) < 10  # Python converts no text of thousands.
     is_index = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
     if not is_text and not is_index:
-        raise fail(f"{at}: a layer is a 0-based index, not {key!r}", at, key)
+        raise fail(f"{at}: a layer is a 0-based index, not {shown(key)}", at, key)
     return int(key)
 
 
@@ -211,9 +218,9 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
             sorted(map(str, packed)),
         )
     layers = packed["layer_indices"]
-    if not isinstance(layers, (list, tuple)) or not layers:
+    if not isinstance(layers, (list, tuple)) or not 0 < len(layers) <= MAX_ROWS:
         raise fail(
-            f"{at}.layer_indices must list at least one layer",
+            f"{at}.layer_indices must list at least one layer, and at most {MAX_ROWS}",
             f"{at}.layer_indices",
             layers,
         )
@@ -224,7 +231,7 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
         raise fail(
             f"{at}: shape[0], layer_indices and scales must have one entry per "
             f"layer; they have {len(rows)}, {len(layers)} and "
-            f"{len(scales) if isinstance(scales, (list, tuple)) else scales!r}",
+            f"{len(scales) if isinstance(scales, (list, tuple)) else shown(scales)}",
             at,
             len(layers),
         )
@@ -244,27 +251,36 @@ def _is_list_of(value: Any, length: int) -> bool:
 def _packed_rows(packed: Mapping[str, Any], at: str) -> Vector:
     """The rows of a packed form, as float32 `[n, hidden]`."""
     shape, dtype, data = packed["shape"], packed["dtype"], packed["data"]
-    if dtype not in (*_PACKED_DTYPES, "bfloat16"):
+    if not isinstance(dtype, str) or dtype not in (*_PACKED_DTYPES, "bfloat16"):
         raise fail(
-            f"{at}.dtype: {dtype!r} is not one of {[*_PACKED_DTYPES, 'bfloat16']}",
+            f"{at}.dtype: {shown(dtype)} is not one of {[*_PACKED_DTYPES, 'bfloat16']}",
             f"{at}.dtype",
             dtype,
         )
     if not _is_list_of(shape, 2) or not all(
-        isinstance(size, int) and size > 0 for size in shape
+        isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
+        for size in shape
     ):
         raise fail(f"{at}.shape must be [n, hidden_size]", f"{at}.shape", shape)
+    width = 2 if dtype == "bfloat16" else np.dtype(_PACKED_DTYPES[dtype]).itemsize
+    needed = shape[0] * shape[1] * width
+    if isinstance(data, (str, bytes)) and len(data) > 2 * needed + 4:
+        raise fail(
+            f"{at}.data holds {len(data)} characters of base64, but shape "
+            f"{list(shape)} in {dtype} takes {needed} bytes",
+            f"{at}.data",
+            len(data),
+        )
     try:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise fail(
             f"{at}.data is not base64: {error}", f"{at}.data", str(data)[:40]
         ) from None
-    width = 2 if dtype == "bfloat16" else np.dtype(_PACKED_DTYPES[dtype]).itemsize
-    if len(raw) != shape[0] * shape[1] * width:
+    if len(raw) != needed:
         raise fail(
             f"{at}.data holds {len(raw)} bytes, but shape {list(shape)} in {dtype} "
-            f"takes {shape[0] * shape[1] * width}",
+            f"takes {needed}",
             f"{at}.data",
             len(raw),
         )

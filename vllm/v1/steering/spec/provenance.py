@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.model_identity import ModelIdentity
@@ -18,6 +19,7 @@ LAYER_CONVENTION = "0-based block index"
 
 TEXTS = ("model", "architecture", "model_type", "weights", "origin")
 COUNTS = ("hidden_size", "num_layers")
+MAX_TEXT = 4096
 _NORM_TOLERANCE = 1e-3
 
 
@@ -114,15 +116,18 @@ class Provenance:
         if convention not in (None, LAYER_CONVENTION):
             about, parameter = source.about("layer_convention")
             raise fail(
-                f"{about} counts layers as {convention!r}; the layers must be given "
-                f"as {LAYER_CONVENTION!r}",
+                f"{about} counts layers as {shown(convention)}; the layers must "
+                f"be given as {LAYER_CONVENTION!r}",
                 parameter,
                 convention,
             )
         texts: dict[str, Any] = {name: metadata.get(name, "") for name in TEXTS}
         for name, text in texts.items():
-            if not isinstance(text, str):
+            if not isinstance(text, str) or not _is_unicode(text):
                 raise _unfit(source, name, "text", text)
+            if len(text) > MAX_TEXT:
+                what = f"text of at most {MAX_TEXT} characters"
+                raise _unfit(source, name, what, len(text))
         return cls(
             **texts,
             hidden_size=_count(metadata, "hidden_size", source),
@@ -252,6 +257,15 @@ def _unfit(source: Source, name: str, what: str, value: Any) -> SteeringValidati
     return fail(f"{parameter} must be {what}", parameter, value)
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether an answer can tell it: JSON has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _count(metadata: Mapping[str, Any], name: str, source: Source) -> int | None:
     raw = metadata.get(name)
     if raw is None:
@@ -272,8 +286,10 @@ def _norms(raw: Any, source: Source) -> dict[str, float]:
     except ValueError:
         norms = None
     if not isinstance(norms, Mapping) or not all(
-        isinstance(norm, (int, float)) and math.isfinite(norm)
-        for norm in norms.values()
+        isinstance(norm, (int, float))
+        and math.isfinite(norm)
+        and _is_unicode(str(name))
+        for name, norm in norms.items()
     ):
         raise _unfit(source, "norms", "an object of numbers", raw)
     return {str(name): float(norm) for name, norm in norms.items()}

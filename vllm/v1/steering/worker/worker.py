@@ -14,16 +14,16 @@ import torch
 from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import Decoding, StepView
+from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
     ZERO_ROW,
+    SteeringStep,
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.wire import SteeringStep
 from vllm.v1.steering.worker.programs import Programs, special_rows
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 

@@ -5,7 +5,7 @@ from fork.language import add_import, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.frontend.http import refusing",
+        "from vllm.entrypoints.serve.utils.residual_fields import refusing",
         why="Knows the fields.",
     ),
     last(

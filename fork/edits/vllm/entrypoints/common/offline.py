@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline generation waits for the results of captures."""
 
-from fork.language import before
+from fork.language import after, before
 
 EDITS = [
     before(
@@ -9,5 +9,17 @@ EDITS = [
         anchor="return sorted(outputs, key=lambda x: int(x.request_id))",
         insert="self.llm_engine.capture.wait(outputs)",
         why="The outputs are returned with their results.",
+    ),
+    after(
+        scope="OfflineInferenceMixin._run_engine",
+        anchor="outputs: list[_O] = []",
+        insert="outputs.extend(self.llm_engine.capture.take_finished())",
+        why="Some requests had to end before others had room for their rows.",
+    ),
+    before(
+        scope="OfflineInferenceMixin._render_and_add_requests",
+        anchor="raise e",
+        insert="self.llm_engine.capture.drop_finished(added_request_ids)",
+        why="Nobody comes for those that ended before the list was refused.",
     ),
 ]

@@ -5,6 +5,14 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.readouts.frontend import api as readouts_api",
+        why="What the methods below do.",
+    ),
+    add_import(
+        "from vllm.v1.capture.selectors import check_request_size",
+        why="Bounds what a request says of its capture.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import attach as capture_attaching",
         why="Opens the front end.",
     ),
@@ -23,6 +31,9 @@ EDITS = [
     last(
         scope="AsyncLLM",
         insert="""
+register_readout_module = readouts_api.async_register
+unregister_readout_module = readouts_api.async_unregister
+get_readouts = readouts_api.async_get
 set_steering = steering_api.async_set_steering
 clear_steering = steering_api.async_clear_steering
 get_steering = steering_api.async_get_steering
@@ -47,8 +58,12 @@ self.steering = steering_serving.open_control(self)
     before(
         scope="AsyncLLM.add_request",
         anchor="is_pooling = isinstance(params, PoolingParams)",
-        insert="await self.steering.prepare(params)",
-        why="Another API server may have given a name since.",
+        insert="""
+check_request_size(params)
+params = await self.steering.prepare(params)
+""",
+        why="What is about to be copied is bounded. Another API server may have given "
+        "a name since, and large vectors are parsed beside the event loop.",
     ),
     after(
         scope="AsyncLLM._add_streaming_input_request",

@@ -17,16 +17,18 @@ from vllm.v1.capture.consumers.storage.names import (
 )
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import ShardSet
-from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
-from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.sink import (
+    StorageLimits,
+    StorageSink,
+    default_buffer,
+    default_threads,
+)
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-MIB = 1 << 20
 
 
 class ArrowConsumer(StorageSink):
@@ -48,11 +50,10 @@ class ArrowConsumer(StorageSink):
             "capture_consumers.arrow",
         )
         limits = StorageLimits(
-            writer_threads=parsed.writer_threads,
+            writer_threads=default_threads(parsed.writer_threads),
             queue_size=parsed.queue_size,
             timeout_seconds=parsed.timeout_seconds,
-            coalesce_max_bytes=8 * MIB,
-            buffer_bytes=parsed.buffer_bytes,
+            buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
         )
         super().__init__("arrow", parsed.root, limits, _Tables(parsed))
 
@@ -81,11 +82,10 @@ class _Tables:
 
     def __init__(self, params: ArrowParams) -> None:
         self._params = params
+        self._tables = default_threads(params.writer_threads)
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
-    def publish(
-        self, request: StoredRequest, workspace: Workspace, submission: Submission
-    ) -> None:
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
         """Append a request's rows to a table, or write its own file."""
         finalizes = request.writable()
         if not finalizes:
@@ -101,7 +101,8 @@ class _Tables:
             )
             return
         self._shards.add(
-            (tag, 0),
+            # As many tables grow at the same time as there are threads with rows.
+            [(tag, number) for number in range(self._tables)],
             partial(TableShard, self._params, workspace, tag, sidecar),
             lambda shard: shard.append(request, name, finalizes),
         )

@@ -10,6 +10,8 @@ from vllm.v1.capture.consumers.storage.options import Options
 
 ArrowFormat = Literal["parquet", "ipc", "safetensors"]
 FORMATS: tuple[ArrowFormat, ...] = ("parquet", "ipc", "safetensors")
+Bfloat16 = Literal["bits", "float32"]
+BFLOAT16: tuple[Bfloat16, ...] = ("bits", "float32")
 COMPRESSIONS = ("none", "zstd", "lz4")
 
 WHERE = "capture_consumers.arrow"
@@ -30,14 +32,19 @@ class ArrowParams:
     """Of the values: `none`, `zstd` or `lz4`; not for `safetensors`."""
     fsync: bool = False
     """Whether a file is forced to the disk before it gets its name."""
-    writer_threads: int = 1
-    """Threads that write."""
+    bfloat16: Bfloat16 = "bits"
+    """How tables hold bfloat16, which Arrow does not have: `bits`, a binary value per
+    row, or `float32`, a list of numbers of twice the size."""
+    writer_threads: int | None = None
+    """Threads that encode and write, at most, each to a table of its own; None: half
+    of the cores, from 2 to 8."""
     queue_size: int = 1024
-    """How many requests may wait for a thread."""
+    """How many requests that have ended may wait for a thread."""
     timeout_seconds: float = 60.0
     """How long the rows of a request may take to be written, from its end."""
-    buffer_bytes: int = 256 * MIB
-    """Rows in memory over all requests; more are spilled to files aside."""
+    buffer_bytes: int | None = None
+    """Rows in memory over all requests; more are spilled. None: room for several of
+    the largest requests, and an eighth of the machine's memory at most."""
     shard_max_bytes: int = 512 * MIB
     """A table is sealed when its file has grown to this size."""
     global_hooks: Any = None
@@ -59,10 +66,12 @@ class ArrowParams:
         options.root("root", "arrow:root=/data")
         options.choice("format", FORMATS)
         options.choice("compression", COMPRESSIONS)
+        options.choice("bfloat16", BFLOAT16)
         options.boolean("fsync")
-        for name in ("queue_size", "buffer_bytes", "shard_max_bytes"):
+        for name in ("queue_size", "shard_max_bytes"):
             options.whole(name)
-        options.whole("writer_threads", most=64)
+        options.whole("writer_threads", most=64, optional=True)
+        options.whole("buffer_bytes", optional=True)
         options.seconds("timeout_seconds")
         values = options.values
         if "default_tag" in values:

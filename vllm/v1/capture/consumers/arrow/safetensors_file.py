@@ -5,24 +5,36 @@
 that upstream's own connector for hidden states writes; `positions` is `[rows]`, and
 the metadata names the taps in their order. Upstream's reader waits for the lock of a
 file `{path}.lock`, so an empty one lies beside each, never locked: the file is whole.
+
+The format is that of https://github.com/huggingface/safetensors: the length of a JSON
+header as 8 bytes, the header, which may end in spaces, and the tensors' bytes.
 """
 
 import contextlib
 import json
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
 
+from vllm.utils.math_utils import round_up
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.delivery.row_bytes import write_all, write_scattered
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 NO_TOKEN = -1
 """Token id of a position whose prompt was given as embeddings."""
 
-_BLOCK_BYTES = 8 << 20
+ALIGNMENT = 4096
+"""Rows begin at a multiple of this many bytes."""
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_BLOCK_BYTES = 64 << 20
 
 
 def write_safetensors(
@@ -47,37 +59,21 @@ def write_safetensors(
     if sidecar["pipeline_parallel_size"] > 1:
         name += f"-pp{sidecar['pipeline_parallel_rank']:02d}"
     final = str(workspace.folder(tag) / f"{name}.safetensors")
-    tokens = [NO_TOKEN if token is None else token for token in sidecar["token_ids"]]
-    tensors = {
-        "hidden_states": _stacked(request, ordered),
-        "token_ids": torch.tensor(tokens, dtype=torch.int64),
-        "positions": torch.tensor(sidecar["positions"], dtype=torch.int64),
-    }
-    metadata = {
-        "model": str(sidecar["model"]),
-        "layer_convention": sidecar["layer_convention"],
-        "request_id": place[1],
-        "taps": json.dumps([list(finalize.key[1:]) for finalize in ordered]),
-    }
-    path, fd = workspace.create()
+    path, file = workspace.create()
     try:
-        save_file(tensors, path, metadata)
+        head = _head(ordered, place[1])
+        write_all(file, [head], len(head))
+        _write_rows(file, len(head), request, ordered)
         if fsync:
-            os.fsync(fd)
-        Path(f"{final}.lock").touch()
-        try:
-            publish(path, final, replace=True, fsync=fsync)
-        except BaseException:
-            os.unlink(f"{final}.lock")
-            raise
-    except BaseException as error:
+            os.fsync(file)
+        request.commit()
+        _name(path, final, fsync)
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
-        if isinstance(error, (OSError, ValueError)):
-            raise
-        raise OSError(f"safetensors could not write: {error}") from error
+        raise
     finally:
-        os.close(fd)
+        os.close(file)
     first, *others = (finalize.key for finalize in ordered)
     return [
         CaptureResult(first, "ok", payload=[final]),
@@ -85,16 +81,68 @@ def write_safetensors(
     ]
 
 
-def _stacked(request: StoredRequest, ordered: list[CaptureFinalize]) -> torch.Tensor:
+def _name(path: str, final: str, fsync: bool) -> None:
+    Path(f"{final}.lock").touch()
+    try:
+        publish(path, final, replace=True, fsync=fsync)
+    except BaseException:
+        os.unlink(f"{final}.lock")
+        raise
+
+
+def _head(ordered: list[CaptureFinalize], request_id: str) -> bytes:
+    """Everything that comes before the rows, which are the last tensor."""
     sidecar = ordered[0].sidecar
-    dtype = getattr(torch, sidecar["dtype"])
+    tokens = [NO_TOKEN if token is None else token for token in sidecar["token_ids"]]
+    facts = [
+        np.array(column, dtype="<i8").tobytes()
+        for column in (tokens, sidecar["positions"])
+    ]
     shape = sidecar["num_rows"], len(ordered), sidecar["hidden_size"]
-    stacked = torch.empty(shape, dtype=dtype)
-    for index, finalize in enumerate(ordered):
-        done = 0
-        for rows in request.blocks(finalize, _BLOCK_BYTES):
-            stacked[done : done + len(rows), index] = rows
-            done += len(rows)
-        if done != shape[0]:
-            raise OSError(f"only {done} of {shape[0]} rows are there")
-    return stacked
+    row_bytes = getattr(torch, sidecar["dtype"]).itemsize * shape[1] * shape[2]
+    ends = 0, len(facts[0]), 2 * len(facts[0]), 2 * len(facts[0]) + shape[0] * row_bytes
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "model": str(sidecar["model"]),
+            "layer_convention": sidecar["layer_convention"],
+            "request_id": request_id,
+            "taps": json.dumps([list(finalize.key[1:]) for finalize in ordered]),
+        },
+        "token_ids": _tensor("I64", shape[:1], ends[0:2]),
+        "positions": _tensor("I64", shape[:1], ends[1:3]),
+        "hidden_states": _tensor(_DTYPES[sidecar["dtype"]], shape, ends[2:4]),
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = round_up(8 + len(text) + ends[2], ALIGNMENT) - 8 - ends[2]
+    return b"".join([struct.pack("<Q", length), text.ljust(length), *facts])
+
+
+def _tensor(
+    dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def _write_rows(
+    file: int, offset: int, request: StoredRequest, ordered: list[CaptureFinalize]
+) -> None:
+    """Write `[rows, taps, hidden_size]` from where the rows of each tap lie."""
+    blocks = [list(request.blocks(finalize, _BLOCK_BYTES)) for finalize in ordered]
+    rows = np.stack([_addresses(own) for own in blocks], axis=1)  # [rows, taps]
+    sidecar = ordered[0].sidecar
+    size = sidecar["hidden_size"] * getattr(torch, sidecar["dtype"]).itemsize
+    write_scattered(file, rows.reshape(-1), size, offset)
+
+
+def _addresses(blocks: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    """Where each row of some blocks `[rows, hidden_size]` lies in memory."""
+    found = [
+        block.data_ptr() + np.arange(len(block), dtype=np.uint64) * _apart(block)
+        for block in blocks
+    ]
+    return np.concatenate([np.empty(0, np.uint64), *found]).astype(np.uint64)
+
+
+def _apart(block: torch.Tensor) -> np.uint64:
+    assert block.stride(1) == 1 or not block.numel(), "rows lie in one piece each"
+    return np.uint64(block.stride(0) * block.itemsize)

@@ -35,29 +35,38 @@ class TableShard(Shard):
     ) -> None:
         super().__init__()
         self._params = params
-        self._schema = schema_of(sidecar)
+        self._schema = schema_of(sidecar, params.bfloat16 == "float32")
         stage = sidecar["pipeline_parallel_rank"]
         # Random, as engines that know nothing of each other share a folder.
         name = f"rows-pp{stage:02d}-{uuid4().hex}.{_ENDINGS[params.format]}"
         self._final = str(workspace.folder(tag) / name)
         self._path, fd = workspace.create()
-        self._file = pa.PythonFile(os.fdopen(fd, "wb"), mode="w")
+        os.close(fd)
+        self._file = pa.OSFile(self._path, "wb")  # Writes without Python's lock.
         self._writer = self._open_writer()
 
     def _open_writer(self) -> Any:
         compression = self._params.compression
         if self._params.format == "parquet":
-            # Activations do not repeat: a dictionary would only cost time.
+            # Activations do not repeat: a dictionary would only cost time, as would
+            # pages that are smaller than what is written at once.
             return pq.ParquetWriter(
                 self._file,
                 self._schema,
                 compression=compression,
                 use_dictionary=["request_id", "hook"],
                 write_statistics=["request_id", "layer", "hook", "position"],
+                data_page_size=2 * BATCH_BYTES,
+                column_encoding={self._values_path(): "PLAIN"},
             )
         codec = None if compression == "none" else compression
         options = pa.ipc.IpcWriteOptions(compression=codec)
         return pa.ipc.new_file(self._file, self._schema, options=options)
+
+    def _values_path(self) -> str:
+        """The column of values, as Parquet calls it."""
+        is_list = pa.types.is_fixed_size_list(self._schema.field("values").type)
+        return "values.list.element" if is_list else "values"
 
     def append(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
@@ -66,6 +75,7 @@ class TableShard(Shard):
         try:
             for finalize in finalizes:
                 self._append_key(request, name, finalize)
+            request.commit()
         except BaseException:
             self._abandon()
             raise
@@ -82,16 +92,14 @@ class TableShard(Shard):
     def _append_key(
         self, request: StoredRequest, name: str, finalize: CaptureFinalize
     ) -> None:
-        wanted, done = finalize.sidecar["num_rows"], 0
+        done = 0
         for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
             batch = batch_of(name, finalize, done, rows, self._schema)
             if self._params.format == "parquet":
-                self._writer.write_batch(batch, row_group_size=max(len(rows), 1))
+                self._writer.write_batch(batch, row_group_size=len(rows))
             else:
                 self._writer.write_batch(batch)
             done += len(rows)
-        if done != wanted:
-            raise OSError(f"only {done} of {wanted} rows are there")
 
     def _abandon(self) -> None:
         self.sealed = self.written_out = True

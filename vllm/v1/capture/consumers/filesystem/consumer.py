@@ -4,10 +4,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.capture.consumers.filesystem.layouts import Writing, codec_for
-from vllm.v1.capture.consumers.filesystem.packed import write_packed
+from vllm.v1.capture.consumers.filesystem.layouts import (
+    Writing,
+    codec_for,
+    write_packed,
+    write_per_file,
+)
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.per_file import write_per_file
 from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
@@ -19,8 +22,12 @@ from vllm.v1.capture.consumers.storage.names import (
     places_of,
 )
 from vllm.v1.capture.consumers.storage.request import StoredRequest
-from vllm.v1.capture.consumers.storage.sink import StorageLimits, StorageSink
-from vllm.v1.capture.consumers.storage.submission import Submission
+from vllm.v1.capture.consumers.storage.sink import (
+    StorageLimits,
+    StorageSink,
+    default_buffer,
+    default_threads,
+)
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.selectors import fail, parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
@@ -48,11 +55,10 @@ class FilesystemConsumer(StorageSink):
             "capture_consumers.filesystem",
         )
         limits = StorageLimits(
-            writer_threads=parsed.writer_threads,
+            writer_threads=default_threads(parsed.writer_threads),
             queue_size=parsed.queue_size,
             timeout_seconds=parsed.timeout_seconds,
-            coalesce_max_bytes=parsed.coalesce_max_bytes,
-            buffer_bytes=parsed.buffer_bytes,
+            buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
         )
         super().__init__("filesystem", parsed.root, limits, _Layouts(parsed))
 
@@ -91,10 +97,8 @@ class _Layouts:
         self._params = params
         self._sharded = ShardedLayout(params)
 
-    def publish(
-        self, request: StoredRequest, workspace: Workspace, submission: Submission
-    ) -> None:
-        """Have a request's rows written."""
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Write a request's rows."""
         finalizes = request.writable()
         sidecars = [finalize.sidecar for finalize in request.finalizes.values()]
         if not sidecars:
@@ -104,7 +108,7 @@ class _Layouts:
         layout = client.get("layout") or self._params.default_layout
         tag, name = place_of(sidecars[0], self._params.default_tag)
         codec = codec_for(self._params, client)
-        writing = Writing(self._params, workspace, tag, name, codec, submission)
+        writing = Writing(self._params, workspace, tag, name, codec)
         if layout == "sharded":
             self._sharded.write(request, finalizes, writing)
         elif layout == "packed":

@@ -36,16 +36,17 @@ class FilesystemParams:
     overwrite one another; of two requests with one name the later is read."""
     fsync: bool = False
     """Whether a file is forced to the disk before it gets its name."""
-    writer_threads: int = 2
-    """Threads that write."""
+    writer_threads: int | None = None
+    """Threads that encode and write, at most; None: half of the cores, from 2 to 8."""
     queue_size: int = 1024
-    """How many requests may wait for a thread."""
+    """How many requests that have ended may wait for a thread."""
     timeout_seconds: float = 60.0
     """How long the rows of a request may take to be written, from its end."""
-    coalesce_max_bytes: int = 8 * MIB
+    coalesce_max_bytes: int = 32 * MIB
     """Bytes that one system call writes at most."""
-    buffer_bytes: int = 256 * MIB
-    """Rows in memory over all requests; more are spilled to files aside."""
+    buffer_bytes: int | None = None
+    """Rows in memory over all requests; more are spilled. None: room for several of
+    the largest requests, and an eighth of the machine's memory at most."""
     num_shards: int = 4
     """Over how many shards requests are spread (layout `sharded`)."""
     shard_max_bytes: int = 1024 * MIB
@@ -76,17 +77,16 @@ class FilesystemParams:
         for name in ("fsync", "atomic_publish"):
             options.boolean(name)
         for name in (
-            "writer_threads",
             "queue_size",
             "coalesce_max_bytes",
-            "buffer_bytes",
             "num_shards",
             "shard_max_bytes",
             "fd_cache_size",
         ):
             options.whole(name)
         options.whole("num_shards", most=1000)
-        options.whole("writer_threads", most=64)
+        options.whole("writer_threads", most=64, optional=True)
+        options.whole("buffer_bytes", optional=True)
         options.seconds("timeout_seconds")
         values = options.values
         if "codec" in values:

@@ -2,14 +2,19 @@
 """Reading captured rows back from files."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm.v1.capture.consumers.storage.checksum import crc32c
+from vllm.v1.capture.consumers.filesystem.file_names import (
+    OWN,
+    SHARD,
+    indices_in,
+)
 from vllm.v1.capture.consumers.storage.codecs import codec_of
+from vllm.v1.capture.consumers.storage.encode import crc32c
 from vllm.v1.capture.plan import Tap
 
 
@@ -98,7 +103,8 @@ def read_request(
     """
     folder = Path(root) / tag / request_id
     rows: dict[Tap, torch.Tensor] = {}
-    for path, index in own_indices(folder):
+    own = own_indices(folder)
+    for path, index in [] if _has_newer_shard(folder, own) else own:
         if "entries" in index:
             rows |= _file_of_several(path, index)
         else:
@@ -111,6 +117,17 @@ def read_request(
         raise FileNotFoundError(
             f"no capture of {request_id!r} under {folder.parent}"
         ) from None
+
+
+def _has_newer_shard(folder: Path, own: Sequence[tuple[Path, Any]]) -> bool:
+    """Whether a shard beside a request's folder has later rows of its name."""
+    written = max((path.stat().st_mtime_ns for path, _ in own), default=0)
+    for path in reversed(indices_in(folder.parent, SHARD)):
+        if path.stat().st_mtime_ns <= written:
+            return False
+        if any(e["request_id"] == folder.name for e in load_index(path)["entries"]):
+            return True
+    return False
 
 
 def _file_of_one(path: Path, sidecar: dict[str, Any]) -> torch.Tensor:
@@ -142,21 +159,21 @@ def own_indices(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
     Files that an earlier request of the same name has left may be of other layers.
     """
-    found = [(path, load_index(path)) for path in sorted(folder.glob("*.json"))]
+    found = [(path, load_index(path)) for path in indices_in(folder, OWN)]
     if not found:
         return []
 
     def request(index: dict[str, Any]) -> Any:
         return index.get("vllm_internal_request_id")
 
-    _, latest = max(found, key=lambda one: one[0].stat().st_mtime_ns)
-    return [one for one in found if request(one[1]) == request(latest)]
+    _, latest = found[-1]
+    same = [one for one in found if request(one[1]) == request(latest)]
+    return sorted(same, key=lambda one: one[0])
 
 
 def shard_indices(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The shards of a tag with their indices, in the order of their making."""
-    paths = list(folder.glob("shard-*.json"))
-    for path in sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+    for path in indices_in(folder, SHARD):
         yield path, load_index(path)
 
 

@@ -4,25 +4,28 @@
 import contextlib
 import json
 import os
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import Any
 from zlib import crc32
 
-from vllm.v1.capture.consumers.filesystem.layouts import Writing, stage_suffix
-from vllm.v1.capture.consumers.filesystem.packed import keys_in_turn
+import torch
+
+from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
+from vllm.v1.capture.consumers.filesystem.layouts import (
+    Writing,
+    keys_in_turn,
+    said,
+    stage_suffix,
+)
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.per_file import said
 from vllm.v1.capture.consumers.filesystem.sidecar import request_facts
-from vllm.v1.capture.consumers.storage.files import Bytes, Workspace, publish, write_all
-from vllm.v1.capture.consumers.storage.jobs import Append
+from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
+from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
-
-SHARD_NAME = re.compile(r"shard-(?:pp\d\d-)?(\d{3})-(\d+)\.(bin|json)")
 
 
 class FileShard(Shard):
@@ -41,50 +44,56 @@ class FileShard(Shard):
         self._entries: list[dict[str, Any]] = []
         self._results: list[CaptureResult] = []
 
-    def append(
-        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
-    ) -> None:
-        """Have a request's keys written to the end; the lock is held.
+    def reserve(self, num_bytes: int) -> int:
+        """Take room at the end for a request's keys; the lock is held."""
+        start = self.num_bytes
+        self.num_bytes += num_bytes
+        self.pending += 1
+        return start
+
+    def write(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        writing: Writing,
+        start: int,
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Write keys from `start` on; the request's facts, and the keys' entries.
 
         Raises:
-            OSError: the shard is as before.
+            OSError: some bytes may be in the file, which no index names.
 
         """
         shared = request_facts([finalize.sidecar for finalize in finalizes])
         entries: list[dict[str, Any]] = []
-        start = self.num_bytes
         data = keys_in_turn(request, finalizes, writing, shared, entries, start)
-        facts = {"request_id": writing.name, **shared}
-        if not writing.fits_in_memory(request):
-            self.num_bytes += self._write(data, start)
-            self._accept(request, finalizes, facts, entries)
-            return
-        job = Append(self._fd, start, list(data))
-        self.num_bytes += job.num_bytes
-        self.pending += 1
+        write_all(self._fd, data, writing.max_bytes, start)
+        return {"request_id": writing.name, **shared}, entries
 
-        def answer(error: OSError | None) -> None:
-            with self.lock:
-                self.pending -= 1
-                if error is None:
-                    self._accept(request, finalizes, facts, entries)
-            if error is not None:
-                request.settle_error(said(error, self._path))
+    def accept(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        facts: dict[str, Any],
+        entries: list[dict[str, Any]],
+    ) -> None:
+        """The request's bytes are in the file; the lock is held."""
+        self.pending -= 1
+        self.num_bytes = max(self.num_bytes, _end(entries))
+        self._accept(request, finalizes, facts, entries)
+        if self.sealed or self.num_bytes >= self._params.shard_max_bytes:
+            self.seal()
 
-        try:
-            writing.submission.submit(job, answer)
-        except OSError:
-            self.pending -= 1
-            self.num_bytes = start
-            raise
-
-    def _write(self, data: Iterable[Bytes], start: int) -> int:
-        try:
-            return write_all(self._fd, data, self._params.coalesce_max_bytes, start)
-        except BaseException:
-            if not self.pending:  # nobody writes behind it: give the space back
-                os.ftruncate(self._fd, start)
-            raise
+    def give_up(self, request: StoredRequest, start: int, error: OSError) -> None:
+        """The request's bytes are not all in the file; the lock is held."""
+        self.pending -= 1
+        if not self.pending:  # Nobody writes after it: give the space back.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, _end(self._entries))
+            self.num_bytes = _end(self._entries)
+        request.settle_error(said(error, self._path))
+        if self.sealed:
+            self.seal()
 
     def _accept(
         self,
@@ -117,8 +126,8 @@ class FileShard(Shard):
         fsync = self._params.fsync
         index = None
         try:
-            # Behind the last row may be what was left of a write that failed.
-            os.ftruncate(self._fd, self._end())
+            # After the last row may be what was left of a write that failed.
+            os.ftruncate(self._fd, _end(self._entries))
             if fsync:
                 os.fsync(self._fd)
             text = json.dumps(
@@ -149,12 +158,11 @@ class FileShard(Shard):
         for result in self._results:
             result.payload = [f"{base}.bin"]
 
-    def _end(self) -> int:
-        return max((e["offset"] + e["nbytes"] for e in self._entries), default=0)
-
     def _claim(self) -> str:
         for sequence in count(self._next_sequence()):
             base = f"{self._folder}/{self._prefix}-{sequence:05d}"
+            if os.path.lexists(f"{base}.json"):
+                continue  # A folder of a request may have this name.
             # Another engine may write to the same folder: linking decides.
             try:
                 _link(self._path, f"{base}.bin")
@@ -164,13 +172,16 @@ class FileShard(Shard):
         raise AssertionError("count() does not end")
 
     def _next_sequence(self) -> int:
-        start = f"{self._prefix}-"
         taken = [
-            int(name[len(start) : -len(".bin")])
-            for name in os.listdir(self._folder)
-            if name.startswith(start) and name.endswith(".bin")
+            int(found[2])
+            for found in files_of(self._folder, SHARD)
+            if found[1] == self._prefix
         ]
         return max(taken, default=-1) + 1
+
+
+def _end(entries: Iterable[dict[str, Any]]) -> int:
+    return max((e["offset"] + e["nbytes"] for e in entries), default=0)
 
 
 def _link(aside: str, final: str) -> None:
@@ -202,15 +213,65 @@ class ShardedLayout:
             request.settle(())
             return
         number = crc32(request.request_id.encode()) % self._params.num_shards
-        stage = stage_suffix(finalizes[0].sidecar)
-        self.shards.add(
-            (writing.tag, number),
-            partial(
-                FileShard,
-                self._params,
-                writing.workspace,
-                writing.tag,
-                f"shard{stage}-{number:03d}",
-            ),
-            lambda shard: shard.append(request, finalizes, writing),
+        new = partial(
+            FileShard,
+            self._params,
+            writing.workspace,
+            writing.tag,
+            f"shard{stage_suffix(finalizes[0].sidecar)}-{number:03d}",
         )
+        size = encoded_bytes(finalizes, writing)
+        if size is None:
+            self._write_alone(request, finalizes, writing, number, new)
+            return
+        start, reserved = 0, size
+
+        def reserve(shard: FileShard) -> None:
+            nonlocal start
+            start = shard.reserve(reserved)
+
+        shard = self.shards.add([(writing.tag, number)], new, reserve)
+        try:
+            facts, entries = shard.write(request, finalizes, writing, start)
+            request.commit()
+        except OSError as error:
+            with shard.lock:
+                shard.give_up(request, start, error)
+            return
+        with shard.lock:
+            shard.accept(request, finalizes, facts, entries)
+
+    def _write_alone(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        writing: Writing,
+        number: int,
+        new: Callable[[], FileShard],
+    ) -> None:
+        """Write keys of a size that only encoding tells; others wait meanwhile."""
+
+        def work(shard: FileShard) -> None:
+            start = shard.reserve(0)
+            try:
+                facts, entries = shard.write(request, finalizes, writing, start)
+                request.commit()
+            except OSError as error:
+                shard.give_up(request, start, error)
+            else:
+                shard.accept(request, finalizes, facts, entries)
+
+        self.shards.add([(writing.tag, number)], new, work)
+
+
+def encoded_bytes(finalizes: list[CaptureFinalize], writing: Writing) -> int | None:
+    """What the keys take in a file; None where that depends on their values."""
+    total = 0
+    for finalize in finalizes:
+        sidecar = finalize.sidecar
+        dtype = getattr(torch, sidecar["dtype"])
+        row_bytes = writing.codec.row_bytes(sidecar["hidden_size"], dtype)
+        if row_bytes is None:
+            return None
+        total += sidecar["num_rows"] * row_bytes
+    return total

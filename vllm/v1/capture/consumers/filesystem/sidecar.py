@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the JSON beside the rows says."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +25,11 @@ ROW_FACTS = ("positions", "token_ids")
 """What there is one of per row."""
 
 
-def key_json(request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder) -> bytes:
+def key_json(
+    request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder
+) -> dict[str, Any]:
     """The sidecar of one key's own file, whose bytes went through `encoder`."""
-    content = {
+    return {
         "request_id": request_id,
         "layer": sidecar["layer"],
         "hook": sidecar["hook"],
@@ -37,7 +38,6 @@ def key_json(request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder) -> b
         **_note(sidecar),
         **_encoding(encoder),
     }
-    return json.dumps(content).encode()
 
 
 def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:

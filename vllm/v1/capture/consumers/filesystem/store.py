@@ -258,15 +258,15 @@ def _scan(root: Path) -> Iterator[StoredRows]:
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         if folder.name == ASIDE:
             continue
-        # Shards first: files of a request's own replace what they hold of it.
-        for path, index in shard_indices(folder):
-            for entry in index["entries"]:
-                facts = index["requests"][entry["request"]]
-                yield _stored(folder.name, path, facts, entry)
+        found = list(shard_indices(folder))
         for own in sorted(path for path in folder.iterdir() if path.is_dir()):
-            for path, index in own_indices(own):
-                for entry in index.get("entries", [{"offset": 0, **index}]):
-                    yield _stored(folder.name, path, index, entry)
+            found += own_indices(own)
+        # What was written later replaces what there was of a request.
+        for path, index in sorted(found, key=lambda one: one[0].stat().st_mtime_ns):
+            requests = index.get("requests")
+            for entry in index.get("entries", [{"offset": 0, **index}]):
+                facts = index if requests is None else requests[entry["request"]]
+                yield _stored(folder.name, path, facts, entry)
 
 
 def _stored(

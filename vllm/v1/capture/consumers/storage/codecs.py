@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumers.storage.files import Bytes, raw_bytes
 from vllm.v1.capture.consumers.storage.quantize import (
     decode_full8,
     dequantize,
@@ -21,6 +20,7 @@ from vllm.v1.capture.consumers.storage.quantize import (
     encode_topk8,
     topk8_record,
 )
+from vllm.v1.capture.delivery.row_bytes import Bytes, raw_bytes
 from vllm.v1.capture.errors import CaptureValidationError
 
 CODECS = ("raw", "zstd", "full8", "rp8", "topk8")

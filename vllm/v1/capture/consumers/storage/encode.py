@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of one key, and what a reader must know of them."""
+"""The bytes of one key, and what a reader must know of them.
+
+The checksum is CRC32C: the polynomial of RFC 3720, section 12.1, reflected. Appendix
+B.4 there has test vectors.
+"""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import torch
 
-from vllm.v1.capture.consumers.storage.checksum import crc32c
+from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.codecs import Codec
-from vllm.v1.capture.consumers.storage.files import Bytes
+from vllm.v1.capture.delivery.row_bytes import Bytes
+
+logger = init_logger(__name__)
 
 BLOCK_BYTES = 4 << 20
 """Rows are encoded in blocks of about this size."""
@@ -55,9 +63,34 @@ def joined(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
         for first in range(0, len(block), at_once):
             part = block[first : first + at_once]
             if parts and held + part.nbytes > size:
-                yield torch.cat(parts)
+                yield torch.cat(parts) if len(parts) > 1 else parts[0]
                 parts, held = [], 0
             parts.append(part)
             held += part.nbytes
     if parts:
-        yield torch.cat(parts)
+        yield torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class _Crc32c(Protocol):
+    def crc32c(self, data: Bytes, value: int = 0) -> int:
+        """The checksum of what has the checksum `value`, followed by `data`."""
+
+
+def crc32c(data: Bytes, before: int = 0) -> int | None:
+    """The checksum of what has the checksum `before`, followed by `data`.
+
+    None where the package `crc32c` is not installed.
+    """
+    library = _library()
+    return None if library is None else library.crc32c(data, before)
+
+
+@cache
+def _library() -> _Crc32c | None:
+    try:
+        return cast(_Crc32c, import_module("crc32c"))
+    except ImportError as error:
+        logger.warning(
+            "Files of captured rows have no checksums, and none is verified: %s", error
+        )
+        return None

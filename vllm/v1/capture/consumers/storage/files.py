@@ -10,24 +10,12 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-import torch
-
-Bytes = bytes | bytearray | memoryview
+from vllm.v1.capture.delivery.row_bytes import Bytes, write_all
 
 ASIDE = ".incomplete"
 """The folder below the root where files grow. Readers skip names with a dot."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux
-
-
-def raw_bytes(rows: torch.Tensor) -> memoryview:
-    """Rows as row-major bytes in their own dtype; bfloat16 as its 16 bits."""
-    if rows.numel() == 0:
-        return memoryview(b"")
-    contiguous = rows.contiguous()
-    return memoryview(contiguous.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def create_file(path: str) -> int:
@@ -44,56 +32,6 @@ def create_file(path: str) -> int:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(missing)
         return os.open(path, _NEW, 0o644)
-
-
-def write_all(
-    fd: int, buffers: Iterable[Bytes], max_bytes: int, offset: int | None = None
-) -> int:
-    """Write the buffers one after the other, up to `max_bytes` per system call.
-
-    They go to `offset`, else to where the file stands. Returns the number of bytes
-    written.
-    """
-    total = 0
-    batch: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        view = memoryview(buffer)
-        if batch and (size + len(view) > max_bytes or len(batch) == _MAX_BUFFERS):
-            total += _write_batch(fd, batch, _after(offset, total))
-            batch, size = [], 0
-        batch.append(view)
-        size += len(view)
-    if batch:
-        total += _write_batch(fd, batch, _after(offset, total))
-    return total
-
-
-def _after(offset: int | None, size: int) -> int | None:
-    return None if offset is None else offset + size
-
-
-def _write(fd: int, batch: list[memoryview], offset: int | None) -> int:
-    if offset is None:
-        return os.writev(fd, batch)
-    return os.pwritev(fd, batch, offset)
-
-
-def _write_batch(fd: int, batch: list[memoryview], offset: int | None) -> int:
-    total = sum(map(len, batch))
-    written = _write(fd, batch, offset)
-    rest = total - written
-    while rest:  # a full disk or a signal: the next call says which
-        skipped = written
-        left = []
-        for view in batch:
-            if skipped < len(view):
-                left.append(view[skipped:])
-            skipped = max(skipped - len(view), 0)
-        batch = left
-        written = _write(fd, batch, _after(offset, total - rest))
-        rest -= written
-    return total
 
 
 class Workspace:
@@ -165,6 +103,33 @@ class Workspace:
         finally:
             os.close(fd)
         return path
+
+
+def publish_pair(
+    rows: tuple[str, str],
+    index: tuple[str, str],
+    *,
+    replace: bool,
+    fsync: bool,
+) -> None:
+    """Give rows and the index that describes them their names, each `(aside, final)`.
+
+    Rows come first, so who sees the index can read the rows.
+
+    Raises:
+        OSError: neither has its name.
+
+    """
+    if replace and os.path.lexists(rows[1]):
+        # A reader must not find old facts beside new rows.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(index[1])
+    publish(*rows, replace=replace, fsync=False)
+    try:
+        publish(*index, replace=True, fsync=fsync)
+    except BaseException:
+        os.unlink(rows[1])
+        raise
 
 
 def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> None:

@@ -62,9 +62,11 @@ class Options:
         if not isinstance(value, bool):
             raise self.wrong(name, value, "it must be true or false")
 
-    def whole(self, name: str, most: int = 1 << 62) -> None:
-        """A whole number from 1 to `most`."""
-        value = self.values.get(name, 1)
+    def whole(self, name: str, most: int = 1 << 62, optional: bool = False) -> None:
+        """A whole number from 1 to `most`; None too, where that is the default."""
+        value = self.values.get(name, None if optional else 1)
+        if optional and value is None:
+            return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(name, value, "it must be a whole number above 0")
         if value > most:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumers.storage.files import Bytes, raw_bytes
+from vllm.v1.capture.delivery.row_bytes import Bytes, raw_bytes
 from vllm.v1.capture.native import DTYPES, library
 
 Array = np.ndarray[Any, Any]
@@ -23,17 +23,6 @@ def encode_full8(rows: torch.Tensor) -> bytes:
         return full8_reference(rows)
     num_rows, width = rows.shape
     return native.encode_full8(raw_bytes(rows), DTYPES[rows.dtype], num_rows, width)
-
-
-def decode_full8(
-    data: Bytes, num_rows: int, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Scale times integer, `[num_rows, width]`."""
-    native = library()
-    if native is None or dtype not in DTYPES or not num_rows:
-        return full8_rows_reference(data, num_rows, width, dtype)
-    rows = native.decode_full8(data, DTYPES[dtype], num_rows, width)
-    return torch.frombuffer(bytearray(rows), dtype=dtype).view(num_rows, width)
 
 
 def encode_topk8(rows: torch.Tensor, k: int) -> bytes:
@@ -53,10 +42,10 @@ def full8_reference(rows: torch.Tensor) -> bytes:
     return record.tobytes()
 
 
-def full8_rows_reference(
+def decode_full8(
     data: Bytes, num_rows: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`decode_full8` in numpy."""
+    """Scale times integer, `[num_rows, width]`."""
     record = np.frombuffer(data, dtype=full8_record(width), count=num_rows)
     return torch.from_numpy(dequantize(record["scale"], record["q"])).to(dtype)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request at a consumer that writes files, from its first row to its results."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +11,6 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.rows import RequestRows
-from vllm.v1.capture.consumers.storage.submission import Submission
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 logger = init_logger(__name__)
@@ -19,9 +20,9 @@ logger = init_logger(__name__)
 class StoredRequest:
     """Rows, sidecars and results of a request.
 
-    The lane's thread fills it until the request has ended; then it belongs to
-    the writer. Settling may come from either, or from the clock: the first
-    settles, later ones find `settled` set.
+    The consumer's thread fills it until the request has ended; then it belongs to
+    the thread that writes it. Settling may come from either, or from the clock: the
+    first settles, later ones find `settled` set.
     """
 
     request_id: str
@@ -31,10 +32,9 @@ class StoredRequest:
     """Why rows of the request were lost before it ended."""
     ended_at: float | None = None
     spilling: bool = False
-    submission: Submission | None = None
-    """The jobs that write it, once there are some."""
     results: dict[CaptureKey, CaptureResult] = field(default_factory=dict)
     settled: threading.Event = field(default_factory=threading.Event)
+    _given_up: bool = False
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -52,9 +52,30 @@ class StoredRequest:
     def blocks(
         self, finalize: CaptureFinalize, max_bytes: int
     ) -> Iterator[torch.Tensor]:
-        """The rows of a key that count."""
+        """The rows of a key that count.
+
+        Raises:
+            OSError: some are missing, after those that are there.
+
+        """
         _, layer, hook = finalize.key
-        return self.rows.blocks((layer, hook), finalize.sidecar["num_rows"], max_bytes)
+        wanted, found = finalize.sidecar["num_rows"], 0
+        for block in self.rows.blocks((layer, hook), wanted, max_bytes):
+            found += len(block)
+            yield block
+        if found != wanted:
+            raise OSError(f"only {found} of {wanted} rows are there")
+
+    def commit(self) -> None:
+        """A file of the request is about to get its name.
+
+        Raises:
+            OSError: ECANCELED, as the request was given up.
+
+        """
+        with self._lock:
+            if self._given_up:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def settle(self, results: Iterable[CaptureResult]) -> None:
         """Make the results final; keys without one are errors."""
@@ -83,9 +104,9 @@ class StoredRequest:
 
     def give_up(self, error: str) -> None:
         """Make what is not written yet an error, and have it not be written."""
+        with self._lock:
+            self._given_up = True
         self.settle_error(error)
-        if self.submission is not None:
-            self.submission.cancel()
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call back once the results are final; at once if they are."""

@@ -96,18 +96,17 @@ class ShardSet(Generic[S]):
 
     def add(
         self,
-        key: tuple[str, int],
+        keys: Sequence[tuple[str, int]],
         new: Callable[[], S],
         work: Callable[[S], None],
-    ) -> None:
-        """Do `work` on the shard of `key` and seal it if it is full by then."""
+    ) -> S:
+        """Do `work` on a shard under its lock, and seal it if it is full by then.
+
+        It is the first of `keys` that nobody works on now, or the first one.
+        """
         while True:
-            with self._lock:
-                shard = self._open.get(key)
-                if shard is None or shard.sealed:
-                    self._retire(key)
-                    shard = self._open[key] = new()
-            with shard.lock:
+            shard = self._locked(keys, new)
+            try:
                 if shard.sealed:
                     continue
                 try:
@@ -115,7 +114,26 @@ class ShardSet(Generic[S]):
                 finally:
                     if shard.num_bytes >= self._max_bytes:
                         shard.seal()
-                return
+                return shard
+            finally:
+                shard.lock.release()
+
+    def _locked(self, keys: Sequence[tuple[str, int]], new: Callable[[], S]) -> S:
+        for key in keys:
+            shard = self._shard(key, new)
+            if shard.lock.acquire(blocking=False):
+                return shard
+        shard = self._shard(keys[0], new)
+        shard.lock.acquire()
+        return shard
+
+    def _shard(self, key: tuple[str, int], new: Callable[[], S]) -> S:
+        with self._lock:
+            shard = self._open.get(key)
+            if shard is None or shard.sealed:
+                self._retire(key)
+                shard = self._open[key] = new()
+            return shard
 
     def _retire(self, key: tuple[str, int]) -> None:
         shard = self._open.pop(key, None)

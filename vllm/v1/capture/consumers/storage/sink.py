@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import ClassVar, Literal, Protocol
-from zlib import crc32
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.memory import MemoryBudget
 from vllm.v1.capture.consumers.storage.request import StoredRequest
-from vllm.v1.capture.consumers.storage.submission import Submission
-from vllm.v1.capture.consumers.storage.threads import Task, TaskPool
-from vllm.v1.capture.consumers.storage.writers import (
-    WriterLimits,
-    Writers,
-    open_writers,
-)
+from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
+from vllm.v1.capture.delivery.spill import RowFiles
+from vllm.v1.capture.memory.machine import memory_bytes, writer_threads
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -28,7 +22,21 @@ from vllm.v1.capture.types import (
     CaptureResult,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = init_logger(__name__)
+
+MIB = 1 << 20
+
+LEAST_BUFFER = 256 * MIB
+MEMORY_SHARE = 8
+"""Rows that wait to be written have at most this part of the machine's memory, ..."""
+REQUESTS_HELD = 4
+"""... and at least room for so many of the largest requests per thread that writes."""
+
+SAID_SECONDS = 10.0
+"""Spilling is logged no more often than this."""
 
 TICK_SECONDS = 0.05
 
@@ -38,23 +46,48 @@ class StorageLimits:
     """What bounds a sink."""
 
     writer_threads: int
+    """Threads that encode and write, at most."""
     queue_size: int
-    """Requests that may wait for one thread that prepares them."""
+    """Requests that have ended and may wait for a thread."""
     timeout_seconds: float
     """How long a request's rows may take to be written, from its end."""
-    coalesce_max_bytes: int
-    """Bytes per system call."""
     buffer_bytes: int
     """Rows in memory over all requests; more are spilled to a file."""
 
 
-class Publisher(Protocol):
-    """Has the rows of requests written that have ended; runs on the pool's threads."""
+def default_threads(given: int | None) -> int:
+    """The threads that write at most, unless a number is given."""
+    return writer_threads() if given is None else given
 
-    def publish(
-        self, request: StoredRequest, workspace: Workspace, submission: Submission
-    ) -> None:
-        """Submit what writes the request and settles it, or do so at once."""
+
+def default_buffer(given: int | None, vllm_config: "VllmConfig | None") -> int:
+    """The bytes of rows that may wait, unless a number is given.
+
+    By default as many as several of the largest requests have, and at most an eighth
+    of the machine's memory.
+    """
+    if given is not None:
+        return given
+    most = max(memory_bytes() // MEMORY_SHARE, LEAST_BUFFER)
+    if vllm_config is None:
+        return most
+    model = vllm_config.model_config
+    layers = model.get_total_num_hidden_layers()
+    row = model.get_hidden_size() * model.dtype.itemsize
+    request = model.max_model_len * layers * row
+    return min(max(REQUESTS_HELD * writer_threads() * request, LEAST_BUFFER), most)
+
+
+class Publisher(Protocol):
+    """Writes the rows of requests that have ended; runs on the executor's threads."""
+
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Write the request's rows, and settle it at once or when a shard is sealed.
+
+        Raises:
+            OSError: nothing was written.
+
+        """
         ...
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
@@ -66,7 +99,7 @@ class StorageSink:
     """A `CaptureSink` that collects a request's rows and has them published.
 
     Rows stay in memory until the request ends, up to `buffer_bytes` over all
-    requests; past that the largest requests are moved to files of their own.
+    requests; past that the largest requests that still run are spilled.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -87,8 +120,12 @@ class StorageSink:
         self._workspace = Workspace(root)
         # An instance also exists in the front end, where it only validates:
         # threads and folders are made with the first row.
-        self._pool: TaskPool | None = None
-        self._writers: Writers | None = None
+        self._executor: Executor | None = None
+        self._spilled = RowFiles(self._workspace.own)
+        self.rewritten_bytes = 0
+        """Bytes of rows that were spilled, and so are written twice."""
+        self._unsaid_bytes = 0
+        self._said_at = 0.0
         self._clock: threading.Thread | None = None
         self._closing = threading.Event()
         self._waiting = threading.Event()
@@ -99,7 +136,7 @@ class StorageSink:
         """Where the instance writes, which no other may share."""
         return self._workspace.root
 
-    # Rows, on the lane's thread.
+    # Rows, on the consumer's thread.
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
         """Take rows of one key."""
@@ -147,7 +184,7 @@ class StorageSink:
                 break
             excess -= request.rows.memory_bytes
             request.spilling = True
-            if not self._put(request, partial(self._spill, request)):
+            if not self._put(partial(self._spill, request)):
                 request.spilling = False
         if not self._budget.wait(self._limits.timeout_seconds):
             for request_id in latest:
@@ -162,16 +199,35 @@ class StorageSink:
         self._budget.release(request.rows.discard(), written=False)
 
     def _spill(self, request: StoredRequest) -> None:
-        path = f"{self._workspace.own}/spill-{id(request)}"
+        failure, freed = None, 0
         try:
-            freed = request.rows.spill(path, self._limits.coalesce_max_bytes)
+            freed = request.rows.spill(self._spilled)
         except OSError as error:
             logger.error("Rows of %s are lost: %s", request.request_id, error)
-            self._lose(request, _said(error))
+            failure = _said(error)
+        # First: whoever waits for memory may want more of the request spilled.
+        request.spilling = False
+        if failure is not None:
+            self._lose(request, failure)
         else:
             self._budget.release(freed)
-        finally:
-            request.spilling = False
+            self._note_spilled(freed)
+
+    def _note_spilled(self, size: int) -> None:
+        with self._lock:
+            self.rewritten_bytes += size
+            self._unsaid_bytes += size
+            if monotonic() - self._said_at < SAID_SECONDS:
+                return
+            said, self._unsaid_bytes, self._said_at = self._unsaid_bytes, 0, monotonic()
+        logger.warning(
+            "%s: %d MiB of captured rows were spilled to disk and are written twice, "
+            "as requests that still run hold more than half of the %d MiB of "
+            "buffer_bytes; raise it, or let fewer requests run at the same time",
+            self._name,
+            said // MIB,
+            self._limits.buffer_bytes // MIB,
+        )
 
     # The end of a request.
 
@@ -190,39 +246,31 @@ class StorageSink:
         with self._lock:  # the clock decides under it that nothing waits
             request.ended_at = monotonic()
             self._waiting.set()
-        if not self._put(request, partial(self._publish, request)):
+        if not self._put(partial(self._publish, request)):
             request.settle_error(
-                f"the writer's queue stayed full for {self._limits.timeout_seconds:g}"
-                " s (timeout_seconds)"
+                "the queue of requests to write stayed full for "
+                f"{self._limits.timeout_seconds:g} s (timeout_seconds)"
             )
             self._budget.release(request.rows.discard())
 
-    def _put(self, request: StoredRequest, task: Task) -> bool:
-        if self._pool is None:  # the workspace could not be opened
+    def _put(self, task: Task) -> bool:
+        if self._executor is None:  # the workspace could not be opened
             task()
             return True
-        slot = crc32(request.request_id.encode())
-        return self._pool.put(slot, task, self._limits.timeout_seconds)
+        return self._executor.put(task, self._limits.timeout_seconds)
 
     def _publish(self, request: StoredRequest) -> None:
-        def forget() -> None:
-            self._budget.release(request.rows.discard())
-
-        if self._writers is None:
-            request.settle_error(self._unusable or "there are no writers")
-            forget()
-            return
-        submission = Submission(self._writers, self._limits.timeout_seconds, forget)
-        request.submission = submission
         try:
-            if not request.settled.is_set():
-                self._publisher.publish(request, self._workspace, submission)
+            if self._executor is None:
+                request.settle_error(self._unusable or "there are no threads")
+            elif not request.settled.is_set():
+                self._publisher.publish(request, self._workspace)
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("Writing the capture of %s", request.request_id)
             request.settle_error(_said(error))
         finally:
-            submission.finish()
+            self._budget.release(request.rows.discard())
 
     # Results.
 
@@ -260,18 +308,10 @@ class StorageSink:
             self._unusable = _said(error)
             logger.error("%s cannot write: %s", self._name, self._unusable)
         else:
-            self._pool = TaskPool(
-                f"capture-{self._name}-prepare",
+            self._executor = Executor(
+                f"capture-{self._name}-writer",
                 self._limits.writer_threads,
                 self._limits.queue_size,
-            )
-            self._writers = open_writers(
-                f"capture-{self._name}-writer",
-                WriterLimits(
-                    num_threads=self._limits.writer_threads,
-                    max_bytes=self._limits.buffer_bytes,
-                    max_call_bytes=self._limits.coalesce_max_bytes,
-                ),
             )
         self._clock = threading.Thread(
             target=self._run_clock, name=f"capture-{self._name}-clock", daemon=True
@@ -302,9 +342,9 @@ class StorageSink:
                     )
 
     def _complete_due(self, now: float, closing: bool) -> None:
-        for slot, task in enumerate(self._publisher.due(now, closing)):
-            if self._pool is not None:
-                self._pool.put(slot, task, 0.0)
+        for task in self._publisher.due(now, closing):
+            if self._executor is not None:
+                self._executor.put(task, 0.0)
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Write what has ended within `timeout` seconds; remove the rest."""
@@ -314,11 +354,9 @@ class StorageSink:
         self._closing.set()
         self._waiting.set()
         self._clock.join(timeout)
-        if self._pool is not None:
+        if self._executor is not None:
             self._settle_all(deadline)
-            self._pool.close(max(deadline - monotonic(), 0.0))
-        if self._writers is not None:
-            self._writers.close(max(deadline - monotonic(), 0.0))
+            self._executor.close(max(deadline - monotonic(), 0.0))
         for request in list(self._requests.values()):
             if request.ended_at is None:
                 logger.error(

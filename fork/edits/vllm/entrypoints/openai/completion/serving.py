@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion responses carry the results of captures."""
+"""Completion responses carry the results of captures and readouts."""
 
 from fork.language import add_argument, add_import, before
 
 EDITS = [
     add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Encodes rows off the event loop.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import http as capture_http",
+        why="Results as JSON.",
+    ),
+    add_import(
+        "from vllm.v1.readouts.frontend import http as readouts_http",
         why="Results as JSON.",
     ),
     add_argument(
@@ -14,10 +22,23 @@ EDITS = [
         argument="capture_results=capture_http.response_results(final_res_batch)",
         why="The response carries the results.",
     ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="readouts=readouts_http.response_readouts(final_res_batch)",
+        why="The response carries what was read out.",
+    ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
-        insert="capture_http.stamp(chunk, res, output)",
-        why="The last chunk of a stream carries the results.",
+        insert="""
+capture_http.stamp(chunk, res, output)
+readouts_http.stamp(chunk, output)
+if capture_answers.carries_rows(chunk):
+    async for piece in capture_answers.event(chunk, exclude_unset=True):
+        yield piece
+    continue
+""",
+        why="The last chunk of a stream carries results, each one readouts.",
     ),
 ]

@@ -11,7 +11,7 @@ capture_results: dict[str, Any] | None = Field(
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.frontend.http import refusing",
+        "from vllm.entrypoints.serve.utils.residual_fields import refusing",
         why="Knows the fields.",
     ),
     last(

@@ -5,6 +5,10 @@ from fork.language import add_import, before
 
 EDITS = [
     add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Encodes rows off the event loop.",
+    ),
+    add_import(
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
@@ -23,6 +27,10 @@ EDITS = [
 capture_http.stamp(chunk, res, output)
 if chunk.capture_results is None:
     exclude.add("capture_results")
+elif capture_answers.carries_rows(chunk):
+    async for piece in capture_answers.event(chunk, exclude=exclude):
+        yield piece
+    continue
 """,
         why="The last chunk of a stream carries the results.",
     ),

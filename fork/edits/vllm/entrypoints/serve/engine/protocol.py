@@ -5,14 +5,14 @@ from fork.language import add_import, first
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.frontend.http import refuse_unsupported",
+        "from vllm.entrypoints.serve.utils.residual_fields import check_body",
         why="Knows the fields.",
     ),
     first(
         scope="OpenAIBaseModel.__log_extra_fields__",
         insert="""
 if cls.__name__.endswith("Request"):
-    refuse_unsupported(cls, data)
+    check_body(cls, data)
 """,
         why="A field that would be ignored is an error. Chunks of streams, which come "
         "by here as well, are as many as tokens.",

@@ -5,7 +5,8 @@ from fork.language import add_import, first
 
 EDITS = [
     add_import(
-        "from vllm.entrypoints.serve.steering.authority import has_own_authority",
+        "from vllm.entrypoints.serve.steering.authority import "
+        "has_own_authority, needs_server_key",
         why="Knows the routes.",
     ),
     first(
@@ -13,7 +14,11 @@ EDITS = [
         insert="""
 if has_own_authority(scope):
     return self.app(scope, receive, send)
+if needs_server_key(scope) and not self.verify_token(Headers(scope=scope)):
+    response = JSONResponse(content={"error": "Unauthorized"}, status_code=401)
+    return response(scope, receive, send)
 """,
-        why="A client sends one key; the route checks it.",
+        why="A client sends one key; the route checks it. A route that may capture "
+        "and steer follows the server's key.",
     ),
 ]

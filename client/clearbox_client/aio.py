@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client to be awaited."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+from clearbox_client.client import connected, error_of
+from clearbox_client.errors import ClearboxError
+from clearbox_client.replies import Chunk, Reply
+from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+
+
+class AsyncClient:
+    """As `Client`, on an event loop."""
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """Open a client; see `Client`."""
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=headers_of(api_key),
+            timeout=timeout,
+            transport=transport,
+        )
+        self._model = model
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def model(self) -> str:
+        """The model that is asked; looked up once if none was named."""
+        if self._model is None:
+            self._model = (await self._ask("GET", "/v1/models"))["data"][0]["id"]
+        return self._model
+
+    async def complete(
+        self, prompt: Prompt, *, tokens: bool = False, **fields: Any
+    ) -> Reply:
+        """A completion of a text or of token ids; see `Client.complete`."""
+        return await self._reply(prompt, tokens, fields)
+
+    async def chat(
+        self, messages: Messages, *, tokens: bool = False, **fields: Any
+    ) -> Reply:
+        """A chat's next message; otherwise as `complete`."""
+        return await self._reply(messages, tokens, fields)
+
+    async def stream(
+        self, prompt: Prompt | Messages, **fields: Any
+    ) -> AsyncIterator[Chunk]:
+        """The chunks of a completion, or of a chat; see `Client.stream`."""
+        path, body = body_of(await self.model(), prompt, {**fields, "stream": True})
+        async with self._http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                await response.aread()
+                raise error_of(response)
+            async for line in response.aiter_lines():
+                document = document_of(line)
+                if document is not None:
+                    if "error" in document:
+                        raise ClearboxError.of(response.status_code, document)
+                    yield Chunk.of(document)
+
+    async def token_texts(self, token_ids: list[int]) -> list[str]:
+        """The text of each token by itself."""
+        model = await self.model()
+        asked = (
+            self._ask("POST", "/detokenize", json={"model": model, "tokens": [token]})
+            for token in token_ids
+        )
+        return [told["prompt"] for told in await asyncio.gather(*asked)]
+
+    async def capture_status(self) -> dict[str, Any]:
+        """The server's consumers, limits, hook points and counters."""
+        told: dict[str, Any] = await self._ask("GET", "/v1/capture")
+        return told
+
+    async def steering(self) -> dict[str, Any]:
+        """What steers every request."""
+        told: dict[str, Any] = await self._ask("GET", "/v1/steering")
+        return told
+
+    async def modules(self) -> dict[str, Any]:
+        """The named modules of vectors."""
+        told: dict[str, Any] = await self._ask("GET", "/v1/steering/modules")
+        return told
+
+    async def set_steering(
+        self, *, key: str | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Steer every request: `vectors`, `prefill_vectors`, `decode_vectors`."""
+        return await self._steer("set", key, fields)
+
+    async def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
+        """Steer nothing any more, but what requests say."""
+        return await self._steer("clear", key, {})
+
+    async def register_module(
+        self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Name vectors, for `steering_name`."""
+        fields = {"name": name, "vectors": vectors}
+        return await self._steer("modules/register", key, fields)
+
+    async def unregister_module(
+        self, name: str, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Forget a name."""
+        return await self._steer("modules/unregister", key, {"name": name})
+
+    async def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
+        path = f"/v1/steering/{what}"
+        told: dict[str, Any] = await self._ask(
+            "POST", path, json=fields, headers=headers_of(key)
+        )
+        return told
+
+    async def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
+        path, body = body_of(await self.model(), prompt, fields)
+        document = await self._ask("POST", path, json=body)
+        reply = Reply.of(document)
+        if not tokens:
+            return reply
+        ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
+        return Reply.of(document, await self.token_texts(ids))
+
+    async def _ask(self, method: str, path: str, **more: Any) -> Any:
+        with connected():
+            response = await self._http.request(method, path, **more)
+        if response.is_error:
+            raise error_of(response)
+        return response.json() if response.content else {}

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that waits for each response."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from clearbox_client.errors import ClearboxError
+from clearbox_client.replies import Chunk, Reply
+from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+
+
+class Client:
+    """Talks to one server; may be used by several threads."""
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Open a client; nothing is sent yet.
+
+        Args:
+            url: of the server, without a path.
+            model: as the server names it; its only one by default.
+            api_key: of the server, if it has one.
+            timeout: seconds that a response may take.
+            transport: of httpx, for tests and proxies.
+
+        """
+        self._http = httpx.Client(
+            base_url=url,
+            headers=headers_of(api_key),
+            timeout=timeout,
+            transport=transport,
+        )
+        self._model = model
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    @property
+    def model(self) -> str:
+        """The model that is asked; looked up once if none was named."""
+        if self._model is None:
+            self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+        return self._model
+
+    def complete(self, prompt: Prompt, *, tokens: bool = False, **fields: Any) -> Reply:
+        """A completion of a text or of token ids.
+
+        Args:
+            prompt: the text, or token ids.
+            tokens: whether rows get the texts of their tokens; asks once more.
+            fields: of the OpenAI interface, and `capture`, `readouts`,
+                `steering_vectors`, `steering_name` and whatever else the server takes.
+
+        Raises:
+            ClearboxError: the server has refused it.
+
+        """
+        return self._reply(prompt, tokens, fields)
+
+    def chat(self, messages: Messages, *, tokens: bool = False, **fields: Any) -> Reply:
+        """A chat's next message; otherwise as `complete`."""
+        return self._reply(messages, tokens, fields)
+
+    def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
+        """The chunks of a completion, or of a chat if `prompt` is a list of messages.
+
+        Raises:
+            ClearboxError: the server has refused it, or fails on the way.
+
+        """
+        path, body = body_of(self.model, prompt, {**fields, "stream": True})
+        with self._http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                response.read()
+                raise error_of(response)
+            for line in response.iter_lines():
+                document = document_of(line)
+                if document is not None:
+                    if "error" in document:
+                        raise ClearboxError.of(response.status_code, document)
+                    yield Chunk.of(document)
+
+    def token_texts(self, token_ids: list[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [
+            self._ask("POST", "/detokenize", json={"model": self.model, "tokens": [i]})[
+                "prompt"
+            ]
+            for i in token_ids
+        ]
+
+    def capture_status(self) -> dict[str, Any]:
+        """The server's consumers, limits, hook points and counters."""
+        told: dict[str, Any] = self._ask("GET", "/v1/capture")
+        return told
+
+    def steering(self) -> dict[str, Any]:
+        """What steers every request."""
+        told: dict[str, Any] = self._ask("GET", "/v1/steering")
+        return told
+
+    def modules(self) -> dict[str, Any]:
+        """The named modules of vectors."""
+        told: dict[str, Any] = self._ask("GET", "/v1/steering/modules")
+        return told
+
+    def set_steering(self, *, key: str | None = None, **fields: Any) -> dict[str, Any]:
+        """Steer every request: `vectors`, `prefill_vectors`, `decode_vectors`."""
+        return self._steer("set", key, fields)
+
+    def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
+        """Steer nothing any more, but what requests say."""
+        return self._steer("clear", key, {})
+
+    def register_module(
+        self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Name vectors, for `steering_name`."""
+        fields = {"name": name, "vectors": vectors}
+        return self._steer("modules/register", key, fields)
+
+    def unregister_module(self, name: str, *, key: str | None = None) -> dict[str, Any]:
+        """Forget a name."""
+        return self._steer("modules/unregister", key, {"name": name})
+
+    def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
+        path = f"/v1/steering/{what}"
+        told: dict[str, Any] = self._ask(
+            "POST", path, json=fields, headers=headers_of(key)
+        )
+        return told
+
+    def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
+        path, body = body_of(self.model, prompt, fields)
+        document = self._ask("POST", path, json=body)
+        reply = Reply.of(document)
+        if not tokens:
+            return reply
+        ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
+        return Reply.of(document, self.token_texts(ids))
+
+    def _ask(self, method: str, path: str, **more: Any) -> Any:
+        with connected():
+            response = self._http.request(method, path, **more)
+        if response.is_error:
+            raise error_of(response)
+        return response.json() if response.content else {}
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Turn what goes wrong below HTTP into our error.
+
+    Raises:
+        ClearboxError: its status is 0.
+
+    """
+    try:
+        yield
+    except httpx.TransportError as error:
+        told = f"the server does not answer: {error!r}; is it running at this address?"
+        raise ClearboxError(told, 0, None, None) from error
+
+
+def error_of(response: httpx.Response) -> ClearboxError:
+    """The error that a response stands for."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = {"message": response.text}
+    return ClearboxError.of(response.status_code, body)

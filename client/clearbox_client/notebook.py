@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What notebooks show: a table of rows, a heat map of norms by layer and position."""
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from clearbox_client.rows import Rows, RowSet
+
+MOST_LINES = 30
+SHOWN_VALUES = 5
+
+
+def table_of(rows: "Rows") -> str:
+    """Position, token, norm and first values of each row, as an HTML table."""
+    head = "".join(
+        f"<th>{name}</th>" for name in ("position", "token", "norm", "first values")
+    )
+    lines = []
+    for number, position in enumerate(rows.positions[:MOST_LINES]):
+        values = " ".join(f"{v:.3g}" for v in rows.values[number][:SHOWN_VALUES])
+        cells = (
+            str(position),
+            label(rows, number),
+            f"{rows.norms[number]:.4g}",
+            values,
+        )
+        lines.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
+    more = len(rows) - len(lines)
+    note = f"<p>and {more} more</p>" if more > 0 else ""
+    title = f"layer {rows.layer}, {escape(rows.hook)}: {rows.values.shape} {rows.dtype}"
+    return f"<b>{title}</b><table><tr>{head}</tr>{''.join(lines)}</table>{note}"
+
+
+def label(rows: "Rows", number: int) -> str:
+    """The token of a row, as far as it is known."""
+    if rows.tokens is not None:
+        return repr(rows.tokens[number])
+    token = rows.token_ids[number]
+    return "" if token is None else f"#{token}"
+
+
+def heat_map_of(rows: "RowSet") -> str:
+    """Norms as an SVG: a line per layer and hook point, a column per row."""
+    if not rows:
+        return "<i>no rows</i>"
+    taps, cell = list(rows), 14
+    norms = [np.log1p(rows[tap].norms) for tap in taps]
+    filled = [line for line in norms if len(line)]
+    low = min((float(line.min()) for line in filled), default=0.0)
+    high = max((float(line.max()) for line in filled), default=1.0)
+    columns = max(map(len, norms))
+    parts = []
+    for y, (tap, line) in enumerate(zip(taps, norms)):
+        told = escape(f"{tap[0]} {tap[1]}")
+        parts.append(
+            f'<text x="94" y="{y * cell + 11}" font-size="10" text-anchor="end">'
+            f"{told}</text>"
+        )
+        for x, value in enumerate(line):
+            share = (float(value) - low) / ((high - low) or 1.0)
+            title = escape(
+                f"position {rows[tap].positions[x]} {label(rows[tap], x)}: "
+                f"{np.expm1(value):.4g}"
+            )
+            parts.append(
+                f'<rect x="{100 + x * cell}" y="{y * cell}" width="{cell}" '
+                f'height="{cell}" fill="{colour(share)}"><title>{title}</title></rect>'
+            )
+    width, height = 104 + columns * cell, len(taps) * cell + 2
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def colour(share: float) -> str:
+    """From dark blue (0) to yellow (1)."""
+    ends = ((40, 20, 90), (40, 130, 140), (250, 220, 60))
+    first = min(int(share * 2), 1)
+    part = share * 2 - first
+    mixed = (a + (b - a) * part for a, b in zip(ends[first], ends[first + 1]))
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)

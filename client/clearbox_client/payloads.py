@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads of the consumer `inline` as numpy arrays."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+
+
+def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
+    """Bytes, row by row and little-endian, as an array; bfloat16 becomes float32.
+
+    bfloat16 is the upper half of a float32, so nothing is rounded.
+
+    Raises:
+        ValueError: the dtype is unknown, or there are not as many bytes as it takes.
+
+    """
+    if dtype == "bfloat16":
+        bits = np.frombuffer(data, "<u2").astype("<u4") << 16
+        flat: Array = bits.view("<f4")
+    elif dtype in DTYPES:
+        flat = np.frombuffer(data, DTYPES[dtype]).copy()
+    else:
+        raise ValueError(f"the dtype {dtype!r} is unknown; update clearbox-client")
+    if len(flat) != prod(shape):
+        raise ValueError(f"{len(flat)} values for the shape {list(shape)}")
+    return flat.reshape(shape)
+
+
+def entry_values(entry: Mapping[str, Any]) -> Array:
+    """The values `[rows, hidden_size]` of one entry of a payload."""
+    data = base64.b64decode(entry["data"])
+    encoding = entry.get("encoding")
+    if encoding == "zstd":
+        data = _unzstd(data)
+    elif encoding is not None:
+        raise ValueError(
+            f"the encoding {encoding!r} is unknown; update clearbox-client"
+        )
+    return values_of(data, entry["dtype"], entry["shape"])
+
+
+def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]:
+    """The payload of a response: `(layer, hook)` -> rows `[rows, hidden_size]`.
+
+    For a request with `n > 1` or several prompts, the payload maps the index of each to
+    its own payload, to be decoded one by one.
+    """
+    return {(one["layer"], one["hook"]): entry_values(one) for one in payload}
+
+
+def _unzstd(data: bytes) -> bytes:
+    try:
+        import zstandard  # type: ignore[import-not-found]
+    except ImportError:
+        raise ValueError(
+            "the rows are compressed with zstd; pip install clearbox-client[zstd], or "
+            "leave the encoding out of the request"
+        ) from None
+    unpacked: bytes = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    return unpacked

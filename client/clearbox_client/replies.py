@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses, and the chunks of streams."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from clearbox_client.rows import RowSet
+
+
+@dataclass(frozen=True)
+class CaptureOutcome:
+    """What became of a request's capture at one consumer."""
+
+    status: str
+    """`ok`, `partial_error`, `error`, `pending` or `not_requested`."""
+    error: str | None
+    payload: Any
+    """As the server sent it; the rows of `inline` are in `Reply.rows`."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole response."""
+
+    text: str
+    """Of the first choice."""
+    texts: list[str]
+    finish_reason: str | None
+    stop_reason: Any
+    rows: RowSet
+    """Of the first choice; `rows_of` has the others."""
+    rows_of: list[RowSet]
+    captures: dict[str, CaptureOutcome]
+    readouts: dict[str, Any]
+    steering: dict[str, Any] | None
+    """The receipt, if `steering_receipt` asked for it."""
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    tokens: list[str] | None
+    """The texts of prompt and answer tokens, if `tokens=True` asked for them."""
+    raw: Mapping[str, Any] = field(repr=False)
+    """The document as it came."""
+
+    @classmethod
+    def of(
+        cls, document: Mapping[str, Any], tokens: Sequence[str] | None = None
+    ) -> "Reply":
+        """A response's document."""
+        choices = document["choices"]
+        first = choices[0]
+        captures = captures_of(document)
+        rows = rows_of(captures, len(choices), tokens)
+        texts = [text_of(choice) for choice in choices]
+        prompt = first.get("prompt_token_ids") or document.get("prompt_token_ids")
+        return cls(
+            text=texts[0],
+            texts=texts,
+            finish_reason=first.get("finish_reason"),
+            stop_reason=first.get("stop_reason"),
+            rows=rows[0],
+            rows_of=rows,
+            captures=captures,
+            readouts=dict(document.get("readouts") or {}),
+            steering=document.get("steering"),
+            prompt_token_ids=prompt,
+            token_ids=first.get("token_ids"),
+            tokens=None if tokens is None else list(tokens),
+            raw=document,
+        )
+
+    def _repr_html_(self) -> str:
+        text = f"<p>{escape(self.text)}</p>"
+        return text + (self.rows._repr_html_() if self.rows else "")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a stream: the text, rows and readouts that it brings."""
+
+    text: str
+    index: int
+    """Which choice it belongs to."""
+    finish_reason: str | None
+    rows: RowSet
+    captures: dict[str, CaptureOutcome]
+    readouts: dict[str, Any]
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Chunk":
+        """A chunk's document."""
+        choice = (document.get("choices") or [{}])[0]
+        captures = captures_of(document)
+        return cls(
+            text=text_of(choice),
+            index=choice.get("index", 0),
+            finish_reason=choice.get("finish_reason"),
+            rows=rows_of(captures, 1, None)[0],
+            captures=captures,
+            readouts=dict(document.get("readouts") or {}),
+            raw=document,
+        )
+
+
+def captures_of(document: Mapping[str, Any]) -> dict[str, CaptureOutcome]:
+    """The results of all consumers."""
+    return {
+        name: CaptureOutcome(told["status"], told.get("error"), told.get("payload"))
+        for name, told in (document.get("capture_results") or {}).items()
+    }
+
+
+def rows_of(
+    captures: Mapping[str, CaptureOutcome], count: int, tokens: Sequence[str] | None
+) -> list[RowSet]:
+    """The rows of each choice."""
+    payload = captures["inline"].payload if "inline" in captures else None
+    if isinstance(payload, Mapping):  # By the choice's index.
+        return [RowSet.of(payload.get(str(i)) or (), None) for i in range(count)]
+    return [RowSet.of(payload or (), tokens), *(RowSet({}) for _ in range(count - 1))]
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a completion's or a chat's choice, or of a part of it."""
+    part = choice.get("message") or choice.get("delta") or choice
+    return part.get("text") or part.get("content") or ""

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests, and lines of streams."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+DONE = "[DONE]"
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) -> Any:
+    """The path and the body of a request.
+
+    Args:
+        model: as the server names it.
+        prompt: a text or token ids for a completion, messages for a chat.
+        fields: other fields of the OpenAI interface and of Clearbox; None is left out.
+
+    """
+    chat = (
+        not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    )
+    given = {name: value for name, value in fields.items() if value is not None}
+    body = {"model": model, "return_token_ids": True, **given}
+    if given.get("capture"):
+        # Whoever asks for rows wants them.
+        body.setdefault("capture_wait", True)
+    body["messages" if chat else "prompt"] = (
+        prompt if isinstance(prompt, str) else [*prompt]
+    )
+    return (CHAT if chat else COMPLETIONS), body
+
+
+def document_of(line: str) -> dict[str, Any] | None:
+    """The document of a line of a stream, or None if it has none."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == DONE:
+        return None
+    document: dict[str, Any] = json.loads(data)
+    return document
+
+
+def headers_of(api_key: str | None) -> dict[str, str]:
+    """The headers of every request."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured rows with what is known of each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from clearbox_client import notebook
+from clearbox_client.payloads import entry_values
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one layer at one hook point."""
+
+    layer: int
+    hook: str
+    values: NDArray[Any]
+    """`[rows, hidden_size]`; bfloat16 as float32."""
+    dtype: str
+    """In which the model computed them."""
+    positions: list[int]
+    token_ids: list[int | None]
+    """None where the prompt was given as embeddings."""
+    tokens: list[str] | None = None
+    """The tokens' texts, where they were asked for."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        return np.asarray(self.values, dtype)
+
+    @property
+    def norms(self) -> NDArray[Any]:
+        """The length of each row `[rows]`."""
+        norms: NDArray[Any] = np.linalg.norm(self.values.astype(np.float64), axis=-1)
+        return norms
+
+    def at(self, position: int) -> NDArray[Any]:
+        """The row of a token position `[hidden_size]`.
+
+        Raises:
+            KeyError: it was not captured.
+
+        """
+        try:
+            found: NDArray[Any] = self.values[self.positions.index(position)]
+        except ValueError:
+            told = f"position {position} was not captured; {self.positions} were"
+            raise KeyError(told) from None
+        return found
+
+    def _repr_html_(self) -> str:
+        return notebook.table_of(self)
+
+
+class RowSet(Mapping[tuple[int, str], Rows]):
+    """The rows of a response, by `(layer, hook)`."""
+
+    def __init__(self, rows: Mapping[tuple[int, str], Rows]) -> None:
+        """Hold rows."""
+        self._rows = dict(sorted(rows.items()))
+
+    @classmethod
+    def of(
+        cls, payload: Sequence[Mapping[str, Any]], tokens: Sequence[str] | None = None
+    ) -> "RowSet":
+        """The rows of a payload; `tokens` are the texts of prompt and answer."""
+        found = {}
+        for entry in payload:
+            positions = list(entry["positions"])
+            known = tokens is not None and max(positions, default=-1) < len(tokens)
+            found[entry["layer"], entry["hook"]] = Rows(
+                layer=entry["layer"],
+                hook=entry["hook"],
+                values=entry_values(entry),
+                dtype=entry["dtype"],
+                positions=positions,
+                token_ids=list(entry.get("token_ids") or [None] * len(positions)),
+                tokens=[tokens[p] for p in positions] if tokens and known else None,
+            )
+        return cls(found)
+
+    def __getitem__(self, tap: tuple[int, str]) -> Rows:
+        return self._rows[tap]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def stacked(self, hook: str = "post_block") -> NDArray[Any]:
+        """All layers of a hook point `[layers, rows, hidden_size]`."""
+        return np.stack([one.values for one in self.values() if one.hook == hook])
+
+    def _repr_html_(self) -> str:
+        return notebook.heat_map_of(self)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering vectors in the packed form of requests."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from clearbox_client.payloads import values_of
+from numpy.typing import ArrayLike, NDArray
+
+Vectors = Mapping[str, Mapping[int, ArrayLike]]
+"""Hook point -> layer -> vector `[hidden_size]`."""
+
+
+def pack(
+    vectors: Vectors,
+    dtype: str = "float32",
+    scales: Mapping[int, float] | float | None = None,
+) -> dict[str, Any]:
+    """Vectors for `steering_vectors` and for modules, a third of the size of lists.
+
+    Args:
+        vectors: hook point -> layer -> vector.
+        dtype: of the values: `float32`, `float64`, `float16` or `bfloat16` (rounded to
+            the nearest, ties to even).
+        scales: what each layer's vector is multiplied by.
+
+    Raises:
+        ValueError: a vector is not one-dimensional, not finite, or of another width.
+
+    """
+    return {
+        hook: _packed(hook, layers, dtype, scales) for hook, layers in vectors.items()
+    }
+
+
+def _packed(
+    hook: str, layers: Mapping[int, ArrayLike], dtype: str, scales: Any
+) -> dict[str, Any]:
+    order = sorted(layers)
+    rows = [np.asarray(layers[layer], np.float64) for layer in order]
+    for layer, row in zip(order, rows):
+        if row.ndim != 1 or row.shape != rows[0].shape or not np.isfinite(row).all():
+            raise ValueError(
+                f"{hook}, layer {layer}: a vector of shape {row.shape} beside "
+                f"{rows[0].shape}; all must be finite, one-dimensional and equally wide"
+            )
+    matrix = np.stack(rows)
+    told: dict[str, Any] = {
+        "dtype": dtype,
+        "shape": list(matrix.shape),
+        "layer_indices": order,
+        "data": base64.b64encode(_bytes(matrix, dtype)).decode(),
+    }
+    if scales is not None:
+        of_all = isinstance(scales, (int, float))
+        told["scales"] = [
+            float(scales if of_all else scales.get(i, 1.0)) for i in order
+        ]
+    return told
+
+
+def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        bits = matrix.astype("<f4").view("<u4")
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        upper: bytes = (rounded >> 16).astype("<u2").tobytes()
+        return upper
+    kinds = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+    if dtype not in kinds:
+        raise ValueError(f"dtype {dtype!r} must be one of {[*kinds, 'bfloat16']}")
+    return matrix.astype(kinds[dtype]).tobytes()
+
+
+def unpack(packed: Mapping[str, Any]) -> dict[int, NDArray[Any]]:
+    """Layer -> vector, of one hook point's packed form, times its scale."""
+    data = base64.b64decode(packed["data"])
+    matrix = values_of(data, packed["dtype"], packed["shape"])
+    scales = packed.get("scales") or [1.0] * len(matrix)
+    return {
+        int(layer): row * scale
+        for layer, row, scale in zip(packed["layer_indices"], matrix, scales)
+    }

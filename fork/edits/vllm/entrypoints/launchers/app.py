@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests may hold is bounded where they may capture and steer."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.utils.request_body import bound_bodies",
+        why="Bounds the bodies of every route.",
+    ),
+    before(
+        scope="build_app",
+        anchor="init_exception_handler(app)",
+        insert="bound_bodies(app, args)",
+        why="All routes are mounted by now, those of plug-ins too.",
+    ),
+]

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses with captured rows are not encoded on the event loop."""
+
+from fork.language import add_import, before
+
+EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.capture import answers as capture_answers",
+        why="Makes these responses.",
+    ),
+    before(
+        scope="generate",
+        anchor="if isinstance(generator, ErrorResponse):",
+        insert="""
+if isinstance(
+    generator, GenerateResponseBase
+) and capture_answers.carries_rows(generator):
+    return await capture_answers.answer(generator, raw_request, None)
+""",
+        why="Rows are sent in the form that the client accepts, piece by piece.",
+    ),
+]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm capture` with an engine: the model's rows, whatever ends a run."""
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.capture_dataset._collecting import ROOT, contents
+from tests.support.hf_reference import Reference, relative_error
+from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset.collect import Plan, collect
+from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.progress import Progress
+from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
+from vllm.capture_dataset.survey import Survey
+from vllm.entrypoints.cli.capture.run import estimate
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MODEL = ROOT / "examples/demo_model/weights"
+TEXTS = ("Anna went home.", "The old house by the river was cold", "Max was happy and")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[EngineRunner]:
+    from vllm import LLM
+
+    llm = LLM(
+        str(MODEL),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        capture_consumers=[CONSUMER],
+    )
+    opened = EngineRunner(llm)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    lines = [" ".join(TEXTS[: 1 + i % 3]) + f" {i}." for i in range(60)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def planned(runner: EngineRunner, source: Path, out: Path, **rows: Any) -> Plan:
+    chosen: dict[str, Any] = {"layers": (1, 4), "positions": "all", "max_tokens": 4}
+    return Plan.of(
+        Survey.of(SourceSpec(path=source)),
+        RowsSpec(**chosen | rows),
+        OutputSpec(folder=out, shard_bytes=200_000, resume=True),
+        runner,
+    )
+
+
+class Ending(Progress):
+    """Ends a run after so many prompts."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1, disable=True)
+        self.count = count
+
+    def done(self, *counts: int) -> None:
+        self.count -= 1
+        if self.count < 0:
+            raise KeyboardInterrupt
+
+
+def test_the_rows_are_the_models(
+    runner: EngineRunner, source: Path, tmp_path: Path
+) -> None:
+    collect(
+        planned(runner, source, tmp_path / "out"), runner, Progress(1, disable=True)
+    )
+    data = load_dataset(tmp_path / "out")
+    assert len(data) == 60 and len(data.shards) > 3
+    reference, done = Reference(MODEL), 0
+    ids = data.columns.column("token_id").to_pylist()
+    tokens = data.columns.column("token").to_pylist()
+    told = source.read_text().splitlines()
+    for number in range(6):
+        count = len(data.layer(1)[number])
+        expected = reference.stream(ids[done : done + count])
+        for layer in (1, 4):
+            found = data.layer(layer)[number]
+            assert relative_error(found, expected[layer, "post_block"]) < 1e-4
+        assert "".join(tokens[done + 1 : done + count]).startswith(told[number])
+        done += count
+
+
+def test_runs_ended_at_random_make_the_bytes_of_one_that_is_not(
+    runner: EngineRunner, source: Path, tmp_path: Path
+) -> None:
+    whole = planned(runner, source, tmp_path / "whole", positions="last_prompt")
+    whole.output = OutputSpec(folder=tmp_path / "whole", shard_bytes=12_000)
+    collect(whole, runner, Progress(1, disable=True))
+    chance, ends = random.Random(0), 0
+    while not ends or not Manifest.read(tmp_path / "parts").complete:
+        plan = planned(runner, source, tmp_path / "parts", positions="last_prompt")
+        plan.output = OutputSpec(
+            folder=tmp_path / "parts", shard_bytes=12_000, resume=True
+        )
+        try:
+            collect(plan, runner, Ending(chance.randint(1, 14)))
+        except KeyboardInterrupt:
+            # As a new process would: what is left of this run is forgotten.
+            engine = runner._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states))
+            while engine.has_unfinished_requests():
+                engine.step()
+        ends += 1
+    assert ends > 4
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_a_dry_run_counts_exactly_and_writes_nothing(
+    runner: EngineRunner, source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    plan = planned(runner, source, tmp_path / "out", positions="all_prompt")
+    estimate(plan, runner)
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    tokens = sum(len(prompt.token_ids) for prompt in plan.prompts())
+    assert told["prompts"] == "60"
+    assert told["rows"] == f"{2 * tokens:,} of 192 float32"
+    assert told["time"].startswith("about")
+    assert not (tmp_path / "out").exists()
+
+
+def run_cli(*words: str) -> int:
+    from unittest import mock
+
+    from vllm.entrypoints.cli.main import main
+
+    with mock.patch.object(sys, "argv", ["vllm", "capture", *words]):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return code if isinstance(code, int) else 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.jsonl", "--model", "m", "--out", "o"], "no file or folder"),
+        (["{source}", "--out", "o"], "say --model MODEL or --server URL"),
+        (["{source}", "--model", "m"], "say where the data set goes"),
+        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "there is no"),
+        (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
+        (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
+        (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_loaded(
+    words: list[str], said: str, source: Path, capsys: Any
+) -> None:
+    assert run_cli(*(word.format(source=source) for word in words)) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_help_lists_the_options(capsys: Any) -> None:
+    assert run_cli("--help") == 0
+    told = capsys.readouterr().out
+    for option in ("--carry", "--positions", "--shard-size", "--resume", "--server"):
+        assert option in told
+    assert "SOURCE" in told and "--gpu-memory-utilization" not in told
+
+
+def test_values_are_those_of_a_plain_torch_load(
+    runner: EngineRunner, source: Path, tmp_path: Path
+) -> None:
+    plan = planned(runner, source, tmp_path / "out", values_dtype="float16")
+    collect(plan, runner, Progress(1, disable=True))
+    view = load_dataset(tmp_path / "out").layer(4)
+    assert view.to_torch().dtype == torch.float16
+    loader: Any = torch.utils.data.DataLoader(
+        view, batch_size=8, collate_fn=torch.cat, shuffle=False
+    )
+    assert torch.equal(torch.cat(list(loader)), view.to_torch())

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client by itself: payloads, vectors, replies, errors, what notebooks show."""
+
+import asyncio
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from clearbox_client import (
+    AsyncClient,
+    ClearboxError,
+    Client,
+    RowSet,
+    decode,
+    pack,
+    unpack,
+)
+
+from vllm.v1.capture.frontend.http import rows_as_json
+from vllm.v1.capture.payload import RowsByTap
+
+CLIENT = Path(__file__).parents[2] / "client"
+
+
+def entry(rows: torch.Tensor, layer: int = 3) -> dict[str, Any]:
+    payload = RowsByTap()
+    facts = {
+        "positions": list(range(4, 4 + len(rows))),
+        "token_ids": list(range(10, 10 + len(rows))),
+        "encoding": None,
+    }
+    payload.put((layer, "post_block"), rows, facts)
+    (told,) = json.loads(json.dumps(rows_as_json(payload)))
+    return dict(told)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_are_the_servers_bit_for_bit(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[0, :3] = torch.tensor([float("inf"), -0.0, 1e-40])
+    found = decode([entry(rows)])[3, "post_block"]
+    assert found.dtype == (np.float16 if dtype == torch.float16 else np.float32)
+    assert torch.equal(torch.from_numpy(found.copy()).to(dtype), rows)
+    assert found.tobytes() == rows.to(torch.from_numpy(found).dtype).numpy().tobytes()
+
+
+def test_rows_that_are_cut_off_are_refused() -> None:
+    told = entry(torch.ones(3, 4))
+    told["data"] = base64.b64encode(b"\0" * 20).decode()
+    with pytest.raises(ValueError, match="5 values for the shape"):
+        decode([told])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_packed_vectors_are_what_the_server_reads(dtype: str) -> None:
+    from vllm.v1.steering.spec.parse import SteeredModel, parse_vectors
+
+    model = SteeredModel({2: ["post_block"], 5: ["post_block"]}, 6, torch.float32)
+    rows = np.random.default_rng(0).normal(size=(2, 6))
+    packed = pack({"post_block": {5: rows[1], 2: rows[0]}}, dtype, scales={5: -2.0})
+    parsed = parse_vectors(json.loads(json.dumps(packed)), model, "v").vectors
+    kind = getattr(torch, dtype)
+    for layer, row, scale in ((2, rows[0], 1.0), (5, rows[1], -2.0)):
+        wanted = torch.from_numpy(row).float() if dtype == "bfloat16" else None
+        wanted = (wanted if wanted is not None else torch.from_numpy(row)).to(kind)
+        found = torch.as_tensor(np.asarray(parsed[layer, "post_block"]))
+        assert torch.allclose(found.double(), wanted.double() * scale, rtol=1e-6)
+        ours = unpack(packed["post_block"])[layer]
+        assert np.allclose(ours, wanted.double().numpy() * scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "vectors", [{5: [1.0, float("nan")]}, {1: [1.0], 2: [1.0, 2.0]}, {1: [[1.0]]}]
+)
+def test_vectors_that_cannot_be_are_refused(vectors: Any) -> None:
+    with pytest.raises(ValueError, match=r"post_block, layer \d"):
+        pack({"post_block": vectors})
+
+
+def reply(**more: Any) -> dict[str, Any]:
+    rows = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    choice = {
+        "index": 0,
+        "text": " b c",
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    result = {"status": "ok", "error": None, "payload": [entry(rows)]}
+    return {
+        "choices": [{**choice, "prompt_token_ids": [1, 2], "token_ids": [3, 4]}],
+        "capture_results": {"inline": result},
+        "readouts": {"probe": [0.5]},
+    } | more
+
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def answering(sent: list[Any], answer: Any) -> Handler:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        body = json.loads(request.content)
+        sent.append((request.url.path, body))
+        if request.url.path == "/detokenize":
+            return httpx.Response(200, json={"prompt": f"t{body['tokens'][0]}"})
+        return answer if isinstance(answer, httpx.Response) else answer(request)
+
+    return handle
+
+
+def test_a_reply_has_rows_with_positions_ids_and_tokens() -> None:
+    sent: list[Any] = []
+    document = reply()
+    document["capture_results"]["inline"]["payload"][0]["positions"] = [0, 1, 2]
+    handler = answering(sent, httpx.Response(200, json=document))
+    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+        capture = {"inline": {"hooks": {"post_block": [3]}}}
+        found = client.complete("a", capture=capture, tokens=True, seed=None)
+    path, body = sent[0]
+    assert path == "/v1/completions" and body["prompt"] == "a" and "seed" not in body
+    assert body["capture_wait"] is True and body["return_token_ids"] is True
+    assert found.text == " b c" and found.finish_reason == "length"
+    rows = found.rows[3, "post_block"]
+    assert rows.tokens == ["t1", "t2", "t3"] and rows.token_ids == [10, 11, 12]
+    assert rows.at(1).tolist() == [4.0, 5.0, 6.0, 7.0] and rows.dtype == "bfloat16"
+    assert (
+        found.readouts == {"probe": [0.5]} and found.captures["inline"].status == "ok"
+    )
+    with pytest.raises(KeyError, match="position 9"):
+        rows.at(9)
+
+
+def test_messages_go_to_the_chat_route_and_several_choices_have_rows_each() -> None:
+    rows = [entry(torch.full((1, 4), float(index))) for index in range(2)]
+    document = reply()
+    document["choices"] = [
+        {"index": i, "message": {"content": f"c{i}"}, "finish_reason": "stop"}
+        for i in range(2)
+    ]
+    document["capture_results"]["inline"]["payload"] = {"0": [rows[0]], "1": [rows[1]]}
+    sent: list[Any] = []
+    handler = answering(sent, httpx.Response(200, json=document))
+    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+        found = client.chat([{"role": "user", "content": "Hi"}], n=2)
+    assert sent[0][0] == "/v1/chat/completions" and "messages" in sent[0][1]
+    assert found.texts == ["c0", "c1"]
+    assert [one[3, "post_block"].values[0, 0] for one in found.rows_of] == [0.0, 1.0]
+
+
+def lines() -> bytes:
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "text": "b"}], "readouts": {"probe": [1.0]}},
+        reply(choices=[{"index": 0, "text": "c", "finish_reason": "stop"}]),
+    ]
+    told = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
+    return f": a comment\n\n{told}data: [DONE]\n\n".encode()
+
+
+def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
+    handler = answering([], httpx.Response(200, content=lines()))
+    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+        first, last = client.stream("a")
+    assert (first.text, last.text, last.finish_reason) == ("b", "c", "stop")
+    assert not first.rows and first.readouts == {"probe": [1.0]}
+    assert last.rows[3, "post_block"].values.shape == (3, 4)
+
+
+def test_the_asynchronous_client_does_the_same() -> None:
+    async def run() -> tuple[Any, list[Any]]:
+        sent: list[Any] = []
+        whole = httpx.MockTransport(answering(sent, httpx.Response(200, json=reply())))
+        parts = httpx.MockTransport(
+            answering(sent, httpx.Response(200, content=lines()))
+        )
+        async with AsyncClient("http://x", transport=whole) as client:
+            found = await client.complete("a")
+        async with AsyncClient("http://x", transport=parts) as client:
+            return found, [chunk async for chunk in client.stream("a")]
+
+    found, chunks = asyncio.run(run())
+    assert found.text == " b c" and len(found.rows) == 1
+    assert [chunk.text for chunk in chunks] == ["b", "c"]
+
+
+def test_an_error_has_parameter_value_and_remedy() -> None:
+    message = (
+        "capture.inline.hooks.post_block: this model has no layer 99; the last is 5 "
+        "(parameter=capture.inline.hooks, value=[99])"
+    )
+    body = {"error": {"message": message, "param": None, "code": 400}}
+    handler = answering([], httpx.Response(400, json=body))
+    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+        for ask in (client.complete, lambda prompt: list(client.stream(prompt))):
+            with pytest.raises(ClearboxError) as caught:
+                ask("a")
+            error = caught.value
+            assert (error.status, error.parameter) == (400, "capture.inline.hooks")
+            assert error.value == "[99]" and error.remedy == "the last is 5"
+            assert error.message.endswith("the last is 5")
+
+
+def test_no_server_and_no_json_are_errors_too() -> None:
+    with Client("http://127.0.0.1:9", model="m") as client:
+        with pytest.raises(ClearboxError, match="does not answer") as caught:
+            client.complete("a")
+        assert caught.value.status == 0
+    handler = answering([], httpx.Response(502, text="bad gateway"))
+    with (
+        Client("http://x", transport=httpx.MockTransport(handler)) as client,
+        pytest.raises(ClearboxError, match="bad gateway"),
+    ):
+        client.complete("a")
+
+
+def test_notebooks_show_a_table_and_a_heat_map() -> None:
+    rows = RowSet.of([entry(torch.ones(3, 4)), entry(torch.ones(40, 4), 4)], None)
+    table = rows[3, "post_block"]._repr_html_()
+    assert table.count("<tr>") == 4 and "#11" in table
+    assert "and 10 more" in rows[4, "post_block"]._repr_html_()
+    picture = rows._repr_html_()
+    assert picture.count("<rect") == 43 and "position 5 #11: 2" in picture
+    assert RowSet({})._repr_html_() == "<i>no rows</i>"
+
+
+def test_the_client_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, clearbox_client; "
+        "assert not {'torch', 'vllm', 'pyarrow'} & set(sys.modules), 'too much'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nothing uses: `python -m tests.dead_code`, a part of `make lint`.
+
+Vulture looks at names. Those that only woven code uses are in the strings of edit
+files, so strings are read as well. Imports are Ruff's; what tests alone use is dead.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+from vulture import Vulture
+
+ROOT = Path(__file__).parents[1]
+OURS = ("vllm", "fork", "benchmarks", "examples")
+KINDS = {"function", "method", "class", "property", "unreachable_code"}
+IGNORED_NAMES = [
+    "EDITS",  # read from edit files
+    "leave_*",  # overrides of LibCST's, by a node's name
+    "on_visit",
+    "on_leave",
+    "get_*",  # overrides of setuptools'
+    "has_ext_modules",
+    "setup_arguments",  # called by setup.py
+    "cmd*",  # overrides of upstream's commands
+    "subparser_init",
+    "split_*",  # the weave writes calls of it
+    "HostMemory",  # named by an entry point
+    "to_numpy",  # for users
+    "sample_cosines",
+    "load_module",
+    "crc32c_reference",  # tests check other code with these
+    "hang",
+    "instruction_sets",
+    "unaccounted",
+    "vocabulary",
+    "_*",  # overrides of upstream's, and validators, which are found by decorators
+]
+IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@closed.*", "@app.*"]
+
+
+def unused() -> list[str]:
+    """`file:line: what` of all that has no use."""
+    found = Vulture(ignore_names=IGNORED_NAMES, ignore_decorators=IGNORED_DECORATORS)
+    for folder in OURS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            found.scan(text, filename=path)
+            for code in _code_in(text):
+                found.scan(code, filename=path)
+    return [
+        f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: {item.message}"
+        for item in found.get_unused_code(min_confidence=60)
+        if item.typ in KINDS
+    ]
+
+
+def _code_in(text: str) -> list[str]:
+    """The strings of a file that are Python code, and more than a name."""
+    strings = {
+        node.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return sorted(code for code in strings if set(code) & set(".(") and _parses(code))
+
+
+def _parses(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(unused()))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""clearbox-client against a server."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clearbox_client import AsyncClient, ClearboxError, Client
+
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = [20, 30, 40, 50, 60, 70]
+CAPTURE = {"inline": {"hooks": {"post_block": [0, 2]}, "positions": "all"}}
+FIELDS: dict[str, Any] = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def client(capture_server: Server) -> Client:
+    return Client(capture_server.url)
+
+
+@pytest.fixture(scope="module")
+def reference(capture_model: Path) -> Reference:
+    return Reference(capture_model)
+
+
+def test_rows_are_the_models_with_their_tokens(
+    client: Client, reference: Reference
+) -> None:
+    reply = client.complete(PROMPT, capture=CAPTURE, tokens=True, **FIELDS)
+    assert reply.prompt_token_ids == PROMPT and reply.token_ids is not None
+    fed = [*PROMPT, *reply.token_ids][:-1]
+    expected = reference.stream(fed)
+    assert list(reply.rows) == [(0, "post_block"), (2, "post_block")]
+    for tap, rows in reply.rows.items():
+        assert rows.positions == list(range(10)) and rows.token_ids == fed
+        assert rows.tokens is not None and len(rows.tokens) == 10
+        assert relative_error(torch.from_numpy(rows.values), expected[tap]) < 1e-4
+    assert reply.rows.stacked().shape == (2, 10, 64)
+    assert "<svg" in reply._repr_html_()
+
+
+def test_several_samples_have_rows_each(client: Client) -> None:
+    reply = client.complete(PROMPT, capture=CAPTURE, n=2, **FIELDS)
+    assert len(reply.texts) == len(reply.rows_of) == 2
+    assert all(len(one[2, "post_block"]) == 10 for one in reply.rows_of)
+
+
+def test_a_stream_and_a_chat_carry_rows(client: Client) -> None:
+    chunks = list(client.stream(PROMPT, capture=CAPTURE, **FIELDS))
+    whole = client.complete(PROMPT, capture=CAPTURE, **FIELDS)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    rows = chunks[-1].rows[2, "post_block"].values
+    assert (rows == whole.rows[2, "post_block"].values).all()
+    chat = [{"role": "user", "content": "a short story"}]
+    reply = client.chat(chat, capture=CAPTURE, **FIELDS)
+    assert len(reply.rows[0, "post_block"]) > 5
+    assert "".join(c.text for c in client.stream(chat, **FIELDS)) == reply.text
+
+
+def test_a_refusal_names_parameter_value_and_remedy(client: Client) -> None:
+    capture = {"inline": {"hooks": {"post_block": [99]}}}
+    with pytest.raises(ClearboxError) as caught:
+        client.complete(PROMPT, capture=capture, **FIELDS)
+    error = caught.value
+    assert error.status == 400 and "99" in error.message
+    assert error.parameter is not None and "capture" in error.parameter
+    assert error.value is not None and error.remedy
+    assert "inline" in [one["name"] for one in client.capture_status()["consumers"]]
+
+
+def test_the_asynchronous_client_gets_the_same_rows(
+    client: Client, capture_server: Server
+) -> None:
+    async def ask() -> Any:
+        async with AsyncClient(capture_server.url) as asked:
+            asking = (asked.complete(PROMPT, capture=CAPTURE, **FIELDS) for _ in "ab")
+            replies = await asyncio.gather(*asking)
+            parts = [c async for c in asked.stream(PROMPT, capture=CAPTURE, **FIELDS)]
+            return replies, parts
+
+    replies, parts = asyncio.run(ask())
+    wanted = client.complete(PROMPT, capture=CAPTURE, **FIELDS)
+    for found in (*replies, parts[-1]):
+        for tap, rows in wanted.rows.items():
+            found_rows = torch.from_numpy(found.rows[tap].values)
+            assert relative_error(found_rows, torch.from_numpy(rows.values)) < 1e-4

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small body causes little work; a large one is refused while others are served."""
+
+import json
+from collections.abc import Callable
+from time import sleep
+from typing import Any
+
+import pytest
+
+from tests.hostile.client import Client, watching
+from tests.hostile.conftest import WIDTH
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BASE = {"model": "tiny", "prompt": [20, 30, 40], "max_tokens": 2}
+ONE = [0.01] * WIDTH
+
+
+def captured(**spec: Any) -> bytes:
+    spec = {"hooks": {"post_block": [0]}, **spec}
+    return json.dumps(BASE | {"capture": {"inline": spec}}).encode()
+
+
+def steered(spec: Any, field: str = "steering_vectors") -> bytes:
+    return json.dumps(BASE | {field: spec}).encode()
+
+
+def packed(**changes: Any) -> bytes:
+    form = {"dtype": "float32", "shape": [1, WIDTH], "layer_indices": [0], "data": ""}
+    return steered({"post_block": form | changes})
+
+
+REFUSED: dict[str, Callable[[], bytes]] = {
+    "ten million positions": lambda: captured(positions=[*range(10**7)]),
+    "a million positions": lambda: captured(positions=[*range(1_000_000)]),
+    "a million ranges": lambda: captured(
+        hooks={"post_block": {"ranges": [[0, 0]] * 10**6}}
+    ),
+    "sixty thousand ranges": lambda: captured(
+        hooks={"post_block": {"ranges": [[0, 0]] * 60_000}}
+    ),
+    "a million hook points": lambda: captured(
+        hooks={f"hook{n}": [0] for n in range(10**6)}
+    ),
+    "sixty thousand hook points": lambda: captured(
+        hooks={f"hook{n}": 0 for n in range(60_000)}
+    ),
+    "a million layers": lambda: captured(hooks={"post_block": [0] * 1_000_000}),
+    "sixty thousand layers": lambda: captured(hooks={"post_block": [7] * 60_000}),
+    "a long consumer": lambda: json.dumps(
+        BASE | {"capture": {"x" * 20_000_000: {}}}
+    ).encode(),
+    "a long hook point": lambda: captured(hooks={"x" * 4000: [0]}),
+    "a long text for positions": lambda: captured(positions="x" * 60_000_000),
+    "deep capture": lambda: captured(positions="DEEP").replace(
+        b'"DEEP"', b"[" * 900 + b"]" * 900
+    ),
+    "deep vectors": lambda: steered("DEEP").replace(
+        b'"DEEP"', b'{"a":' * 900 + b"1" + b"}" * 900
+    ),
+    "a boolean shape": lambda: packed(shape=[True, 192]),
+    "a long shape": lambda: packed(shape=["LONG", WIDTH]).replace(
+        b'"LONG"', b"9" * 4200
+    ),
+    "a shape of many": lambda: packed(shape=[2**31 - 1, 2**31 - 1]),
+    "too much data": lambda: packed(data="A" * 60_000_000),
+    "a million packed layers": lambda: packed(layer_indices=[0] * 1_000_000),
+    "a long operation": lambda: steered(
+        {"post_block": {"0": {"vector": ONE, "op": "x" * 20_000_000}}}
+    ),
+    "ten thousand entries": lambda: steered(
+        {"post_block": {"0": [{"vector": [1]}] * 10_000}}
+    ),
+    "scattered positions": lambda: steered(
+        {
+            "post_block": {
+                "0": [{"vector": ONE, "positions": [*range(0, 120_000, 2)]}] * 2
+            }
+        }
+    ),
+    "a long unknown name": lambda: json.dumps(
+        BASE | {"steering_name": "n" * 20_000_000}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_in_few_words(client: Client, what: str) -> None:
+    reply = client.send("POST", "/v1/completions", REFUSED[what]())
+    assert reply.status in (400, 413), reply
+    assert reply.body["error"]["message"]
+    assert len(str(reply.body)) < 4000
+
+
+@pytest.mark.hostile
+def test_nobody_waits_for_what_is_refused(attacked: Server, client: Client) -> None:
+    with watching(attacked) as idle:
+        sleep(10)
+    worst = {}
+    for what, make in REFUSED.items():
+        raw = make()
+        with watching(attacked) as waits:
+            assert client.send("POST", "/v1/completions", raw).status in (400, 413)
+        worst[what] = max(waits, default=0.0)
+    print({what: round(seconds, 3) for what, seconds in worst.items()}, max(idle))
+    assert max(worst.values()) <= 0.25 + max(idle)
+
+
+def test_many_operations_at_the_end_of_a_prompt_cost_what_the_prompt_has(
+    client: Client,
+) -> None:
+    entry = {"vector": ONE, "op": "project_out", "positions": {"last": 65536}}
+    spec = {hook: {str(n): [entry] * 16 for n in range(3)} for hook in
+            ("pre_attn", "post_attn", "post_block")}  # fmt: skip
+    body = BASE | {"steering_vectors": spec, "decode_steering_vectors": None}
+    reply = client.post("/v1/completions", body)
+    assert reply.status == 200, reply
+
+
+def test_names_that_are_told_are_few(client: Client, steerer: Client) -> None:
+    for n in range(60):
+        named = {
+            "name": f"many-{n:02}-{'n' * 100}",
+            "vectors": {"post_block": {"0": ONE}},
+        }
+        assert steerer.post("/v1/steering/modules/register", named).status == 200
+    unknown = client.post("/v1/completions", BASE | {"steering_name": "other"})
+    assert unknown.status == 400 and "44 more" in str(unknown.body)
+    assert len(str(unknown.body)) < 4000
+    for n in range(60):
+        named = {"name": f"many-{n:02}-{'n' * 100}"}
+        assert steerer.post("/v1/steering/modules/unregister", named).status == 200
+
+
+def test_large_vectors_as_numbers_still_steer(client: Client) -> None:
+    spec = {"post_block": {str(n): [{"vector": ONE}] * 16 for n in range(3)}}
+    plain = client.post("/v1/completions", BASE | {"logprobs": 1})
+    reply = client.post(
+        "/v1/completions", BASE | {"steering_vectors": spec, "logprobs": 1}
+    )
+    assert reply.status == 200, reply
+    logprobs = [
+        r.body["choices"][0]["logprobs"]["token_logprobs"] for r in (plain, reply)
+    ]
+    assert logprobs[0] != logprobs[1]

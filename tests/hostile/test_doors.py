@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may capture, steer, and change steering; on every route that is mounted."""
+
+import json
+from argparse import Namespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from fastapi.routing import APIRoute
+from fastapi.testclient import TestClient
+
+from tests.entrypoints.test_steering_routes import VECTORS, application
+from tests.hostile.client import Client
+from tests.hostile.conftest import WIDTH
+from tests.v1.steering._ranks import Core
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+STEERS = {"steering_vectors": {"post_block": {"1": [0.5] * WIDTH}}}
+CAPTURES = {
+    "capture": {"inline": {"hooks": {"post_block": "all"}}},
+    "capture_wait": True,
+}
+BODY = {"model": "tiny", "prompt": [20, 30, 40], "max_tokens": 1}
+CHAT = {"model": "tiny", "max_tokens": 1}
+CHAT |= {"messages": [{"role": "user", "content": "a story"}]}  # type: ignore[dict-item]
+TOKENS = {"token_ids": [20, 30, 40]}
+
+GENERATES: dict[str, dict[str, Any]] = {
+    "/invocations": BODY,
+    "/v1/completions": BODY,
+    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": {**CHAT, "messages": [CHAT["messages"]]},
+    "/v1/messages": CHAT,
+    "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
+    "/inference/v1/generate": {**TOKENS, "sampling_params": {"max_tokens": 1}},
+}
+"""Every route that generates, with a body that it takes."""
+
+READS_NO_FIELDS = {
+    *("/generative_scoring", "/v1/systemone", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/ping", "/scale_elastic_ep"),
+    *("/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel"),
+    *("/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render"),
+    *("/v1/responses/render", "/v1/chat/completions/derender"),
+    *("/v1/completions/derender", "/inference/v1/abort_requests"),
+}
+"""Routes of upstream that generate nothing that our fields could change."""
+
+OURS = {f"/v1/steering/{name}" for name in ("set", "clear")} | {
+    f"/v1/steering/modules/{name}" for name in ("register", "unregister")
+}
+
+
+def routes_of(*arguments: str) -> set[str]:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "m", "--enable-scale-out", *arguments])
+    app = build_app(args, ("generate",))
+    return {
+        route.path
+        for route in app.routes
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ())
+    }
+
+
+def test_every_route_that_upstream_mounts_is_known_here() -> None:
+    found = routes_of("--enable-steering")
+    assert found == set(GENERATES) | READS_NO_FIELDS | OURS
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATES)
+def test_without_the_servers_key_nothing_is_generated(
+    stranger: Client, path: str
+) -> None:
+    for fields in ({}, STEERS, CAPTURES):
+        refused = stranger.post(path, GENERATES[path] | fields)
+        assert refused.status == 401, (path, refused)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATES)
+def test_with_the_key_our_fields_are_carried_out_or_refused(
+    client: Client, path: str
+) -> None:
+    body = GENERATES[path]
+    assert client.post(path, body).status == 200
+    for fields in (STEERS, CAPTURES):
+        reply = client.post(path, body | fields)
+        assert reply.status in (200, 400), reply
+        if reply.status == 400:
+            assert any(name in str(reply.body) for name in fields)
+        elif fields is CAPTURES:
+            assert reply.body["capture_results"]["inline"]["status"] == "ok"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_no_key_lies_in_what_a_server_tells(
+    client: Client, steering_key: str, api_key: str
+) -> None:
+    secret = steering_key.removeprefix("schlüssel-")
+    for path in (
+        *("/server_info?config_format=json", "/server_info", "/v1/capture"),
+        *("/v1/steering", "/openapi.json", "/metrics", "/version"),
+    ):
+        told = client.get(path)
+        assert told.status == 200, (path, told)
+        text = json.dumps(told.body)
+        assert secret not in text and api_key not in text, path
+    log = client.server.log.read_text()
+    assert secret not in log and api_key not in log
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_key_with_other_letters_works(stranger: Client, steering_key: str) -> None:
+    for key in (
+        steering_key.encode(),
+        steering_key.encode("latin-1"),
+        f"second-{steering_key}".encode(),
+    ):
+        assert stranger.post("/v1/steering/clear", {}, key).status == 200
+    wrong = steering_key.replace("ü", "u").encode()
+    assert stranger.post("/v1/steering/clear", {}, wrong).status == 401
+
+
+def test_a_key_that_latin_1_does_not_have_works() -> None:
+    with patch.dict("os.environ", {"VLLM_STEERING_API_KEY": ""}):
+        keys = steering_keys(Namespace(steering_api_key=["ключ"]))
+    sent = "ключ".encode().decode("latin-1")
+    assert may_change(keys, f"Bearer {sent}")
+    assert not may_change(keys, "Bearer клю") and not may_change(keys, "Bearer ")
+
+
+def test_a_server_without_a_key_says_how_to_get_the_routes() -> None:
+    told = TestClient(application(Core(), []))
+    for path in OURS:
+        refused = told.post(path, json={"vectors": VECTORS})
+        assert refused.status_code == 404
+        assert "--steering-api-key" in refused.json()["error"]["message"]

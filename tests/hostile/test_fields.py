@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A field that looks like ours, or that means something elsewhere, is never ignored."""
+
+from typing import Any
+
+import pytest
+
+from tests.hostile.client import Client
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.utils.residual_fields import (
+    FIELDS,
+    FOREIGN,
+    HONOURED_ARGS,
+    refuse_args,
+)
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.foreign_variables import refuse_variables
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": "x"}),
+    (ChatCompletionRequest, CHAT),
+]
+MEANT = {
+    "steering_vector": "did you mean steering_vectors?",
+    "Steering_Vectors": "did you mean steering_vectors?",
+    "captures": "did you mean capture?",
+    "capture_waits": "did you mean capture_wait?",
+    "steering_names": "did you mean steering_name?",
+    "my_patches": "the fields are",
+    "steering_scale": '"scale"',
+    "vectors": "steering_vectors",
+    "steering": "steering_vectors",
+    "steering_clamps": "clamp",
+    "patch": "patching",
+    "patch_vectors": "patching",
+    "conversation_id": "conversations",
+    "capture_layers": "inline",
+}
+
+
+def unread(kind: Any) -> list[str]:
+    """Names of the table that this kind of request does not carry out."""
+    return [name for name in MEANT if name not in kind.model_fields]
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+@pytest.mark.parametrize("value", [None, 1, {"post_block": {"0": [1.0]}}])
+def test_a_field_that_nobody_reads_is_refused(
+    kind: Any, body: dict[str, Any], value: Any
+) -> None:
+    for name in unread(kind):
+        with pytest.raises(VLLMValidationError) as refused:
+            kind.model_validate({"model": "m", **body, name: value})
+        message = str(refused.value)
+        assert name in message and MEANT[name] in message, message
+        assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+def test_other_extra_fields_pass_as_upstream_lets_them(
+    kind: Any, body: dict[str, Any]
+) -> None:
+    kind.model_validate({"model": "m", **body, "colour": "blue", "store": True})
+
+
+def test_what_is_implemented_is_not_called_foreign() -> None:
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        honoured = set(kind.model_fields) | HONOURED_ARGS | set(FIELDS)
+        assert not honoured & set(FOREIGN)
+
+
+@pytest.mark.parametrize(
+    "name", ["output_residual_stream", "apply_steering_vectors", "apply_hooks", "steer"]
+)
+@pytest.mark.parametrize("inside", ["vllm_xargs", "extra_args"])
+def test_keys_for_extensions_are_looked_at_too(name: str, inside: str) -> None:
+    if name in HONOURED_ARGS:
+        pytest.skip("is carried out")
+    body = {"model": "m", "prompt": "x", inside: {name: "[15]"}}
+    with pytest.raises(VLLMValidationError, match=name) as refused:
+        CompletionRequest.model_validate(body)
+    assert refused.value.parameter == f"{inside}.{name}"
+    with pytest.raises(ValueError, match=name):  # What offline users catch.
+        refuse_args(SamplingParams(extra_args={name: [15]}).extra_args)
+
+
+def test_a_field_that_stands_too_deep_is_refused() -> None:
+    deep = {"vllm_xargs": {"capture": "x"}}
+    with pytest.raises(VLLMValidationError, match="put it beside vllm_xargs"):
+        CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
+    deep = {"extra_body": {"steering_vectors": {}}}
+    with pytest.raises(VLLMValidationError, match="at the top level"):
+        CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
+    for params in ({"steering": []}, {"extra_args": {"apply_hooks": []}}):
+        body = {"token_ids": [1], "sampling_params": params}
+        with pytest.raises(VLLMValidationError, match="sampling_params"):
+            GenerateRequest.model_validate(body)
+
+
+def test_a_long_name_is_cut() -> None:
+    with pytest.raises(VLLMValidationError) as refused:
+        body = {"model": "m", "prompt": "x", "steer" * 100_000: 1}
+        CompletionRequest.model_validate(body)
+    assert len(str(refused.value)) < 500
+
+
+def test_the_variable_of_another_system_stops_the_start() -> None:
+    with pytest.raises(CaptureValidationError, match="--capture-consumers"):
+        refuse_variables({"VLLM_ACT_CAPTURE": "1"})
+    refuse_variables({"VLLM_ACT_CAPTURE": "0"})
+    refuse_variables({})
+
+
+def test_an_engine_does_not_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.capture.engine_args import capture_config
+
+    monkeypatch.setenv("VLLM_ACT_CAPTURE", "1")
+    with pytest.raises(ValueError, match="VLLM_ACT_CAPTURE is set"):
+        capture_config(None, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_server_says_it_once_and_plainly(client: Client) -> None:
+    body = {"model": "tiny", "prompt": [20, 30], "max_tokens": 1}
+    for path in ("/v1/completions", "/invocations"):
+        refused = client.post(path, body | {"capture_waits": True})
+        assert refused.status == 400, refused
+        error = refused.body["error"]
+        assert error["param"] == "capture_waits"
+        assert error["message"].startswith("capture_waits: there is no such field")
+        assert "validation error" not in error["message"]
+    foreign = {"vllm_xargs": {"apply_steering_vectors": "[]"}}
+    assert client.post("/v1/completions", body | foreign).status == 400
+    assert client.post("/v1/completions", body | {"colour": 1}).status == 200
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_spec_without_its_consumer_is_told_so(client: Client) -> None:
+    body = {"model": "tiny", "prompt": [20, 30], "max_tokens": 1}
+    spec = {"hooks": {"post_block": [0]}, "positions": "all"}
+    refused = client.post("/v1/completions", body | {"capture": spec})
+    assert refused.status == 400
+    assert "name the consumer: {'filesystem': {'hooks': ...}}" in str(refused.body)
+    nothing = client.post("/v1/completions", body | {"capture": {}})
+    assert nothing.status == 200, "an empty capture asks for nothing"

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thousands of bodies that were right once: served or refused, and nobody waits."""
+
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+
+import pytest
+
+from tests.hostile.client import Client, watching
+from tests.hostile.mutations import SMALL, mutations
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+GOOD = SMALL | {"prompt": [20, 30, 40], "max_tokens": 6, "logprobs": 1}
+
+
+def survive(server: Server, client: Client, steerer: Client, count: int) -> list[float]:
+    """Send bodies, check that nothing has changed; how long `/health` took beside."""
+    before = client.post("/v1/completions", GOOD).body["choices"]
+
+    def send(one: tuple[str, bytes]) -> None:
+        path, raw = one
+        sender = steerer if path.startswith("/v1/steering") else client
+        reply = sender.send("POST", path, raw)
+        assert reply.status < 500, (path, raw[:2000], reply)
+        assert len(str(reply.body)) < 200_000, (path, raw[:500])
+        if reply.status >= 400:
+            assert reply.status in (400, 404, 413, 415), (path, raw[:500], reply)
+            assert len(str(reply.body)) < 20_000, (path, raw[:500])
+
+    with watching(server) as waits, ThreadPoolExecutor(4) as senders:
+        list(senders.map(send, mutations(seed=count, count=count)))
+    assert steerer.post("/v1/steering/clear", {}).status == 200
+    for name in client.get("/v1/steering/modules").body["modules"]:
+        told = steerer.post("/v1/steering/modules/unregister", {"name": name})
+        assert told.status == 200, told
+    after = client.post("/v1/completions", GOOD)
+    assert after.status == 200 and after.body["choices"] == before
+    counters = client.get("/v1/capture").body["counters"]
+    assert counters["requests_under_way"] == 0
+    assert "Traceback" not in server.log.read_text()
+    return waits
+
+
+def test_some_hundred_mutated_bodies(
+    attacked: Server, client: Client, steerer: Client
+) -> None:
+    survive(attacked, client, steerer, 300)
+
+
+@pytest.mark.hostile
+@pytest.mark.timeout(1800)
+def test_five_thousand_mutated_bodies(
+    attacked: Server, client: Client, steerer: Client
+) -> None:
+    with watching(attacked) as idle:
+        sleep(20)
+    waits = survive(attacked, client, steerer, 5000)
+    print(
+        f"/health: {len(waits)} asked, worst {max(waits):.3f} s, idle {max(idle):.3f}"
+    )
+    # What the machine does to a server that has nothing to do does not count.
+    assert max(waits) <= 0.25 + max(idle)

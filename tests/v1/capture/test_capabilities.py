@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+import ast
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.v1.capture import capabilities
+from vllm.v1.capture.capabilities import (
+    capabilities_of,
+    consumer_capabilities,
+    sink_capabilities,
+)
+
+ROOT = Path(__file__).parents[3] / "vllm"
+OWNERS = {"capabilities.py", "registry.py"}
+"""`registry.py` checks the minimum when it finds a class."""
+
+
+class Everything:
+    reads_client_spec = waits = streams = truncates = batches_steps = True
+    max_inflight_bytes, max_call_seconds, folder = 7, 100.0, "/somewhere"
+
+    def validate_client_spec(self, raw: Any, ctx: Any) -> Any: ...
+    def global_capture_spec(self) -> str:
+        return "all"
+
+    def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
+        return [f"{request_id}/{num_samples}"]
+
+    def submit_chunk_batch(self, chunks: Any) -> str:
+        return "batch"
+
+    def submit_request_end(self, request_id: Any, finalizes: Any) -> str:
+        return "end"
+
+    def when_done(self, request_id: Any, notify: Any) -> str:
+        return "done"
+
+    def wait_for_result(self, key: Any, timeout: float) -> Any:
+        return "result"
+
+
+def test_all_that_a_consumer_says_is_read() -> None:
+    can = consumer_capabilities(Everything())
+    assert can.takes_requests and can.remembers_specs and can.waits
+    assert can.streams and can.truncates
+    assert (can.max_inflight_bytes, can.folder) == (7, Path("/somewhere"))
+    assert can.global_spec is not None and can.global_spec() == "all"
+    assert can.places_of is not None and can.places_of({}, "r", 2) == ["r/2"]
+
+
+def test_all_that_a_sink_says_is_read() -> None:
+    can: Any = sink_capabilities(Everything())
+    assert can.truncates and can.batches_steps and can.max_call_seconds == 100
+    calls = [can.submit_chunk_batch([]), can.submit_request_end("r", [])]
+    calls += [can.when_done("r", None), can.wait_for_result("k", 1.0)]
+    assert calls == ["batch", "end", "done", "result"]
+
+
+@pytest.mark.parametrize("kind", [consumer_capabilities, sink_capabilities])
+def test_what_is_not_said_is_not_there(kind: Any) -> None:
+    can = kind(object())
+    assert not any(getattr(can, field.name) for field in fields(can))
+
+
+@pytest.mark.parametrize(
+    ("said", "remembers"),
+    [
+        ({}, False),
+        ({"reads_client_spec": True}, True),
+        ({"reads_client_spec": True, "remembers_specs": False}, False),
+    ],
+)
+def test_who_takes_requests_sees_their_specs_unless_it_says_no(
+    said: dict[str, bool], remembers: bool
+) -> None:
+    consumer = SimpleNamespace(validate_client_spec=print, **said)
+    assert consumer_capabilities(consumer).remembers_specs == remembers
+
+
+def test_places_may_be_named_by_requests_alone() -> None:
+    can = capabilities_of({"files": SimpleNamespace(claims_request_id=True)})["files"]
+    assert can.places_of is not None
+    assert can.places_of({"request_id": "a", "tag": "t"}, "cmpl-1", 1) == ["t/a"]
+    assert can.places_of({}, "cmpl-1", 1) == []
+
+
+def test_a_record_does_not_change() -> None:
+    can = consumer_capabilities(object())
+    with pytest.raises(FrozenInstanceError):
+        can.waits = True  # type: ignore[misc]
+
+
+def test_consumers_are_asked_in_one_place() -> None:
+    optional = {
+        node.args[1].value
+        for node in probes(Path(capabilities.__file__))
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert {"truncates", "when_done", "reads_client_spec", "submit_chunk"} <= optional
+    elsewhere = [
+        f"{path.name}:{node.lineno}"
+        for path in ROOT.rglob("*.py")
+        if path.name not in OWNERS
+        for node in probes(path)
+        if isinstance(node.args[1], ast.Constant) and node.args[1].value in optional
+    ]
+    assert not elsewhere
+
+
+def probes(path: Path) -> list[ast.Call]:
+    """The calls of `getattr` and `hasattr` in a file."""
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+    ]

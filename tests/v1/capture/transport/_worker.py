@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's process: sends rows that lie in shared memory, and says what is lent.
+
+`python _worker.py ADDRESS`; each line that comes in is a number of rows to send, or a
+question. Answers are lines of JSON.
+"""
+
+import json
+import sys
+
+import torch
+
+from vllm.v1.capture.memory.buffer_pool import ROWS
+from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
+from vllm.v1.capture.types import CaptureResult
+
+WIDTH = 1024
+
+
+def result(rows: int) -> CaptureResult:
+    """Two taps in one block; each value says which tap and row it is of."""
+    memory = ROWS.empty((2, rows, WIDTH), torch.float32)
+    payload = RowsByTap()
+    for layer in range(2):
+        memory[layer] = torch.arange(rows)[:, None] + 1000 * layer
+        facts = {"positions": range(rows), "token_ids": range(rows), "encoding": None}
+        payload.put((layer, "post_block"), memory[layer], facts)
+    return CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    outbox, address = Outbox(), sys.argv[1]
+    for line in sys.stdin:
+        if line.strip() == "lent":
+            collect_all()
+            print(json.dumps(outbox.lent()), flush=True)
+        else:
+            outbox.send(address, ResultMessage.of("r", "x", 0, result(int(line))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+import base64
+import email.policy
+import json
+from collections.abc import Mapping
+from email.parser import BytesParser
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.capture.transport.bodies import (
+    FORMS,
+    PIECE_BYTES,
+    Body,
+    as_arrow,
+    as_json,
+    as_multipart,
+    as_safetensors,
+    form_for,
+)
+from vllm.v1.capture.transport.parts import Part, Reference, described
+
+WIDTH = 5
+
+
+def part(number: int, rows: int = 3, encoding: str | None = None, **more: Any) -> Part:
+    dtype = more.get("dtype", torch.float32)
+    return Part(
+        f"inline/{number}_post_block",
+        number,
+        "post_block",
+        torch.randn(rows, more.get("width", WIDTH)).to(dtype),
+        list(range(rows)),
+        [None if position == 1 else 7 * position for position in range(rows)],
+        encoding,
+        "http",
+    )
+
+
+def tell(parts: list[Part]) -> Any:
+    def told(reference: Reference) -> Mapping[str, Any]:
+        payload = [described(one, reference) for one in parts]
+        return {"text": 'ä "quoted" rows-', "capture_results": {"inline": payload}}
+
+    return told
+
+
+def sent(body: Body) -> bytes:
+    data = b"".join(bytes(piece) for piece in body.pieces)
+    assert body.size in (None, len(data)), "Content-Length is wrong"
+    return data
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([None, "zstd"]),
+)
+def test_json_holds_each_part_as_base64(
+    rows: list[int], dtype: torch.dtype, encoding: str | None
+) -> None:
+    parts = [part(i, n, encoding, dtype=dtype) for i, n in enumerate(rows)]
+    reply = json.loads(sent(as_json(tell(parts), parts)))
+    assert reply["text"] == 'ä "quoted" rows-'
+    for one, told in zip(parts, reply["capture_results"]["inline"], strict=True):
+        data = base64.b64decode(told["data"])
+        if encoding is not None:
+            assert told["encoding"] == encoding
+            data = pa.decompress(data, one.rows.nbytes, encoding, asbytes=True)
+        assert data == bytes(one.data)
+
+
+def test_large_parts_are_made_piece_by_piece() -> None:
+    parts = [part(0, 2, width=PIECE_BYTES // 4)]
+    body = as_json(tell(parts), parts)
+    pieces = [bytes(piece) for piece in body.pieces]
+    assert max(map(len, pieces)) <= PIECE_BYTES * 4 // 3
+    reply = json.loads(b"".join(pieces))
+    data = base64.b64decode(reply["capture_results"]["inline"][0]["data"])
+    assert data == bytes(parts[0].data)
+
+
+@pytest.mark.parametrize("encoding", [None, "zstd"])
+def test_multipart_is_a_document_and_then_each_tensor(encoding: str | None) -> None:
+    parts = [part(0, 3, encoding), part(4, 2, encoding, dtype=torch.bfloat16)]
+    body = as_multipart(tell(parts), parts)
+    head = f"Content-Type: {body.media_type}\r\n\r\n".encode()
+    message = BytesParser(policy=email.policy.HTTP).parsebytes(head + sent(body))
+    document, *binary = message.iter_parts()
+    told = json.loads(document.get_payload(decode=True))["capture_results"]["inline"]
+    assert len(binary) == len(told) == 2
+    for one, found, entry in zip(parts, binary, told, strict=True):
+        assert found["Content-ID"] == f"<{entry['part']}>"
+        assert found["X-Dtype"] == one.dtype
+        data = found.get_payload(decode=True)
+        assert len(data) == int(found["Content-Length"])
+        if encoding is not None:
+            assert entry["encoding"] == encoding
+            data = pa.decompress(data, one.rows.nbytes, encoding, asbytes=True)
+        assert data == bytes(one.data)
+
+
+def test_safetensors_is_read_by_its_own_library() -> None:
+    parts = [part(0), part(1, 0), part(2, 2, dtype=torch.bfloat16)]
+    data = sent(as_safetensors(tell(parts), parts))
+    tensors = safetensors.torch.load(data)
+    assert tensors.keys() == {one.name for one in parts}
+    for one in parts:
+        assert torch.equal(tensors[one.name], one.rows)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    document = json.loads(header["__metadata__"]["response"])
+    told = document["capture_results"]["inline"]
+    assert [entry["part"] for entry in told] == [one.name for one in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_arrow_is_a_batch_for_each_tensor(dtype: torch.dtype) -> None:
+    parts = [part(0, dtype=dtype), part(3, 4, dtype=dtype)]
+    with pa.ipc.open_stream(sent(as_arrow(tell(parts), parts))) as stream:
+        document = json.loads(stream.schema.metadata[b"response"])
+        assert len(document["capture_results"]["inline"]) == 2
+        kind = stream.schema.field("values").metadata[b"dtype"].decode()
+        batches = list(stream)
+    assert kind == str(dtype).removeprefix("torch.")
+    for one, batch in zip(parts, batches, strict=True):
+        assert set(batch["part"].to_pylist()) == {one.name}
+        assert set(batch["layer"].to_pylist()) == {one.layer}
+        assert batch["position"].to_pylist() == one.positions
+        assert batch["token_id"].to_pylist() == one.token_ids
+        flat = batch["values"].flatten().to_numpy(zero_copy_only=False)
+        raw = torch.from_numpy(np.array(flat)).view(dtype).reshape(one.rows.shape)
+        assert torch.equal(raw, one.rows)
+
+
+def test_a_response_without_rows_can_take_every_form() -> None:
+    for form in FORMS.values():
+        assert sent(form(tell([]), []))
+
+
+@pytest.mark.parametrize(
+    ("accept", "chosen"),
+    [
+        ("", "application/json"),
+        ("*/*", "application/json"),
+        ("application/json, multipart/mixed", "application/json"),
+        ("text/html, Multipart/Mixed; q=0.9", "multipart/mixed"),
+        ("application/safetensors", "application/safetensors"),
+        ("image/png", "application/json"),
+    ],
+)
+def test_the_first_form_that_there_is_is_chosen(accept: str, chosen: str) -> None:
+    assert form_for(accept) == chosen
+
+
+def test_rows_of_several_dtypes_do_not_fit_one_arrow_schema() -> None:
+    accept = "application/vnd.apache.arrow.stream, application/safetensors"
+    parts = [part(0), part(1, dtype=torch.bfloat16)]
+    assert form_for(accept, parts[:1]) == "application/vnd.apache.arrow.stream"
+    assert form_for(accept, parts) == "application/safetensors"

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows pass between processes by handle, and their memory comes back."""
+
+import gc
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.capture.transport import borrower, lender
+from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
+
+WAIT = 60.0
+ROWS = 64
+WIDTH = 1024
+BLOCK = 2 * ROWS * WIDTH * 4
+
+
+class Pair:
+    """A front end here, and a worker in a process of its own."""
+
+    def __init__(self) -> None:
+        self.came: queue.Queue[Message] = queue.Queue()
+        self.inbox = Inbox(self.came.put)
+        self.worker = start_worker(self.inbox.address)
+
+    def ask(self, what: Any) -> None:
+        assert self.worker.stdin is not None
+        self.worker.stdin.write(f"{what}\n")
+        self.worker.stdin.flush()
+
+    def rows(self, rows: int = ROWS) -> dict[Any, torch.Tensor]:
+        self.ask(rows)
+        message = self.came.get(timeout=WAIT)
+        assert isinstance(message, ResultMessage)
+        return message.result().payload
+
+    def lent(self) -> dict[str, int]:
+        assert self.worker.stdout is not None
+        self.ask("lent")
+        return json.loads(self.worker.stdout.readline())
+
+    def wait_until_free(self) -> None:
+        deadline = monotonic() + WAIT
+        while self.lent()["leases"]:
+            assert monotonic() < deadline, "a lease was not given back"
+            sleep(0.02)
+
+    def close(self) -> None:
+        self.worker.kill()
+        self.worker.wait()
+        for stream in (self.worker.stdin, self.worker.stdout):
+            assert stream is not None
+            stream.close()
+        self.inbox.close()
+
+
+def start_worker(address: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("_worker.py"), address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    opened = Pair()
+    yield opened
+    opened.close()
+
+
+def check(rows: dict[Any, torch.Tensor], count: int = ROWS) -> None:
+    for (layer, _), tensor in rows.items():
+        wanted = (torch.arange(count) + 1000 * layer).float()
+        assert tensor.shape == (count, WIDTH)
+        assert torch.equal(tensor, wanted[:, None].expand(count, WIDTH))
+
+
+def test_rows_arrive_by_handle_and_are_lent_until_the_last_view_is_gone(
+    pair: Pair,
+) -> None:
+    before = pair.lent()
+    rows = pair.rows()
+    check(rows)
+    after = pair.lent()
+    assert after["lent_bytes"] - before["lent_bytes"] == BLOCK
+    assert after["copied_bytes"] == before["copied_bytes"]
+    assert after["leases"] == 1 and after["held_by_front_ends_bytes"] == BLOCK
+    view = rows[1, "post_block"][5:6]
+    del rows
+    gc.collect()
+    sleep(0.3)
+    assert pair.lent()["leases"] == 1, "a view was still held"
+    assert torch.equal(view, torch.full((1, WIDTH), 1005.0))
+    del view
+    pair.wait_until_free()
+
+
+def test_what_a_caller_writes_is_seen_by_nobody_else(pair: Pair) -> None:
+    rows = pair.rows()
+    kept = pair.rows()
+    for tensor in rows.values():
+        tensor.fill_(-1)
+    check(kept)
+    rows.clear()
+    del tensor
+    check(pair.rows())  # In the memory that was given back, most likely.
+    del kept
+
+
+def test_each_tensor_has_a_storage_of_its_own_size(pair: Pair) -> None:
+    for tensor in pair.rows().values():
+        assert tensor.untyped_storage().nbytes() == ROWS * WIDTH * 4
+
+
+def test_small_tensors_are_sent(pair: Pair) -> None:
+    before = pair.lent()
+    check(pair.rows(1), 1)
+    after = pair.lent()
+    assert after["lent_bytes"] == before["lent_bytes"]
+    assert after["copied_bytes"] > before["copied_bytes"]
+
+
+def test_nothing_leaks_over_many_requests(pair: Pair) -> None:
+    for _ in range(20):
+        pair.rows()
+    pair.wait_until_free()
+    files = len(os.listdir("/proc/self/fd"))
+    maps = Path("/proc/self/maps").read_text().count("vllm-capture")
+    for _ in range(300):
+        pair.rows()
+    pair.wait_until_free()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert Path("/proc/self/maps").read_text().count("vllm-capture") <= maps
+
+
+def test_many_blocks_can_be_held_at_once(pair: Pair) -> None:
+    held = [pair.rows() for _ in range(200)]
+    assert pair.lent()["leases"] == 200
+    for rows in held:
+        check(rows)
+    del rows
+    held.clear()
+    pair.wait_until_free()
+
+
+def test_rows_that_cannot_be_mapped_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def mmap(self, *arguments: Any) -> Any:
+            return borrower.FAILED
+
+    monkeypatch.setattr(borrower, "_libc", Full)
+    check(pair.rows())
+    pair.wait_until_free()
+
+
+def test_rows_outlive_a_worker_that_is_killed() -> None:
+    pair = Pair()
+    rows = pair.rows()
+    pair.worker.send_signal(signal.SIGKILL)
+    pair.worker.wait()
+    sleep(0.5)
+    check(rows)
+    pair.close()
+    check(rows)
+    del rows
+    gc.collect()
+
+
+def test_what_a_killed_front_end_held_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "front_end.py"
+    script.write_text(
+        "import sys, time\n"
+        "from vllm.v1.capture.transport.zmq_channel import Inbox\n"
+        "held = []\n"
+        "def keep(message):\n"
+        "    held.append(message.result().payload)\n"
+        "    print('came', flush=True)\n"
+        "inbox = Inbox(keep)\n"
+        "print(inbox.address, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    front = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True
+    )
+    assert front.stdout is not None
+    worker = start_worker(front.stdout.readline().strip())
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        worker.stdin.write(f"{ROWS}\n")
+        assert front.stdout.readline().strip() == "came"
+        worker.stdin.write("lent\n")
+        assert json.loads(worker.stdout.readline())["leases"] == 1
+        front.kill()
+        front.wait()
+        worker.stdin.write("lent\n")
+        assert json.loads(worker.stdout.readline())["leases"] == 0
+    finally:
+        for process in (front, worker):
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def test_nobody_listening_means_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lender, "socket_name", lambda address: "\0nobody-listens")
+    found = lender.Lender("ipc:///tmp/nowhere")
+    assert found(torch.zeros(100, WIDTH)) is None
+    assert found.sent_bytes == 100 * WIDTH * 4
+
+
+def test_nothing_is_left_in_shared_memory_folders() -> None:
+    assert not [name for name in os.listdir("/dev/shm") if "vllm-capture" in name]

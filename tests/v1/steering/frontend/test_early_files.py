@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of vectors are looked at before a model is loaded."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.engine_args import steering_config
+
+
+def model(width: int = 4, layers: int = 3) -> Any:
+    return SimpleNamespace(
+        dtype=torch.float32,
+        get_hidden_size=lambda: width,
+        get_total_num_hidden_layers=lambda: layers,
+    )
+
+
+def arguments(path: str) -> Any:
+    return SimpleNamespace(
+        enable_steering=True,
+        max_steering_configs=1,
+        steering_modules={"calm": path},
+        steering_api_key=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"vectors": {"post_block": {"2": [1.0] * 4}}}, ""),
+        ({"vectors": {"post_block": {"3": [1.0] * 4}}}, "no layer 3"),
+        ({"vectors": {"post_block": {"2": [1.0] * 5}}}, "4 numbers"),
+        ({"vectors": {"middle": {"2": [1.0] * 4}}}, "middle"),
+        ({"vectors": {"post_block": {"2": [1e39] * 4}}}, "finite"),
+        ({"other": {}}, "keys"),
+    ],
+)
+def test_what_the_model_could_not_take_stops_the_start(
+    tmp_path: Path, body: Any, said: str
+) -> None:
+    file = tmp_path / "calm.json"
+    file.write_text(json.dumps(body))
+    if not said:
+        assert steering_config(arguments(str(file)), model()).enabled
+        return
+    with pytest.raises(SteeringValidationError, match=said) as found:
+        steering_config(arguments(str(file)), model())
+    assert "--steering-modules calm=" in str(found.value)
+
+
+def test_a_file_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SteeringValidationError, match="there is no file"):
+        steering_config(arguments(str(tmp_path / "none.json")), model())

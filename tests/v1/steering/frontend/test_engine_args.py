@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from vllm.config.steering import SteeringConfig
+from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.engine_args import (
+    API_KEY_VARIABLE,
+    add_steering_arguments,
+    steering_config,
+)
+
+
+def config(*arguments: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_steering_arguments(parser)
+    return steering_config(parser.parse_args(arguments))  # type: ignore[arg-type]
+
+
+def test_nothing_given_is_off() -> None:
+    off = config()
+    assert not off.enabled and off.max_configs == 4 and not off.modules
+
+
+def test_every_option_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "key-c")
+    on = config(
+        *("--enable-steering", "--max-steering-configs", "9"),
+        *("--steering-modules", "a=1.json", "b=x=y.json", "--steering-modules", "c=2"),
+        *("--steering-api-key", "key-a", "--steering-api-key", "key-b"),
+    )
+    assert on.enabled and on.num_rows == 21
+    assert on.modules == {"a": "1.json", "b": "x=y.json", "c": "2"}
+    dumped = repr(TypeAdapter(SteeringConfig).dump_python(on))
+    assert not any(key in dumped + repr(on) for key in ("key-a", "key-b", "key-c"))
+
+
+def test_modules_may_be_a_mapping() -> None:
+    arguments = SimpleNamespace(
+        enable_steering=True,
+        max_steering_configs=1,
+        max_steering_ops=8,
+        steering_modules={"a": "1.json"},
+        steering_api_key=None,
+    )
+    assert steering_config(arguments).modules == {"a": "1.json"}  # type: ignore[arg-type]
+
+
+def test_modules_may_be_the_object_of_a_configuration_file() -> None:
+    on = config("--enable-steering", "--steering-modules", '{"a": "1.json"}')
+    assert on.modules == {"a": "1.json"}
+
+
+def test_a_key_without_its_list_is_one_key() -> None:
+    arguments = SimpleNamespace(
+        enable_steering=True,
+        max_steering_configs=1,
+        max_steering_ops=8,
+        steering_modules=None,
+        steering_api_key="abc",
+    )
+    assert steering_config(arguments).enabled  # type: ignore[arg-type]
+    keys = steering_keys(arguments)  # type: ignore[arg-type]
+    assert may_change(keys, "Bearer abc") and not may_change(keys, "Bearer a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--enable-steering", "--steering-modules", "{a}"], "an object of names"),
+        (["--enable-steering", "--steering-modules", '{"a": 1}'], "NAME=PATH"),
+        (["--steering-modules", "a=b"], "--enable-steering"),
+        (["--steering-api-key", "a"], "--enable-steering"),
+        (["--enable-steering", "--max-steering-configs", "0"], "at least 1"),
+        (["--enable-steering", "--steering-modules", "a"], "NAME=PATH"),
+        (["--enable-steering", "--steering-modules", "a=1", "a=2"], "given twice"),
+        (["--enable-steering", "--steering-api-key", " "], "empty"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(SteeringValidationError, match=said):
+        config(*arguments)
+
+
+def test_engines_that_join_later_are_refused() -> None:
+    arguments: Any = SimpleNamespace(
+        enable_steering=True,
+        enable_elastic_ep=True,
+        max_steering_configs=1,
+        max_steering_ops=8,
+        steering_modules=None,
+        steering_api_key=None,
+    )
+    with pytest.raises(SteeringValidationError, match="--enable-elastic-ep"):
+        steering_config(arguments)
+    arguments.enable_steering = False
+    assert not steering_config(arguments).enabled
+
+
+def test_what_changes_the_graph_changes_the_hash() -> None:
+    hashes = {
+        config().compute_hash(),
+        config("--enable-steering").compute_hash(),
+        config("--enable-steering", "--max-steering-configs", "5").compute_hash(),
+    }
+    assert len(hashes) == 3
+    named = config("--enable-steering", "--steering-modules", "a=1")
+    assert named.compute_hash() == config("--enable-steering").compute_hash()
+
+
+def test_the_front_end_that_drops_the_fields_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(SteeringValidationError, match="Rust front end"):
+        config("--enable-steering")
+    assert not config().enabled

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parquet and Arrow IPC: a row group or a record batch for each tap of a shard."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vllm.capture_dataset.table import Shard
+
+ROWS_PER_GROUP = 1 << 16
+
+
+def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
+    """`{path}.parquet`."""
+    path = path.with_suffix(".parquet")
+    schema = _schema(shard, facts)
+    beside = [name for name in schema.names if name != "values"]
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression=facts["compression"],
+        # Activations do not repeat: a dictionary would only cost time.
+        use_dictionary=beside,
+        write_statistics=beside,
+    ) as writer:
+        for tap in shard.taps:
+            writer.write_batch(shard.batch(tap, schema), row_group_size=ROWS_PER_GROUP)
+    return [path]
+
+
+def write_arrow(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
+    """`{path}.arrow`, an Arrow IPC file."""
+    path = path.with_suffix(".arrow")
+    schema = _schema(shard, facts)
+    compression = facts["compression"]
+    options = pa.ipc.IpcWriteOptions(
+        compression=None if compression == "none" else compression
+    )
+    with (
+        pa.OSFile(str(path), "wb") as opened,
+        pa.ipc.new_file(opened, schema, options=options) as writer,
+    ):
+        for tap in shard.taps:
+            writer.write_batch(shard.batch(tap, schema))
+    return [path]
+
+
+def _schema(shard: Shard, facts: dict[str, Any]) -> pa.Schema:
+    width = facts["model"]["hidden_size"]
+    told = {
+        "model": facts["model"]["name"],
+        "layer_convention": facts["layer_convention"],
+        "captured_dtype": facts["model"]["dtype"],
+        "stored_dtype": shard.stored_dtype,
+        "facts": json.dumps(facts),
+    }
+    return shard.schema(width, told)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors: a tensor for each tap, and the other columns beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+
+from vllm.capture_dataset.table import Shard
+
+
+def write_safetensors(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
+    """`{path}.safetensors` with tensors `{hook}.{layer}` `[rows, hidden_size]`.
+
+    Numeric columns are tensors `[rows]` too; `{path}.rows.parquet` has all columns, one
+    line for each row of every tensor.
+    """
+    tensors = {f"{tap[1]}.{tap[0]}": shard.values(tap) for tap in shard.taps}
+    for name in ("sample", "position", "is_prompt", "token_id"):
+        column = shard.columns[name].to_numpy(zero_copy_only=False)
+        tensors[name] = torch.from_numpy(column.copy())
+    written = path.with_suffix(".safetensors")
+    save_file(tensors, written, {"facts": json.dumps(facts)})
+    # save_file keeps others out, unlike every other format.
+    written.chmod(0o644)
+    return [written, write_columns(shard, path)]
+
+
+def write_columns(shard: Shard, path: Path) -> Path:
+    """`{path}.rows.parquet`: the columns that are alike for every tap."""
+    written = path.with_suffix(".rows.parquet")
+    pq.write_table(pa.table(shard.columns), written, compression="zstd")
+    return written

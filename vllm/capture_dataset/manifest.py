@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a data set: what it holds, and how far it has come."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.capture.selectors import fail
+
+NAME = "manifest.json"
+KIND = "clearbox capture data set"
+FORMAT_VERSION = 1
+LAYER_CONVENTION = "0-based block index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile:
+    """A shard that is whole."""
+
+    file: str
+    """Its name in the folder; `files` are those that it consists of."""
+    files: dict[str, str]
+    """Name -> SHA-256."""
+    first_sample: int
+    stop_sample: int
+    num_prompts: int
+    num_rows: int
+    """Over all taps."""
+    num_value_bytes: int
+    num_tokens: int
+
+    def told(self) -> dict[str, Any]:
+        """As plain data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(slots=True)
+class Manifest:
+    """`manifest.json`: `facts` decide the rows, `shards` are there."""
+
+    facts: dict[str, Any]
+    """Model, source, columns, hook points, positions: what a resumed run must share."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What two runs of one data set may differ in, such as our version."""
+    shards: list[ShardFile] = field(default_factory=list)
+    complete: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest of a folder.
+
+        Raises:
+            CaptureValidationError: there is none, or it is none of ours.
+
+        """
+        path = folder / NAME
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            good = told["kind"] == KIND and told["format_version"] == FORMAT_VERSION
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise fail(
+                f"folder: {str(path)!r} is no manifest of a data set ({error})",
+                "folder",
+                str(folder),
+            ) from None
+        if not good:
+            raise fail(
+                f"folder: {str(path)!r} has the version {told['format_version']!r}; "
+                f"this release reads {FORMAT_VERSION}",
+                "folder",
+                str(folder),
+            )
+        shards = [ShardFile(**shard) for shard in told["shards"]]
+        return cls(told["facts"], told["about"], shards, told["complete"])
+
+    def write(self, folder: Path) -> None:
+        """Replace the manifest of a folder at once."""
+        counts = {
+            name: sum(getattr(shard, name) for shard in self.shards)
+            for name in ("num_prompts", "num_rows", "num_value_bytes", "num_tokens")
+        }
+        told = {
+            "kind": KIND,
+            "format_version": FORMAT_VERSION,
+            "facts": self.facts,
+            "about": self.about,
+            "complete": self.complete,
+            "counts": counts,
+            "shards": [shard.told() for shard in self.shards],
+        }
+        aside = folder / f".{NAME}"
+        with aside.open("w", encoding="utf-8") as opened:
+            json.dump(told, opened, indent=1, ensure_ascii=False)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(aside, folder / NAME)
+
+    def check_same(self, facts: dict[str, Any], folder: Path) -> None:
+        """Refuse to go on with another data set.
+
+        Raises:
+            CaptureValidationError: names the first fact that differs.
+
+        """
+        plain = json.loads(json.dumps(facts))
+        for name in sorted({*plain, *self.facts}):
+            here, there = plain.get(name), self.facts.get(name)
+            if here != there:
+                raise fail(
+                    f"out: {str(folder)!r} was begun with {name} {_short(there)}, and "
+                    f"this run has {_short(here)}; choose another folder, or the same "
+                    f"{name}",
+                    "out",
+                    str(folder),
+                )
+
+    def drop_missing(self, folder: Path) -> int:
+        """Forget shards from the first on whose files are not there; how many."""
+        for index, shard in enumerate(self.shards):
+            if not all((folder / name).is_file() for name in shard.files):
+                dropped = len(self.shards) - index
+                del self.shards[index:]
+                return dropped
+        return 0
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 120 else f"{text[:117]}..."
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading shards lazily, by format: the columns of rows, and values by tap and row."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from vllm.capture_dataset.formats.zarr import ROWS_PER_CHUNK
+from vllm.capture_dataset.spec import Tap
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NOT_BESIDE = ("layer", "hook", "values")
+"""Columns of the table that differ from tap to tap."""
+
+
+class ShardReader(Protocol):
+    """One shard. `num_rows` counts the rows of one tap."""
+
+    num_rows: int
+
+    def columns(self) -> pa.Table:
+        """Everything but layer, hook and values: a line per row of any tap."""
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """Rows `[stop - first, hidden_size]` of the tap with this index."""
+
+
+class ParquetShard:
+    """Row groups, several per tap."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
+        self._path = path
+        self._file = pq.ParquetFile(path, memory_map=True)
+        self._width = facts["model"]["hidden_size"]
+        metadata = self._file.metadata
+        self._sizes = [
+            metadata.row_group(number).num_rows
+            for number in range(metadata.num_row_groups)
+        ]
+        self._per_tap = len(self._sizes) // num_taps
+        self.num_rows = metadata.num_rows // num_taps
+
+    def columns(self) -> pa.Table:
+        """See `ShardReader`."""
+        names = [n for n in self._file.schema_arrow.names if n not in NOT_BESIDE]
+        return self._file.read_row_groups(range(self._per_tap), columns=names)
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """See `ShardReader`."""
+        parts, start = [], 0
+        for group in range(tap * self._per_tap, (tap + 1) * self._per_tap):
+            size = self._sizes[group]
+            if start < stop and start + size > first:
+                table = self._file.read_row_group(group, columns=["values"])
+                rows = _rows_of(table.column("values").combine_chunks(), self._width)
+                parts.append(rows[max(first - start, 0) : stop - start])
+            start += size
+        return torch.cat(parts) if parts else torch.empty(0, self._width)
+
+
+class ArrowShard:
+    """A record batch per tap, mapped into memory."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
+        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        self._width = facts["model"]["hidden_size"]
+        self.num_rows = self._file.get_batch(0).num_rows
+
+    def columns(self) -> pa.Table:
+        """See `ShardReader`."""
+        table = pa.Table.from_batches([self._file.get_batch(0)])
+        return table.drop_columns(list(NOT_BESIDE))
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """See `ShardReader`."""
+        values = self._file.get_batch(tap).column("values")
+        return _rows_of(values.slice(first, stop - first), self._width)
+
+
+class _WithColumns:
+    """A shard whose columns lie in a file beside it."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
+        self._path = path
+        self._beside = path.with_suffix(".rows.parquet")
+        self._dtype = getattr(torch, facts["values_dtype"])
+        self._width = facts["model"]["hidden_size"]
+        self._taps = [
+            (layer, hook) for layer in facts["layers"] for hook in facts["hooks"]
+        ]
+        self.num_rows = pq.read_metadata(self._beside).num_rows
+
+    def columns(self) -> pa.Table:
+        """See `ShardReader`."""
+        return pq.read_table(self._beside)
+
+
+class SafetensorsShard(_WithColumns):
+    """A tensor per tap."""
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """See `ShardReader`."""
+        from safetensors import safe_open
+
+        layer, hook = self._taps[tap]
+        with safe_open(self._path, "pt") as opened:
+            rows: torch.Tensor = opened.get_slice(f"{hook}.{layer}")[first:stop]
+        return rows
+
+
+class RawShard(_WithColumns):
+    """Raw bytes, tap after tap, mapped into memory."""
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """See `ShardReader`."""
+        row_bytes = self._width * self._dtype.itemsize
+        if stop <= first:
+            return torch.empty(0, self._width, dtype=self._dtype)
+        mapped = np.memmap(
+            self._path,
+            np.uint8,
+            mode="c",
+            offset=(tap * self.num_rows + first) * row_bytes,
+            shape=((stop - first) * row_bytes,),
+        )
+        return torch.from_numpy(mapped).view(self._dtype).view(-1, self._width)
+
+
+class ZarrShard(_WithColumns):
+    """Chunks of rows, a file each."""
+
+    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
+        """See `ShardReader`."""
+        layer, hook = self._taps[tap]
+        folder = self._path / hook / str(layer)
+        told = json.loads((folder / ".zarray").read_text())
+        parts = []
+        for number in range(first // ROWS_PER_CHUNK, -(-stop // ROWS_PER_CHUNK)):
+            chunk = np.fromfile(folder / f"{number}.0", told["dtype"])
+            rows = chunk.reshape(told["chunks"])
+            start = number * ROWS_PER_CHUNK
+            parts.append(rows[max(first - start, 0) : stop - start])
+        found = np.concatenate(parts) if parts else np.empty((0, self._width), "<f4")
+        return torch.from_numpy(found)
+
+
+READERS: dict[str, Any] = {
+    "parquet": ParquetShard,
+    "arrow": ArrowShard,
+    "safetensors": SafetensorsShard,
+    "filesystem": RawShard,
+    "zarr": ZarrShard,
+}
+
+
+def open_shard(folder: Path, file: str, facts: dict[str, Any], taps: list[Tap]) -> Any:
+    """The reader of a shard."""
+    return READERS[facts["format"]](folder / file, facts, len(taps))
+
+
+def _rows_of(values: Any, width: int) -> torch.Tensor:
+    """A fixed-size list column as `[rows, width]`, without a copy if it may be."""
+    flat: Array = values.flatten().to_numpy(zero_copy_only=False)
+    # Arrow's memory is read-only; tensors must not be.
+    return torch.from_numpy(flat.copy() if not flat.flags.writeable else flat).view(
+        -1, width
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts run by a server that has the consumer `inline`."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from vllm.capture_dataset.prompts import Prompt, Tokens
+from vllm.capture_dataset.runners import captured, failed
+from vllm.capture_dataset.spec import ModelFacts, RowsSpec
+from vllm.capture_dataset.table import Captured
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.selectors import fail
+
+TIMEOUT_SECONDS = 600.0
+
+
+class ServerRunner:
+    """A server, asked for several prompts at a time.
+
+    Rows are as the server computes them, in whatever batches: their last bits may
+    differ from run to run.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: str | None, api_key: str | None, concurrency: int
+    ) -> None:
+        """Look at the server.
+
+        Raises:
+            CaptureValidationError: it is not there, or cannot do this.
+
+        """
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency)
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits
+        )
+        self._url = url
+        self._concurrency = concurrency
+        model = self._get("/v1/models")["data"][0]
+        self._served = model["id"]
+        self._points = self._hook_points()
+        root = tokenizer or model.get("root") or self._served
+        self.tokenizer = _tokenizer(root)
+        self.model = self._facts(model, model.get("root") or self._served)
+
+    def _hook_points(self) -> dict[int, tuple[str, ...]]:
+        told = self._get("/v1/capture")
+        if "inline" not in [one["name"] for one in told.get("consumers", ())]:
+            raise fail(
+                f"server: {self._url} has no consumer inline; start it with "
+                "--capture-consumers inline",
+                "server",
+                self._url,
+            )
+        return {
+            int(layer): tuple(points) for layer, points in told["hook_points"].items()
+        }
+
+    def _facts(self, model: dict[str, Any], root: str) -> ModelFacts:
+        from vllm.v1.steering.spec.model_identity import digest_of_weights
+
+        width, dtype = self._try()
+        return ModelFacts(
+            name=self._served,
+            architecture="",
+            weights=digest_of_weights(root) if Path(root).is_dir() else "",
+            tokenizer="",
+            num_layers=max(self._points) + 1,
+            hidden_size=width,
+            max_model_len=model["max_model_len"],
+            dtype=dtype,
+            hook_points=self._points,
+        )
+
+    def _try(self) -> tuple[int, str]:
+        """The width and the dtype of one row."""
+        layer, points = next(iter(self._points.items()))
+        spec = {"hooks": {points[0]: [layer]}, "positions": "last_prompt"}
+        reply = self._complete([0], spec, 1)
+        (entry,) = reply["capture_results"]["inline"]["payload"]
+        return entry["shape"][1], entry["dtype"]
+
+    def _get(self, path: str) -> Any:
+        try:
+            reply = self._http.get(path)
+            reply.raise_for_status()
+            return reply.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise fail(
+                f"server: {self._url}{path} does not answer as it should ({error}); "
+                "start a server of this version there with --capture-consumers inline",
+                "server",
+                self._url,
+            ) from None
+
+    def _complete(
+        self, ids: list[int], spec: dict[str, Any], max_tokens: int
+    ) -> dict[str, Any]:
+        body = {
+            "model": self._served,
+            "prompt": ids,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "capture": {"inline": spec},
+        }
+        reply = self._http.post("/v1/completions", json=body)
+        if reply.status_code != httpx.codes.OK:
+            try:
+                message = reply.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = reply.text[:500]
+            raise fail(f"server: it has refused: {message}", "server", self._url)
+        told: dict[str, Any] = reply.json()
+        return told
+
+    def run(
+        self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
+    ) -> Iterator[Captured]:
+        """Run a shard's prompts."""
+        spec = rows.capture()
+
+        def one(prompt: Prompt) -> Captured:
+            try:
+                reply = self._complete(prompt.token_ids, spec, rows.max_tokens)
+            except httpx.HTTPError as error:
+                raise failed(prompt, f"the server is gone: {error!r}") from error
+            result = reply["capture_results"]["inline"]
+            if result["status"] != "ok":
+                raise failed(prompt, result["error"])
+            generated = reply["choices"][0]["token_ids"]
+            return captured(prompt, decoded(result["payload"]), generated, tokens)
+
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            jobs = [pool.submit(one, prompt) for prompt in prompts]
+            try:
+                for job in as_completed(jobs):
+                    yield job.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+
+def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
+    """The payload of a response as tensors."""
+    rows = RowsByTap()
+    for entry in entries:
+        data = bytearray(base64.b64decode(entry["data"]))
+        dtype = getattr(torch, entry["dtype"])
+        shape = entry["shape"]
+        values = (
+            torch.frombuffer(data, dtype=dtype).view(shape)
+            if data
+            else torch.empty(shape, dtype=dtype)
+        )
+        facts = {"positions": entry["positions"], "token_ids": [], "encoding": None}
+        rows.put((entry["layer"], entry["hook"]), values, facts)
+    return rows
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise fail(
+            f"tokenizer: {name!r}, which the server uses, cannot be loaded here "
+            f"({error}); say where it is with --tokenizer",
+            "tokenizer",
+            name,
+        ) from None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where prompts are run: an engine in this process, or a server."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.capture_dataset.prompts import Prompt, Tokens
+from vllm.capture_dataset.spec import ModelFacts, RowsSpec
+from vllm.capture_dataset.table import Captured
+from vllm.v1.capture.payload import RowsByTap
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+UNBOUNDED = 1 << 62
+CONSUMER = {
+    "name": "inline",
+    # A shard's prompts are what is in flight; their number is bounded already.
+    "params": {"max_request_bytes": UNBOUNDED, "max_inflight_bytes": UNBOUNDED},
+}
+COLLECTED_AT_ONCE = 64
+"""So many requests that have ended are asked for their rows together."""
+
+
+class CaptureRunError(RuntimeError):
+    """A prompt could not be captured; what was done before is kept."""
+
+
+class Runner(Protocol):
+    """Runs prompts and yields them with their rows, in any order."""
+
+    model: ModelFacts
+    tokenizer: Any
+
+    def run(
+        self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
+    ) -> Iterator[Captured]:
+        """Run a shard's prompts."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class EngineRunner:
+    """An `LLM` in this process.
+
+    Its steps depend on a shard's prompts alone: each shard starts with an empty prefix
+    cache, and the engine core runs on this thread. So the rows of a resumed run are
+    those of an uninterrupted one, bit for bit.
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        """Take an engine that has `CONSUMER`."""
+        from vllm.capture_dataset.models import facts_of_engine
+
+        self._llm = llm
+        self.tokenizer = llm.get_tokenizer()
+        self.model = facts_of_engine(llm)
+        self._count = 0
+
+    def run(
+        self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
+    ) -> Iterator[Captured]:
+        """Run a shard's prompts."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        self._llm.reset_prefix_cache()
+        capture = {"inline": rows.capture()}
+        sent = {}
+        for prompt in prompts:
+            self._count += 1
+            request_id = str(self._count)
+            params = SamplingParams(
+                max_tokens=rows.max_tokens,
+                temperature=0.0,
+                detokenize=False,
+                capture=capture,
+            )
+            ids = {"prompt_token_ids": prompt.token_ids}
+            engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
+            sent[request_id] = prompt
+        ended: list[RequestOutput] = []
+        while engine.has_unfinished_requests():
+            outputs: Any = engine.step()
+            ended += [output for output in outputs if output.finished]
+            if len(ended) >= COLLECTED_AT_ONCE:
+                yield from self._collect(ended, sent, tokens)
+                ended = []
+        yield from self._collect(ended, sent, tokens)
+
+    def _collect(
+        self, ended: "list[RequestOutput]", sent: dict[str, Prompt], tokens: Tokens
+    ) -> Iterator[Captured]:
+        self._llm.llm_engine.capture.wait(ended)
+        for output in ended:
+            prompt = sent.pop(output.request_id)
+            result = (output.capture_results or {})["inline"]
+            if result.status != "ok":
+                raise failed(prompt, result.error)
+            generated = list(output.outputs[0].token_ids)
+            yield captured(prompt, result.payload, generated, tokens)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def captured(
+    prompt: Prompt, payload: RowsByTap, generated: list[int], tokens: Tokens
+) -> Captured:
+    """A prompt with the rows that came for it."""
+    positions = next(iter(payload.positions.values()))
+    return Captured(
+        prompt,
+        dict(payload),
+        positions,
+        prompt.token_ids + generated,
+        tokens.continued(prompt, generated),
+    )
+
+
+def failed(prompt: Prompt, reason: str | None) -> CaptureRunError:
+    """The error for a prompt that has no rows."""
+    entry = prompt.entry
+    return CaptureRunError(
+        f"{entry.where} (id {entry.prompt_id!r}) could not be captured: {reason}"
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from files: JSON Lines, CSV, Parquet, text, Hugging Face data sets on disk.
+
+A source is read twice, record by record: once to check all of it, once to use it. So a
+source of any size takes little memory, and what is wrong with it is told before a model
+is loaded.
+"""
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.capture.selectors import fail
+
+PROMPT_COLUMNS = ("prompt", "text", "messages", "conversations")
+"""Where prompts are looked for if no column is named."""
+
+Record = tuple[str, Mapping[str, Any]]
+"""Where it stands, such as `line 7`, and its columns."""
+
+
+def records(path: Path, split: str | None = None) -> Iterator[Record]:
+    """The records of a source, in order.
+
+    Raises:
+        CaptureValidationError: it is none that can be read; names the line.
+
+    """
+    if path.is_dir():
+        return _hugging_face(path, split)
+    reader = _READERS.get(path.suffix.lower())
+    if not path.is_file() or reader is None:
+        raise fail(
+            f"source: {str(path)!r} is "
+            + ("no file or folder" if not path.exists() else "of an unknown kind")
+            + f"; it must be a file that ends in one of {sorted(_READERS)}, or the "
+            "folder of a Hugging Face data set",
+            "source",
+            str(path),
+        )
+    return reader(path)
+
+
+def digest(path: Path, split: str | None = None) -> str:
+    """SHA-256 of what the source holds."""
+    found = hashlib.sha256(str(split).encode())
+    files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    for number, line in _lines(path):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise _bad(path, f"line {number} is not JSON: {error}", line) from None
+        if isinstance(values, str):
+            values = {"text": values}
+        if not isinstance(values, dict):
+            raise _bad(path, f"line {number} is neither an object nor a text", line)
+        yield f"line {number}", values
+
+
+def _text(path: Path) -> Iterator[Record]:
+    for number, line in _lines(path):
+        yield f"line {number}", {"text": line}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, and their numbers."""
+    with path.open("rb") as opened:
+        for number, raw in enumerate(opened, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise _bad(
+                    path, f"line {number} is not UTF-8: {error}", raw[:60]
+                ) from None
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+
+
+def _separated(path: Path) -> Iterator[Record]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    # Line ends within quotes belong to a field, so the file is not split before.
+    with path.open(encoding="utf-8-sig", newline="") as opened:
+        reader = csv.reader(opened, delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, [])
+            for values in reader:
+                where = f"line {reader.line_num}"
+                if not values:
+                    continue
+                if len(values) != len(header):
+                    told = f"{where} has {len(values)} fields, the first {len(header)}"
+                    raise _bad(path, told, values)
+                yield where, dict(zip(header, map(_number, values)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            told = f"line {reader.line_num + 1} cannot be read: {error}"
+            raise _bad(path, told, None) from None
+
+
+def _number(text: str) -> str | int | float:
+    """A field as a number if that is how the number is written."""
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        if str(value) == text:
+            return value
+    return text
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as opened:
+            number = 0
+            for batch in opened.iter_batches(1024):
+                for values in batch.to_pylist():
+                    yield f"row {number}", values
+                    number += 1
+    except pa.ArrowInvalid as error:
+        raise _bad(path, f"it is no Parquet file: {error}", None) from None
+
+
+def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError:
+        raise fail(
+            f"source: {str(path)!r} is a folder, and the package datasets, which reads "
+            "data sets from folders, is not installed; pip install datasets",
+            "source",
+            str(path),
+        ) from None
+    try:
+        found = load_from_disk(str(path))
+    except (FileNotFoundError, ValueError) as error:
+        raise _bad(path, f"it holds no data set: {error}", None) from None
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            told = f"it has the splits {sorted(found)}; choose one with --split"
+            raise _bad(path, told, split)
+        found = found[split]
+    for number, values in enumerate(found):
+        yield f"row {number}", values
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _separated,
+    ".tsv": _separated,
+    ".parquet": _parquet,
+    ".txt": _text,
+}
+
+
+def _bad(path: Path, what: str, value: Any) -> Exception:
+    return fail(f"source: {str(path)!r}: {what}", "source", value)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source checked as a whole, and its prompts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from vllm.capture_dataset.sources import PROMPT_COLUMNS, digest, records
+from vllm.capture_dataset.spec import SourceSpec
+from vllm.v1.capture.selectors import fail
+
+RESERVED = {
+    *("sample", "prompt_id", "layer", "hook", "position", "is_prompt", "token_id"),
+    *("token", "text_offset", "values"),
+}
+"""Columns of the table that no carried one may be named as."""
+
+_TYPED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prompt of the source."""
+
+    sample: int
+    """Its number in the source, from 0."""
+    prompt_id: str
+    prompt: str | list[Any]
+    """A text, a list of chat messages, or a list of token ids."""
+    carried: tuple[Any, ...]
+    where: str
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a source holds, after one pass over it."""
+
+    spec: SourceSpec
+    column: str = ""
+    num_entries: int = 0
+    """How many prompts are used."""
+    carried: dict[str, pa.DataType] = field(default_factory=dict)
+    digest: str = ""
+    longest_bytes: int = 0
+    """Of the longest prompt that is a text; at least its tokens, chats excepted."""
+    has_chats: bool = False
+    _superseded: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, spec: SourceSpec) -> "Survey":
+        """Check a source.
+
+        Raises:
+            CaptureValidationError: names the line and the remedy.
+
+        """
+        found = cls(spec)
+        seen: dict[str, int] = {}
+        pending: list[tuple[Any, ...]] = []
+        for entry in found._entries():
+            found._take_id(entry, seen)
+            found._measure(entry.prompt)
+            pending.append(entry.carried)
+            if len(pending) == _TYPED_AT_ONCE:
+                found._take_types(pending, entry.where)
+                pending = []
+            found.num_entries += 1
+        found._take_types(pending, "the last rows")
+        if not found.num_entries:
+            raise _bad(spec, "it has no prompts", None)
+        found.num_entries -= len(found._superseded)
+        found.digest = digest(spec.path, spec.split)
+        return found
+
+    def entries(self, first_sample: int = 0) -> Iterator[Entry]:
+        """The prompts that are used, from a number on."""
+        for entry in self._entries():
+            if entry.sample >= first_sample and entry.sample not in self._superseded:
+                yield entry
+
+    def _entries(self) -> Iterator[Entry]:
+        spec = self.spec
+        for sample, (where, values) in enumerate(records(spec.path, spec.split)):
+            if spec.limit is not None and sample >= spec.limit:
+                return
+            self.column = self.column or _column(spec, values, where)
+            named = (self.column, *spec.carry, *filter(None, [spec.id_column]))
+            missing = next((name for name in named if name not in values), None)
+            if missing is not None:
+                raise _bad(
+                    spec,
+                    f"{where} has no column {missing!r}; it has {sorted(values)}",
+                    missing,
+                )
+            prompt_id = sample if spec.id_column is None else values[spec.id_column]
+            carried = tuple(values[name] for name in spec.carry)
+            prompt = _prompt(spec, values[self.column], where)
+            yield Entry(sample, str(prompt_id), prompt, carried, where)
+
+    def _take_id(self, entry: Entry, seen: dict[str, int]) -> None:
+        earlier = seen.get(entry.prompt_id)
+        if earlier is not None:
+            if not self.spec.replace_repeated:
+                raise _bad(
+                    self.spec,
+                    f"{entry.where} repeats the id {entry.prompt_id!r} of prompt "
+                    f"{earlier}; make ids unique, leave out --id, or say "
+                    "--on-repeated-id replace, which keeps the last",
+                    entry.prompt_id,
+                )
+            self._superseded.add(earlier)
+        seen[entry.prompt_id] = entry.sample
+
+    def _measure(self, prompt: str | list[Any]) -> None:
+        if isinstance(prompt, str) and not self.spec.chat:
+            self.longest_bytes = max(self.longest_bytes, len(prompt.encode()))
+        elif not isinstance(prompt, str) and isinstance(prompt[0], int):
+            self.longest_bytes = max(self.longest_bytes, len(prompt))
+        else:
+            self.has_chats = True
+
+    def _take_types(self, rows: list[tuple[Any, ...]], where: str) -> None:
+        for index, name in enumerate(self.spec.carry):
+            values = [row[index] for row in rows]
+            known = self.carried.get(name, pa.null())
+            try:
+                kind = _united(known, pa.array(values).type) if values else known
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise _bad(
+                    self.spec,
+                    f"values of the carried column {name!r} up to {where} are of "
+                    f"several kinds ({error}); make them alike, or leave it out",
+                    name,
+                ) from None
+            self.carried[name] = kind
+
+
+def _united(known: pa.DataType, new: pa.DataType) -> pa.DataType:
+    fields = [pa.schema([pa.field("x", kind)]) for kind in (known, new)]
+    merged = pa.unify_schemas(fields, promote_options="permissive")
+    return merged.field("x").type
+
+
+def _column(spec: SourceSpec, values: Mapping[str, Any], where: str) -> str:
+    reserved = RESERVED.intersection(spec.carry)
+    if reserved:
+        told = f"the carried column {min(reserved)!r} is one that the table has itself"
+        raise _bad(spec, f"{told}; rename it", min(reserved))
+    if spec.column is not None:
+        return spec.column
+    found = next((name for name in PROMPT_COLUMNS if name in values), None)
+    if found is None:
+        raise _bad(
+            spec,
+            f"{where} has the columns {sorted(values)}, none of which is among "
+            f"{list(PROMPT_COLUMNS)}; name one with --column",
+            None,
+        )
+    return found
+
+
+def _prompt(spec: SourceSpec, raw: Any, where: str) -> str | list[Any]:
+    good = isinstance(raw, str) or (
+        isinstance(raw, list)
+        and (
+            all(isinstance(part, int) for part in raw)
+            or all(isinstance(part, dict) and "role" in part for part in raw)
+        )
+    )
+    if good and raw:
+        prompt: str | list[Any] = raw
+        return prompt
+    raise _bad(
+        spec,
+        f"{where}: a prompt must be a text, a list of chat messages or a list of "
+        "token ids, and not be empty",
+        raw,
+    )
+
+
+def _bad(spec: SourceSpec, what: str, value: Any) -> Exception:
+    return fail(f"source: {str(spec.path)!r}: {what}", "source", value)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a shard as columns.
+
+A shard holds the rows of consecutive prompts. Its taps are stored one after the other,
+each with the rows of all prompts in ascending sample and position, so that one layer of
+a shard is one run of the file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from vllm.capture_dataset.prompts import Prompt, TokenText
+from vllm.capture_dataset.spec import Tap
+
+ARROW_VALUES = {"float16": pa.float16(), "float32": pa.float32()}
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A prompt with its rows."""
+
+    prompt: Prompt
+    rows: dict[Tap, torch.Tensor]
+    """`[rows, hidden_size]` by tap."""
+    positions: list[int]
+    """One per row, the same for every tap."""
+    token_ids: list[int]
+    """Of prompt and answer."""
+    text: TokenText
+    """Of the same tokens."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive prompts whose rows lie in one file."""
+
+    number: int
+    items: Sequence[Captured]
+    taps: Sequence[Tap]
+    carried: dict[str, pa.DataType]
+    stored_dtype: str
+
+    @cached_property
+    def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Rows per prompt `[prompts]`."""
+        return np.array([len(item.positions) for item in self.items], np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one tap."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def columns(self) -> dict[str, pa.Array]:
+        """All columns but layer, hook and values: `[num_rows]`, alike for every tap."""
+        entries = [item.prompt.entry for item in self.items]
+        owner = np.repeat(np.arange(len(entries)), self.counts)
+        positions = np.concatenate(
+            [np.array(item.positions, np.int32) for item in self.items]
+        )
+        lengths = np.array([len(item.prompt.token_ids) for item in self.items])
+        samples = np.array([entry.sample for entry in entries], np.int64)
+
+        def each(values: list[Any], kind: pa.DataType) -> pa.Array:
+            return pa.array(values, kind).take(pa.array(owner))
+
+        def of_rows(name: str, kind: pa.DataType) -> pa.Array:
+            return pa.array(
+                [
+                    values[position]
+                    for item in self.items
+                    for values in (_per_token(item, name),)
+                    for position in item.positions
+                ],
+                kind,
+            )
+
+        return {
+            "sample": pa.array(samples[owner]),
+            "prompt_id": each([entry.prompt_id for entry in entries], pa.string()),
+            **{
+                name: each([entry.carried[index] for entry in entries], kind)
+                for index, (name, kind) in enumerate(self.carried.items())
+            },
+            "position": pa.array(positions),
+            "is_prompt": pa.array(positions < lengths[owner]),
+            "token_id": of_rows("token_ids", pa.int32()),
+            "token": of_rows("tokens", pa.string()),
+            "text_offset": of_rows("offsets", pa.int32()),
+        }
+
+    def values(self, tap: Tap) -> torch.Tensor:
+        """`[num_rows, hidden_size]` in the stored dtype.
+
+        Raises:
+            ValueError: a value is out of the stored dtype's range.
+
+        """
+        rows = torch.cat([item.rows[tap] for item in self.items])
+        stored = rows.to(getattr(torch, self.stored_dtype))
+        if self.stored_dtype == "float16" and not bool(stored.isfinite().all()):
+            raise ValueError(
+                f"values up to {rows.float().abs().max():.4g} at {tap} are out of the "
+                "range of float16; store them as float32 with --values-dtype float32"
+            )
+        return stored.contiguous()
+
+    def schema(self, width: int, metadata: dict[str, str]) -> pa.Schema:
+        """The table's schema."""
+        columns = self.columns
+        names = list(columns)
+        at = names.index("position")
+        fields = [pa.field(name, columns[name].type) for name in names]
+        fields[at:at] = [pa.field("layer", pa.int32()), pa.field("hook", pa.string())]
+        values = pa.list_(ARROW_VALUES[self.stored_dtype], width)
+        fields.append(pa.field("values", values))
+        return pa.schema(fields, metadata=metadata)
+
+    def batch(self, tap: Tap, schema: pa.Schema) -> pa.RecordBatch:
+        """All rows of a tap."""
+        layer, hook = tap
+        count = self.num_rows
+        values = self.values(tap)
+        flat = pa.array(values.numpy().reshape(-1))
+        made = self.columns | {
+            "layer": pa.array(np.full(count, layer, np.int32)),
+            "hook": pa.array([hook]).take(pa.array(np.zeros(count, np.int32))),
+            "values": pa.FixedSizeListArray.from_arrays(flat, values.shape[1]),
+        }
+        return pa.RecordBatch.from_arrays(
+            [made[n] for n in schema.names], schema=schema
+        )
+
+
+def _per_token(item: Captured, name: str) -> Sequence[Any]:
+    if name == "token_ids":
+        return item.token_ids
+    return item.text.tokens if name == "tokens" else item.text.offsets

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running `vllm capture`: checks, the engine or server, and how it may end."""
+
+import argparse
+import os
+import signal
+import sys
+from itertools import islice
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from vllm.capture_dataset.collect import Plan, begin, collect
+from vllm.capture_dataset.manifest import NAME, Manifest
+from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
+from vllm.capture_dataset.runners import CaptureRunError, Runner
+from vllm.capture_dataset.spec import OutputSpec
+from vllm.capture_dataset.survey import Survey
+from vllm.entrypoints.cli.capture.options import specs_of
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.selectors import fail
+
+TRIED_PROMPTS = 32
+INTERRUPTED = 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect a data set; the status to exit with."""
+    # Rows depend on how prompts are batched: in this process, the same each time.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        source, rows, output = specs_of(args)
+        _check_folder(output, args.dry_run)
+        survey = Survey.of(source)
+        runner = _runner(args)
+    except CaptureValidationError as error:
+        return _told(str(error))
+    try:
+        plan = Plan.of(survey, rows, output, runner)
+        if args.dry_run:
+            estimate(plan, runner)
+            return 0
+        return _collect(plan, runner)
+    except (CaptureValidationError, CaptureRunError, ValueError) as error:
+        return _told(str(error))
+    except OSError as error:
+        return _told(
+            f"the data set could not be written: {error}. What is listed in "
+            f"{output.folder / NAME} is whole; when there is room, run this again with "
+            "--resume"
+        )
+    except KeyboardInterrupt:
+        _told(f"interrupted; {output.folder} is readable, go on with --resume")
+        return INTERRUPTED
+    finally:
+        runner.close()
+
+
+def _collect(plan: Plan, runner: Runner) -> int:
+    begin(plan)
+    progress = Progress(plan.survey.num_entries)
+    try:
+        manifest = collect(plan, runner, progress)
+    finally:
+        progress.close()
+    rows = sum(shard.num_rows for shard in manifest.shards)
+    size = sum(shard.num_value_bytes for shard in manifest.shards)
+    print(
+        f"{plan.output.folder}: {plan.survey.num_entries:,} prompts, {rows:,} rows, "
+        f"{human_bytes(size)} of values in {len(manifest.shards)} shards"
+    )
+    return 0
+
+
+def estimate(plan: Plan, runner: Runner) -> None:
+    """Say rows, bytes and time; the time from some prompts that are run."""
+    prompts = tokens = rows = 0
+    for prompt in plan.prompts():
+        prompts += 1
+        tokens += len(prompt.token_ids) + plan.rows.max_tokens - 1
+        rows += plan.rows_of(len(prompt.token_ids)) * len(plan.rows.taps)
+    tried = list(islice(plan.prompts(), TRIED_PROMPTS))
+    for _ in range(2):  # The first time warms up.
+        began = monotonic()
+        done = sum(len(i.token_ids) for i in runner.run(tried, plan.rows, plan.tokens))
+        seconds = monotonic() - began
+    print(f"prompts     {prompts:,}")
+    print(f"tokens      {tokens:,}" + (" at most" if plan.rows.max_tokens > 1 else ""))
+    print(f"rows        {rows:,} of {plan.model.hidden_size} {plan.stored_dtype}")
+    print(f"bytes       {human_bytes(rows * plan.row_bytes)} of values")
+    print(f"time        about {human_seconds(seconds * tokens / max(done, 1))}")
+
+
+def _check_folder(output: OutputSpec, dry: bool) -> None:
+    """What can be said of the folder before a model is loaded."""
+    if dry or not (output.folder / NAME).exists():
+        return
+    if not output.resume:
+        raise fail(
+            f"out: {str(output.folder)!r} holds a data set already; say --resume to go "
+            "on with it, or choose another folder",
+            "out",
+            str(output.folder),
+        )
+    Manifest.read(output.folder)
+
+
+def _runner(args: argparse.Namespace) -> Any:
+    if args.server is not None:
+        from vllm.capture_dataset.remote import ServerRunner
+
+        return ServerRunner(args.server, args.tokenizer, args.api_key, args.concurrency)
+    from vllm import LLM
+    from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+    from vllm.engine.arg_utils import EngineArgs
+
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.capture_consumers = [CONSUMER]
+    return EngineRunner(LLM.from_engine_args(engine_args))
+
+
+def _told(message: str) -> int:
+    print(f"vllm capture: {message}", file=sys.stderr)
+    return 1
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

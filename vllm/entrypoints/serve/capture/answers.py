@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that carry rows: in the form that the client accepts, as fast as it reads.
+
+Rows are encoded on threads and written piece by piece, so that other requests' tokens
+wait for no answer.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vllm.logger import init_logger
+from vllm.v1.capture.frontend.http import Deferred
+from vllm.v1.capture.frontend.http import as_json as results_as_json
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.transport.bodies import FORMS, Piece, as_json, form_for
+from vllm.v1.capture.transport.handouts import HANDOUTS, Handout
+from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
+from vllm.v1.capture.types import CaptureResult
+
+logger = init_logger(__name__)
+
+STALL_SECONDS = 120.0
+"""A client that reads nothing for so long is given up, and its rows are freed."""
+
+_threads = ThreadPoolExecutor(2, "capture-answer")
+
+
+def carries_rows(response: Any) -> bool:
+    """Whether a response, or a chunk of one, has rows in its results."""
+    results = response.capture_results
+    return results is not None and any(
+        isinstance(result, Deferred) for result in results.values()
+    )
+
+
+class Document:
+    """A response whose results' rows are told apart from it."""
+
+    def __init__(
+        self,
+        response: Any,
+        exclude: Collection[str] = (),
+        exclude_unset: bool = False,
+    ) -> None:
+        """Read `response`; the rest says which of its fields are left out."""
+        self._response = response.model_dump(
+            exclude={"capture_results", *exclude}, exclude_unset=exclude_unset
+        )
+        self._plain: dict[str, Any] = {}
+        self._results: dict[str, CaptureResult] = {}
+        for name, result in response.capture_results.items():
+            if isinstance(result, Deferred):
+                self._results[name] = result.result
+            else:
+                self._plain[name] = result
+        self.parts = parts_of(self._results)
+        self._handout: Handout | None = None
+
+    def hand_out(self) -> None:
+        """Put rows that are wanted in shared memory there; takes as long as a copy."""
+        shared = [part for part in self.parts if part.transport == "shm"]
+        if shared:
+            self._handout = HANDOUTS.make(shared)
+        if self._handout is not None:
+            self.parts = [part for part in self.parts if part.transport != "shm"]
+
+    def tell(self, reference: Reference) -> Mapping[str, Any]:
+        """All of it, with references to the parts."""
+        handout = self._handout
+
+        def refer(part: Part) -> dict[str, Any]:
+            if handout is not None and part.name in handout.offsets:
+                return handout.refer(part)
+            return reference(part)
+
+        def show(name: str, payload: RowsByTap) -> list[dict[str, Any]]:
+            return [described(part, refer) for part in parts_of_payload(name, payload)]
+
+        results = {**self._plain, **results_as_json(self._results, show)}
+        return {**self._response, "capture_results": results}
+
+
+def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
+    """The parts of the payload that is found at `path`."""
+    result = CaptureResult(("", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
+    return parts_of({path: result})
+
+
+async def answer(
+    response: Any, request: Request, headers: Mapping[str, str] | None
+) -> StreamingResponse:
+    """The response to a request whose results carry rows."""
+    document = Document(response)
+    await _on_thread(document.hand_out)
+    form = form_for(request.headers.get("accept", ""), document.parts)
+    body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
+    sized = {} if body.size is None else {"Content-Length": str(body.size)}
+    return Answer(
+        made_on_threads(body.pieces),
+        media_type=body.media_type,
+        headers={**(headers or {}), **sized},
+    )
+
+
+async def event(
+    chunk: Any, exclude: Collection[str] = (), exclude_unset: bool = False
+) -> AsyncIterator[Piece]:
+    """A chunk of a stream of server-sent events whose results carry rows."""
+    document = Document(chunk, exclude, exclude_unset)
+    await _on_thread(document.hand_out)
+    body = await _on_thread(partial(as_json, document.tell, document.parts))
+    yield b"data: "
+    async for piece in made_on_threads(body.pieces):
+        yield piece
+    yield b"\n\n"
+
+
+async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
+    """The same pieces; the event loop makes none of them."""
+    while (piece := await _on_thread(partial(next, pieces, None))) is not None:
+        if len(piece):
+            yield piece
+
+
+async def _on_thread(work: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+class Answer(StreamingResponse):
+    """A response that is given up where its client reads nothing any more."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def send_soon(message: Any) -> None:
+            try:
+                await asyncio.wait_for(send(message), STALL_SECONDS)
+            except TimeoutError:
+                logger.warning(
+                    "A client has read nothing of its captured rows for %.0f s; they "
+                    "are freed and its connection is closed",
+                    STALL_SECONDS,
+                )
+                raise OSError("the client does not read") from None
+
+        await super().__call__(scope, receive, send_soon)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading JSON without holding the interpreter for long.
+
+`json.loads` holds it for as long as it takes, on whatever thread it runs, so that a
+body of some megabytes stops every other request. Here long lists and texts are read
+in pieces, between which others run; what is around them is bounded.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.entrypoints.serve.utils.json_structure import (
+    CLOSE_LIST,
+    COMMA,
+    LIMITS,
+    OPEN_LIST,
+    BodyError,
+    BodyLimits,
+    Structure,
+    check_count,
+    scanned,
+    too_large,
+)
+
+INLINE_BYTES = 1 << 16
+"""Up to this size a body is read at once: in about a millisecond."""
+SHORT, SHORT_TEXT = 64, 4096
+MAX_DIGITS = 64
+"""Of a whole number: longer ones cost more to read and tell than they are worth."""
+_PIECE, _PIECE_BYTES = 1 << 13, 1 << 18
+_WHOLE = re.compile(
+    rb"(?:[^\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*+", re.DOTALL
+)
+"""Text up to the last place where it may be cut: not within an escape or a pair."""
+
+
+def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
+    """What a body says.
+
+    Args:
+        raw: in UTF-8, -16 or -32.
+        limits: how much it may hold.
+
+    Raises:
+        BodyError: it holds more than a body may hold.
+        ValueError: it is not JSON.
+
+    """
+    if len(raw) > limits.num_bytes:
+        raise BodyError(too_large(limits))
+    encoding = json.detect_encoding(raw)
+    if encoding != "utf-8":
+        raw = raw.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    is_small = len(raw) <= INLINE_BYTES
+    if is_small and raw.count(b"[") + raw.count(b"{") <= limits.depth:
+        found = _loads(raw)
+    else:
+        structure = scanned(raw, limits)
+        found = _loads(raw) if is_small else _in_pieces(raw, structure, limits)
+    if (b"\\" in raw and b"\\u" in raw) or b"\xed" in raw:
+        _check_text(found)
+    return found
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise BodyError(f"it has a whole number of more than {MAX_DIGITS} digits")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
+
+
+def _loads(raw: bytes) -> Any:
+    try:
+        return _DECODER.decode(raw.decode("utf-8", "surrogatepass"))
+    except RecursionError:
+        raise BodyError("it is nested too deeply") from None
+
+
+Span: TypeAlias = tuple[int, int]
+"""First and last byte of something in a body."""
+
+
+def _in_pieces(raw: bytes, structure: Structure, limits: BodyLimits) -> Any:
+    """Read a large body: long lists and texts in pieces, then what is around them."""
+    nonce = secrets.token_hex(16)
+    parts: list[Any] = []
+    around: list[bytes] = []
+    end = in_lists = 0
+    for (begin, stop), signs in _long_parts(structure):
+        if begin < end:
+            continue  # A text within a long list.
+        around += [raw[end:begin], f'"{nonce}{len(parts)}"'.encode()]
+        is_list = len(signs) > 0
+        parts.append(list(_items(raw, signs)) if is_list else _text(raw, begin, stop))
+        in_lists += len(signs)
+        end = stop + 1
+    around.append(raw[end:])
+    loose = b"".join(around)
+    check_count(
+        "values outside of long lists",
+        len(structure.signs) - in_lists,
+        limits.loose_values,
+    )
+    check_count("bytes outside of long lists and texts", len(loose), limits.loose_bytes)
+    return _filled(_loads(loose), nonce, parts)
+
+
+def _long_parts(
+    structure: Structure,
+) -> list[tuple[Span, npt.NDArray[np.int64]]]:
+    """Long texts, and long lists that hold no list and no object, with their signs.
+
+    In order; texts have no signs.
+    """
+    brackets = np.flatnonzero(structure.kinds != COMMA)
+    kinds = structure.kinds[brackets]
+    flat = (kinds[:-1] == OPEN_LIST) & (kinds[1:] == CLOSE_LIST)
+    flat &= np.diff(brackets) > SHORT
+    found = []
+    for index in np.flatnonzero(flat):
+        signs = structure.signs[brackets[index] : brackets[index + 1] + 1]
+        found.append(((int(signs[0]), int(signs[-1])), signs))
+    nothing = structure.signs[:0]
+    even = len(structure.quotes) // 2 * 2
+    texts = structure.quotes[:even].reshape(-1, 2)
+    for begin, stop in texts[np.diff(texts, axis=1)[:, 0] > SHORT_TEXT]:
+        found.append(((int(begin), int(stop)), nothing))
+    return sorted(found, key=lambda one: one[0])
+
+
+def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
+    """The items of a list, whose brackets and commas are at `signs`."""
+    at, last = 0, len(signs) - 1
+    while at < last:
+        far = int(np.searchsorted(signs, signs[at] + _PIECE_BYTES)) - 1
+        stop = min(max(far, at + 1), at + _PIECE, last)
+        piece = raw[int(signs[at]) + 1 : int(signs[stop])]
+        at = stop
+        text = piece.strip() if len(piece) > _PIECE_BYTES else b""
+        if len(text) > _PIECE_BYTES:
+            if text[:1] != b'"' or text[-1:] != b'"':
+                raise BodyError(f"it has a number of more than {_PIECE_BYTES} digits")
+            yield _text(text, 0, len(text) - 1)
+            continue
+        items = _loads(b"[" + piece + b"]")
+        if not items:
+            raise ValueError(f"a value is missing before byte {int(signs[stop])}")
+        yield from items
+
+
+def _text(raw: bytes, begin: int, stop: int) -> str:
+    """The text between the quotes at `begin` and `stop`."""
+    pieces = []
+    at = begin + 1
+    escapes = raw.find(b"\\", at, stop) >= 0
+    while at < stop:
+        end = min(at + _PIECE_BYTES, stop)
+        if escapes and end < stop:
+            found = _WHOLE.match(raw, at, end)
+            end = found.end() if found is not None else at
+        while end < stop and raw[end] & 0xC0 == 0x80:
+            end += 1  # Within a character.
+        if end == at:
+            raise BodyError("it holds an escape in a text that stands for nothing")
+        pieces.append(_loads(b'"' + raw[at:end] + b'"'))
+        at = end
+    return "".join(pieces)
+
+
+def _filled(found: Any, nonce: str, parts: list[Any]) -> Any:
+    """Put parts where texts stood in for them that nobody else knows.
+
+    Raises:
+        BodyError: a name was a long text.
+
+    """
+
+    def wanted(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith(nonce):
+            return parts[int(value[len(nonce) :])]
+        return value
+
+    root = [found]
+    waiting: list[Any] = [root]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, dict) and any(key.startswith(nonce) for key in here):
+            raise BodyError(f"it has a name of more than {SHORT_TEXT} bytes")
+        items = list(here.items() if isinstance(here, dict) else enumerate(here))
+        for at, old in items:
+            if isinstance(old, (dict, list)):
+                waiting.append(old)
+            elif (new := wanted(old)) is not old:
+                here[at] = new
+    return root[0]
+
+
+def _check_text(found: Any) -> None:
+    """Refuse lone surrogates, which no answer could tell of.
+
+    Raises:
+        BodyError: one is in a text or name.
+
+    """
+    waiting = [found]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, dict):
+            waiting += [*here, *here.values()]
+        elif isinstance(here, list):
+            waiting += here
+        elif isinstance(here, str) and not here.isascii():
+            try:
+                here.encode()
+            except UnicodeEncodeError:
+                raise BodyError(
+                    "it holds text with a lone surrogate, which is no Unicode; leave "
+                    "it out"
+                ) from None

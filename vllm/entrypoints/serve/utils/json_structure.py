@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a JSON body is made of: counted before it is read, against limits."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How much one body may hold. Numbers in lists and text are cheap, all else not."""
+
+    num_bytes: int = 64 << 20
+    depth: int = 64
+    """Of lists and objects in one another."""
+    containers: int = 1 << 16
+    """Lists and objects."""
+    strings: int = 1 << 17
+    """Names and values; a batch of prompts has as many."""
+    values: int = 1 << 20
+    """In all; vectors with more of them are sent packed."""
+    loose_values: int = 1 << 17
+    """Outside of lists of more than `SHORT` values."""
+    loose_bytes: int = 8 << 20
+    """Outside of such lists and of texts of more than `SHORT_TEXT` bytes."""
+
+
+def _from_environment() -> BodyLimits:
+    given = os.environ.get("VLLM_MAX_BODY_BYTES", "")
+    return BodyLimits(num_bytes=int(given)) if given else BodyLimits()
+
+
+LIMITS = _from_environment()
+
+_SLAB = 1 << 20
+_QUOTE, _BACKSLASH = 0x22, 0x5C
+COMMA, OPEN_LIST, CLOSE_LIST, _OPEN, _CLOSE = 1, 2, 3, 4, 5
+_KINDS: npt.NDArray[np.uint8] = np.zeros(256, dtype=np.uint8)
+for _sign, _kind in zip(b",[]{}", range(1, 6), strict=True):
+    _KINDS[_sign] = _kind
+
+
+class BodyError(ValueError):
+    """A body that is not read; the message says why, and what to send instead."""
+
+
+def too_large(limits: BodyLimits) -> str:
+    """What is said of a body with too many bytes."""
+    return (
+        f"it is larger than {limits.num_bytes} bytes; send vectors packed (base64), or "
+        "in several requests. VLLM_MAX_BODY_BYTES of the server sets the limit"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Where things are in a body."""
+
+    signs: npt.NDArray[np.int64]
+    """Commas and brackets outside of strings."""
+    kinds: npt.NDArray[np.uint8]
+    quotes: npt.NDArray[np.int64]
+    """Beginnings and ends of strings, in turn."""
+
+
+def scanned(raw: bytes, limits: BodyLimits) -> Structure:
+    """The structure of a body, slab by slab.
+
+    Raises:
+        BodyError: there is too much of something.
+
+    """
+    data = np.frombuffer(raw, dtype=np.uint8)
+    signs, kinds, quotes = [], [], []
+    strings = values = containers = depth = 0
+    run = 0  # Backslashes directly before the slab.
+    for start in range(0, len(data), _SLAB):
+        slab = data[start : start + _SLAB]
+        marks, run = _quotes(slab, run)
+        found = np.flatnonzero(_KINDS[slab])
+        found = found[(np.searchsorted(marks, found) + strings) & 1 == 0]
+        kind = _KINDS[slab[found]]
+        opens = (kind == OPEN_LIST) | (kind == _OPEN)
+        depths = depth + np.cumsum(opens * 2 - (kind != COMMA).astype(np.int64))
+        strings += len(marks)
+        containers += int(opens.sum())
+        values += int((kind == COMMA).sum()) + int(opens.sum())
+        check_count(
+            "lists and objects in one another", depths.max(initial=0), limits.depth
+        )
+        check_count("lists and objects", containers, limits.containers)
+        check_count("texts and names", strings // 2, limits.strings)
+        check_count("values", values, limits.values)
+        depth = int(depths[-1]) if len(depths) else depth
+        signs.append(found + start)
+        kinds.append(kind)
+        quotes.append(marks + start)
+    together = map(np.concatenate, (signs, kinds, quotes))
+    return Structure(*together)
+
+
+def check_count(what: str, count: int, most: int) -> None:
+    """Refuse more of something than there may be.
+
+    Raises:
+        BodyError: names what there is too much of.
+
+    """
+    if count > most:
+        raise BodyError(
+            f"it has more than {most} {what}; send vectors packed (base64), positions "
+            "and layers as ranges, or several requests"
+        )
+
+
+def _quotes(slab: npt.NDArray[np.uint8], run: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Where strings begin and end in a slab, and how many backslashes end it.
+
+    Args:
+        slab: a part of a body.
+        run: backslashes directly before it.
+
+    """
+    quotes = np.flatnonzero(slab == _QUOTE)
+    others = np.flatnonzero(slab != _BACKSLASH)
+    if len(others) == len(slab) and not run % 2:
+        return quotes, 0
+    # The last byte before each quote that is no backslash; -1 - run if none is.
+    before = np.concatenate(([-1 - run], others))[np.searchsorted(others, quotes)]
+    escaped = (quotes - 1 - before) & 1
+    last = int(others[-1]) if len(others) else -1 - run
+    return quotes[escaped == 0], len(slab) - 1 - last

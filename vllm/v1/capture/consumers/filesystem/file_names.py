@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of a root the layouts have written.
+
+Clients choose the names of folders, and people put files beside ours: only what
+matches a layout's own pattern, and is a file, is one of its files.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm.v1.capture.types import HOOK_NAMES
+
+_STAGE = r"(?:-pp\d\d)?"
+SHARD = re.compile(rf"(shard{_STAGE}-\d{{3}})-(\d{{5,12}})\.(bin|json)")
+OWN = re.compile(
+    rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})|packed{_STAGE})\.(?:bin|json)"
+)
+"""In the folder of one request."""
+
+
+def files_of(folder: str | Path, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """The files of a folder whose names match, in no order; none without a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                found = pattern.fullmatch(entry.name)
+                if found is not None and entry.is_file():
+                    yield found
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def indices_in(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """The JSON files of a folder whose names match, the one written last at the end."""
+    names = (found[0] for found in files_of(folder, pattern))
+    paths = [folder / name for name in names if name.endswith(".json")]
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))

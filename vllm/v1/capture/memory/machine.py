@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine, or the container on it, has for captured rows."""
+
+from functools import cache
+
+import psutil
+
+from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
+from vllm.utils.torch_utils import available_cpu_count
+
+
+@cache
+def memory_bytes() -> int:
+    """The memory of the machine in bytes, or of the control group if that is less."""
+    total = psutil.virtual_memory().total
+    limit = get_cgroup_memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def writer_threads() -> int:
+    """How many threads write files at most: half of the cores, from 2 to 8."""
+    return min(max(available_cpu_count() // 2, 2), 8)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that another process can map, known by where it lies in this one.
+
+A segment is an anonymous file (`memfd_create(2)`): it has no name in any file system,
+so nothing is left behind however a process ends, and the size of `/dev/shm` is no
+limit. Where the system has no such files a segment is ordinary memory.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from bisect import bisect_right
+from secrets import randbits
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+ALIGNMENT = mmap.PAGESIZE
+"""Bytes; parts of segments begin at multiples of it, so that each can be mapped."""
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+"""From `madvise(2)`; the mmap module does not name the latter."""
+POPULATED = 64 << 20
+"""Bytes that one call populates."""
+
+
+class SharedSegment:
+    """Bytes in memory of their own, `[size]`; freed with the last view of them."""
+
+    def __init__(self, size: int) -> None:
+        """Reserve `size` bytes, a multiple of `ALIGNMENT`, of zeros.
+
+        Raises:
+            OSError: the system has no more memory.
+
+        """
+        assert size % ALIGNMENT == 0, f"{size} bytes are no whole pages"
+        self.number = randbits(63)
+        """No other segment has it, of this process or another."""
+        self.size = size
+        self.file = _open(size)
+        """The descriptor, None where this is ordinary memory."""
+        if self.file is None:
+            self.memory: npt.NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
+        else:
+            mapped = mmap.mmap(self.file, size)
+            self.memory = np.frombuffer(mapped, dtype=np.uint8)
+        self.address = self.memory.ctypes.data
+        SEGMENTS.add(self)
+
+    def populate(self) -> None:
+        """Have the system find all pages now.
+
+        A page that is missing later would end the process instead of raising.
+
+        Raises:
+            OSError: there is not enough memory.
+
+        """
+        if self.file is None:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        advise = libc.madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(self.address, self.size, MADV_HUGEPAGE)  # Where shared memory may.
+        for start in range(0, self.size, POPULATED):
+            length = min(POPULATED, self.size - start)
+            if advise(self.address + start, length, MADV_POPULATE_WRITE) != 0:
+                if ctypes.get_errno() == 22:  # EINVAL: Linux before 5.14
+                    os.posix_fallocate(self.file, 0, self.size)
+                    return
+                raise OSError(ctypes.get_errno(), "no memory for captured rows")
+
+
+def _open(size: int) -> int | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        file = os.memfd_create("vllm-capture", os.MFD_CLOEXEC)
+    except OSError as error:
+        logger.warning_once(
+            "Captured rows cannot lie in shared memory and are copied between "
+            "processes: %s",
+            error,
+        )
+        return None
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+class Segments:
+    """The segments of this process, by address. Any thread may call.
+
+    Nothing takes a lock when a segment is freed, as that may happen wherever the
+    interpreter frees an object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[int, weakref.ref[SharedSegment]] = {}
+        self._starts: tuple[int, ...] = ()
+
+    def add(self, segment: SharedSegment) -> None:
+        """It can be found until it is gone."""
+        if segment.file is None:
+            return
+        weakref.finalize(segment, os.close, segment.file)
+        with self._lock:
+            living = {a: one for a, one in self._found.items() if one() is not None}
+            living[segment.address] = weakref.ref(segment)
+            self._found, self._starts = living, tuple(sorted(living))
+
+    def numbers(self) -> set[int]:
+        """Of those that exist."""
+        found = [one() for one in list(self._found.values())]
+        return {segment.number for segment in found if segment is not None}
+
+    def find(self, address: int, num_bytes: int) -> SharedSegment | None:
+        """The segment that holds all of these bytes, if there is one."""
+        starts, found = self._starts, self._found
+        index = bisect_right(starts, address) - 1
+        one = found.get(starts[index]) if index >= 0 else None
+        segment = None if one is None else one()
+        if segment is None or address + num_bytes > segment.address + segment.size:
+            return None
+        return segment
+
+
+SEGMENTS = Segments()

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms of a response that carries rows: a document, and the rows' bytes.
+
+Each form is a sequence of pieces that are made one at a time, so that a response holds
+no second copy of its rows and is sent as fast as its client reads.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from secrets import token_hex
+from typing import Any, NamedTuple, TypeAlias
+
+import pyarrow as pa
+import pybase64
+
+from vllm.v1.capture.transport.parts import Part, Reference
+
+PIECE_BYTES = 3 << 18
+"""Bytes of a piece, about: a multiple of three, for base64. Writing one to a socket
+takes the event loop less than a millisecond."""
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+"""Names in the safetensors format; https://github.com/huggingface/safetensors."""
+
+Piece: TypeAlias = bytes | memoryview
+Tell: TypeAlias = Callable[[Reference], Mapping[str, Any]]
+"""The document, given how it refers to parts."""
+
+
+class Body(NamedTuple):
+    """What is sent."""
+
+    media_type: str
+    size: int | None
+    """Bytes of all pieces, if that is known before they are made."""
+    pieces: Iterator[Piece]
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as the server's other responses show theirs."""
+    return json.dumps(
+        document, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+
+
+def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
+    """One JSON document; rows are base64. It is spliced in as it is encoded.
+
+    Base64 needs no escapes, so that the JSON encoder never sees the rows.
+    """
+    mark = f"rows-{token_hex(16)}-"
+    number = {part.name: str(index) for index, part in enumerate(parts)}
+
+    def refer(part: Part) -> dict[str, Any]:
+        packed = {} if part.encoding is None else {"encoding": part.encoding}
+        return {**packed, "data": f"{mark}{number[part.name]}-"}
+
+    begin, *rest = json_text(tell(refer)).split(mark)
+    size: int | None = len(begin.encode())
+    for text in rest:
+        index, _, after = text.partition("-")
+        part = parts[int(index)]
+        length = None if part.encoding else -(-part.rows.nbytes // 3) * 4
+        if size is not None:
+            size = None if length is None else size + length + len(after.encode())
+    return Body("application/json", size, _spliced(begin, rest, parts))
+
+
+def _spliced(begin: str, rest: Sequence[str], parts: Sequence[Part]) -> Iterator[Piece]:
+    yield begin.encode()
+    for text in rest:
+        index, _, after = text.partition("-")
+        data = encoded(parts[int(index)])
+        for start in range(0, len(data), PIECE_BYTES):
+            yield pybase64.b64encode(data[start : start + PIECE_BYTES])
+        yield after.encode()
+
+
+def encoded(part: Part) -> memoryview:
+    """A part's bytes, compressed if its request says so."""
+    if part.encoding is None:
+        return part.data
+    assert part.encoding == "zstd", f"admission let {part.encoding!r} through"
+    packed = pa.compress(pa.py_buffer(part.data), codec="zstd", asbytes=True)
+    return memoryview(packed)
+
+
+def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
+    """`multipart/mixed` (RFC 2046): the document, then a binary part for each tensor.
+
+    The document refers to a part by its `Content-ID`.
+    """
+    boundary = token_hex(16)
+    first = document_part(boundary, tell)
+    last = b"--" + boundary.encode() + b"--\r\n"
+    size = len(first) + len(last)
+    for part in parts:
+        size += len(head(boundary, part, part.rows.nbytes)) + part.rows.nbytes + 2
+    known = not any(part.encoding for part in parts)
+    media_type = f"multipart/mixed; boundary={boundary}"
+    pieces = _multipart(boundary, first, parts, last)
+    return Body(media_type, size if known else None, pieces)
+
+
+def _multipart(
+    boundary: str, first: bytes, parts: Sequence[Part], last: bytes
+) -> Iterator[Piece]:
+    yield first
+    for part in parts:
+        yield from binary_part(boundary, part)
+    yield last
+
+
+def document_part(boundary: str, tell: Tell) -> bytes:
+    """The JSON part of a multipart response."""
+
+    def refer(part: Part) -> dict[str, Any]:
+        packed = {} if part.encoding is None else {"encoding": part.encoding}
+        return {"part": part.name, **packed}
+
+    text = json_text(tell(refer)).encode()
+    return (
+        f"--{boundary}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(text)}\r\n\r\n"
+    ).encode() + b"%b\r\n" % text
+
+
+def binary_part(boundary: str, part: Part) -> Iterator[Piece]:
+    """One tensor of a multipart response."""
+    data = encoded(part)
+    yield head(boundary, part, len(data))
+    yield from cut(data)
+    yield b"\r\n"
+
+
+def head(boundary: str, part: Part, size: int) -> bytes:
+    """What stands before the bytes of a part."""
+    shape = ",".join(map(str, part.rows.shape))
+    return (
+        f"--{boundary}\r\nContent-Type: application/octet-stream\r\n"
+        f"Content-ID: <{part.name}>\r\nX-Dtype: {part.dtype}\r\nX-Shape: {shape}\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    ).encode()
+
+
+def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
+    """A safetensors file; the document is its metadata's `response`."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for part in parts:
+        end = offset + part.rows.nbytes
+        entries[part.name] = {
+            "dtype": DTYPES[part.dtype],
+            "shape": list(part.rows.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    document = json_text(tell(lambda part: {"part": part.name}))
+    text = json.dumps({"__metadata__": {"response": document}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    return Body("application/safetensors", len(first) + offset, _after(first, parts))
+
+
+def _after(first: bytes, parts: Sequence[Part]) -> Iterator[Piece]:
+    yield first
+    for part in parts:
+        yield from cut(part.data)
+
+
+def as_arrow(tell: Tell, parts: Sequence[Part]) -> Body:
+    """An Arrow IPC stream, a record batch for each tensor.
+
+    The document is the schema's metadata `response`. Values are `half_float`, `float`
+    or `double`; bfloat16, which Arrow lacks, is `uint16` with its bits, and the field's
+    metadata says `dtype`.
+    """
+    document = json_text(tell(lambda part: {"part": part.name}))
+    return Body("application/vnd.apache.arrow.stream", None, _arrow(document, parts))
+
+
+def _arrow(document: str, parts: Sequence[Part]) -> Iterator[Piece]:
+    sink = _Pieces()
+    width, kind = (parts[0].rows.shape[1], parts[0].dtype) if parts else (0, "float32")
+    values = pa.list_(_arrow_type(kind), width)
+    schema = pa.schema(
+        [
+            pa.field("part", pa.string()),
+            pa.field("layer", pa.int32()),
+            pa.field("hook", pa.string()),
+            pa.field("position", pa.int64()),
+            pa.field("token_id", pa.int64()),
+            pa.field("values", values, metadata={"dtype": kind}),
+        ],
+        metadata={"response": document},
+    )
+    with pa.ipc.new_stream(pa.PythonFile(sink, "w"), schema) as stream:
+        for part in parts:
+            stream.write_batch(_batch(part, schema))
+            yield from sink.take()
+    yield from sink.take()
+
+
+def _batch(part: Part, schema: pa.Schema) -> pa.RecordBatch:
+    count = len(part.rows)
+    flat = pa.Array.from_buffers(
+        schema.field("values").type.value_type,
+        part.rows.numel(),
+        [None, pa.py_buffer(part.data)],
+    )
+    columns = [
+        pa.array([part.name] * count, pa.string()),
+        pa.array([part.layer] * count, pa.int32()),
+        pa.array([part.hook] * count, pa.string()),
+        pa.array(part.positions, pa.int64()),
+        pa.array(part.token_ids, pa.int64()),
+        pa.FixedSizeListArray.from_arrays(flat, type=schema.field("values").type),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _arrow_type(dtype: str) -> pa.DataType:
+    types = {
+        "float32": pa.float32(),
+        "float16": pa.float16(),
+        "float64": pa.float64(),
+        "bfloat16": pa.uint16(),
+    }
+    return types[dtype]
+
+
+class _Pieces:
+    """A file that is read while it is written."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._written: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        self._written.append(bytes(data))
+        return len(self._written[-1])
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """The writer ends what it writes to."""
+        self.closed = True
+
+    def take(self) -> Iterator[Piece]:
+        written, self._written = self._written, []
+        for data in written:
+            yield from cut(memoryview(data))
+
+
+def cut(data: memoryview) -> Iterator[memoryview]:
+    """Bytes in pieces."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
+FORMS: dict[str, Callable[[Tell, Sequence[Part]], Body]] = {
+    "application/json": as_json,
+    "multipart/mixed": as_multipart,
+    "application/safetensors": as_safetensors,
+    "application/vnd.apache.arrow.stream": as_arrow,
+}
+"""By media type."""
+
+
+def form_for(accept: str, parts: Sequence[Part] = ()) -> str:
+    """The first media type of an `Accept` header that there is; JSON if there is none.
+
+    Args:
+        accept: the header's value; weights are not looked at.
+        parts: what is to be sent: Arrow's batches have one schema.
+
+    """
+    for named in accept.split(","):
+        kind = named.partition(";")[0].strip().lower()
+        if kind in FORMS:
+            schemas = {(part.dtype, tuple(part.rows.shape[1:])) for part in parts}
+            if kind.endswith("arrow.stream") and len(schemas) > 1:
+                continue
+            return kind
+    return "application/json"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as a small JSON document, and beside it the rows that it refers to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.types import CaptureResult
+
+Reference: TypeAlias = Callable[["Part"], dict[str, Any]]
+"""What the document says where the rows of a part would be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The rows of one tap of one result."""
+
+    name: str
+    """`instance/layer_hook`, between them the prompt or sample where there are
+    several."""
+    layer: int
+    hook: str
+    rows: torch.Tensor  # [rows, hidden_size], on the CPU
+    positions: list[int]
+    token_ids: list[int | None]
+    encoding: str | None
+    """How the bytes are compressed where the form allows it; None for not at all."""
+    transport: str
+    """`"http"`, or `"shm"` for a client on the same host."""
+
+    @property
+    def dtype(self) -> str:
+        """The rows' dtype, such as `"bfloat16"`."""
+        return str(self.rows.dtype).removeprefix("torch.")
+
+    @property
+    def data(self) -> memoryview:
+        """The rows' bytes, row by row, little-endian; no copy of them."""
+        if not self.rows.nbytes:
+            return memoryview(b"")
+        flat: Any = self.rows.contiguous().view(torch.uint8).numpy()
+        return memoryview(flat).cast("B")
+
+
+def parts_of(results: Mapping[str, CaptureResult]) -> list[Part]:
+    """The rows of all results, in the order in which the document names them."""
+    return [
+        part for name, result in results.items() for part in _find(name, result.payload)
+    ]
+
+
+def _find(path: str, payload: Any) -> list[Part]:
+    if isinstance(payload, RowsByTap):
+        return [
+            Part(
+                f"{path}/{layer}_{hook}",
+                layer,
+                hook,
+                rows,
+                payload.positions[layer, hook],
+                payload.token_ids[layer, hook],
+                payload.encoding,
+                payload.transport,
+            )
+            for (layer, hook), rows in payload.items()
+        ]
+    if isinstance(payload, Mapping):
+        return [
+            part
+            for key, value in payload.items()
+            for part in _find(f"{path}/{key}", value)
+        ]
+    return []
+
+
+def described(part: Part, reference: Reference) -> dict[str, Any]:
+    """A tap as the document shows it."""
+    return {
+        "layer": part.layer,
+        "hook": part.hook,
+        "positions": part.positions,
+        "token_ids": part.token_ids,
+        "dtype": part.dtype,
+        "shape": list(part.rows.shape),
+        **reference(part),
+    }

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of vectors, looked at before the engine starts, which takes minutes.
+
+Which hook points a layer has is known once the model is loaded; everything else is
+checked here.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.admission import SteeringAdmission
+from vllm.v1.steering.frontend.modules import SteeringModules
+from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.parse import HOOKS, SteeredModel
+from vllm.v1.steering.spec.provenance import Source, norms_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def check_files(files: Mapping[str, str], model_config: "ModelConfig") -> None:
+    """Read every file, and refuse what the model could not take.
+
+    Args:
+        files: by the name of the module.
+        model_config: of the model.
+
+    Raises:
+        SteeringValidationError: names the module, the file, what is wrong, the remedy.
+
+    """
+    layers = range(model_config.get_total_num_hidden_layers())
+    model = SteeredModel(
+        dict.fromkeys(layers, HOOKS),
+        model_config.get_hidden_size(),
+        torch_dtype(model_config),
+    )
+    admission = SteeringAdmission(model, SteeringModules())
+    for name, path in files.items():
+        with about_module(name, path):
+            module = read_module(path)
+            parsed = admission.parse_named(module.vectors)
+            module.provenance.check_norms(norms_of(parsed), Source(path))
+            admission.checked(parsed)
+
+
+@contextmanager
+def about_module(name: str, path: str) -> Iterator[None]:
+    """Errors name the module: of several one must know which."""
+    try:
+        yield
+    except SteeringValidationError as error:
+        raise SteeringValidationError(
+            f"--steering-modules {name}={path}: {error.args[0]}",
+            parameter=error.parameter,
+            value=error.value,
+        ) from error

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering on the command line and among the engine's arguments."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.config.steering import SteeringConfig
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.frontend.early_files import check_files
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
+
+
+def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `EngineArgs` has fields for."""
+    group = parser.add_argument_group(
+        "steering", "Vectors that are added to the residual stream."
+    )
+    group.add_argument(
+        "--enable-steering",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Allow requests to steer hidden states.",
+    )
+    group.add_argument(
+        "--max-steering-configs",
+        type=int,
+        default=4,
+        help="How many different steering configurations a batch may hold; further "
+        "requests wait.",
+    )
+    group.add_argument(
+        "--max-steering-ops",
+        type=int,
+        default=8,
+        help="How many operations a request may have at one token and hook point; "
+        "plain additions are one sum and do not count.",
+    )
+    group.add_argument(
+        "--steering-modules",
+        nargs="+",
+        action="extend",
+        default=None,
+        metavar="NAME=PATH",
+        help="Named vectors from files, which requests refer to by steering_name.",
+    )
+    group.add_argument(
+        "--steering-api-key",
+        action="append",
+        default=None,
+        metavar="KEY",
+        help="A key that allows to change steering over HTTP; repeatable, so that "
+        f"keys can be rotated. Also {API_KEY_VARIABLE}.",
+    )
+
+
+def steering_config(
+    args: "EngineArgs", model_config: "ModelConfig | None" = None
+) -> SteeringConfig:
+    """The configuration that the engine's arguments stand for.
+
+    Args:
+        args: of the engine.
+        model_config: of the model that files of vectors must fit, if it is known.
+
+    Raises:
+        SteeringValidationError: an option is badly written, or needs
+            `--enable-steering`.
+
+    """
+    modules = _modules(args.steering_modules)
+    keys = given_values(args.steering_api_key)
+    if not args.enable_steering:
+        for name, value in (("modules", modules), ("api-key", keys)):
+            if value:
+                raise fail(
+                    f"--steering-{name} needs --enable-steering",
+                    f"steering_{name.replace('-', '_')}",
+                    list(modules) if name == "modules" else "(given)",
+                )
+    if args.max_steering_configs < 1:
+        raise fail(
+            "--max-steering-configs must be at least 1",
+            "max_steering_configs",
+            args.max_steering_configs,
+        )
+    if args.max_steering_ops < 1:
+        raise fail(
+            "--max-steering-ops must be at least 1",
+            "max_steering_ops",
+            args.max_steering_ops,
+        )
+    if args.enable_steering and envs.VLLM_USE_RUST_FRONTEND:
+        raise fail(
+            "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
+            "the fields of steering; unset it to steer",
+            "enable_steering",
+            True,
+        )
+    if args.enable_steering and getattr(args, "enable_elastic_ep", False):
+        raise fail(
+            "--enable-steering: engines that join later (--enable-elastic-ep) would "
+            "not know what is set for all; leave one of the two options out",
+            "enable_steering",
+            True,
+        )
+    if model_config is not None:
+        check_files(modules, model_config)
+    keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
+    if not all(key.strip() for key in keys):
+        raise fail(
+            "--steering-api-key must not be empty", "steering_api_key", "(empty)"
+        )
+    return SteeringConfig(
+        enabled=args.enable_steering,
+        max_configs=args.max_steering_configs,
+        max_operations=args.max_steering_ops,
+        modules=modules,
+    )
+
+
+def given_values(given: Any) -> list[str]:
+    """What an option or argument gives; one value may stand without its list."""
+    return [given] if isinstance(given, str) else list(given or [])
+
+
+def _modules(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): os.fspath(path) for name, path in given.items()}
+    texts = given_values(given)
+    if len(texts) == 1 and str(texts[0]).startswith("{"):
+        return _from_object(str(texts[0]))
+    modules: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = str(text).partition("=")
+        if not name or not equals or not path:
+            raise fail(
+                f"--steering-modules {text!r}: expected NAME=PATH",
+                "steering_modules",
+                text,
+            )
+        if name in modules:
+            raise fail(
+                f"--steering-modules: {name!r} is given twice; give one of them "
+                "another name",
+                "steering_modules",
+                text,
+            )
+        modules[name] = path
+    return modules
+
+
+def _from_object(text: str) -> dict[str, str]:
+    """Modules as a configuration file's mapping gives them."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(path, str) and name and path for name, path in found.items()
+    ):
+        raise fail(
+            f"--steering-modules {text!r}: expected NAME=PATH, or an object of names "
+            "and paths",
+            "steering_modules",
+            text,
+        )
+    return found
