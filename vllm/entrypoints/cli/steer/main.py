@@ -14,6 +14,7 @@ COMMANDS = {
     "extract": "Extract vectors from pairs of contrasting texts.",
     "apply": "Generate without and with vectors, side by side.",
     "sweep": "Try layers and coefficients; a table and a plot.",
+    "eval": "Measure effect and damage against controls; which dose to take.",
     "convert": "Convert between forms of vectors, or rework them.",
     "show": "Tell what a file of vectors holds.",
 }

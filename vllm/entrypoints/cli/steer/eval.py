@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steer eval`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.cli.steer.options import (
+    add_engine_arguments,
+    add_layers_argument,
+    add_reading_arguments,
+    parse_scales,
+    reading_of,
+    start_engine,
+)
+from vllm.v1.steering.errors import fail
+
+if TYPE_CHECKING:
+    from vllm.steering.evaluation.judge import RemoteJudge
+    from vllm.steering.pairs import Prompt
+
+DOSES = "0.05,0.1,0.2,0.4"
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    parser.add_argument(
+        "--pairs",
+        required=True,
+        metavar="FILE",
+        help="Held-out pairs, as for vllm steer extract, but not those it was given.",
+    )
+    parser.add_argument(
+        "--harmless",
+        required=True,
+        metavar="FILE",
+        help="Prompts that the vectors should not matter to: one per line, or .jsonl.",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="Send harmless texts as chat messages."
+    )
+    parser.add_argument(
+        "--doses",
+        type=parse_scales,
+        default=parse_scales(DOSES),
+        metavar="D,D,...",
+        help=f"|change| over |stream|; {DOSES} by default.",
+    )
+    parser.add_argument(
+        "--kl-limit", type=float, default=0.1, help="In nats; for the dose to take."
+    )
+    parser.add_argument("--max-tokens", type=int, default=40, help="Of an answer.")
+    add_layers_argument(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Such as eval.png.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="All numbers.")
+    judge = parser.add_argument_group("judge", "A language model that rates answers.")
+    judge.add_argument("--judge", metavar="URL", help="Of an OpenAI-compatible server.")
+    judge.add_argument("--judge-model", help="As that server names it.")
+    judge.add_argument("--judge-key", help="Its API key.")
+    judge.add_argument("--concept", help="What the vectors stand for, in words.")
+    add_reading_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print table and verdicts, and write what was asked for."""
+    from vllm.steering.convert import read_vectors
+    from vllm.steering.evaluation.curves import draw_points, points_table
+    from vllm.steering.evaluation.evaluate import evaluate, verdicts
+    from vllm.steering.extract import CONSUMER
+    from vllm.steering.pairs import read_pairs
+    from vllm.steering.plot import check_can_draw
+    from vllm.steering.sweep import check_fits
+
+    judge = _judge(args)
+    pairs, harmless = read_pairs(args.pairs), _harmless(args)
+    if len(pairs) < 2 or min(args.doses) <= 0:
+        raise fail("pairs: two pairs and doses above 0 are needed", "pairs", len(pairs))
+    vectors = read_vectors(args.vectors, reading_of(args))
+    vectors = vectors if args.layers is None else vectors.at(args.layers)
+    if args.plot is not None:
+        check_can_draw(args.plot)
+    llm = start_engine(
+        args, enable_steering=True, capture_consumers=[CONSUMER], max_logprobs=-1
+    )
+    check_fits(llm, vectors, args.vectors)
+    points = evaluate(
+        llm, vectors, pairs, harmless, args.doses, args.max_tokens, args.seed, judge
+    )
+    found = verdicts(points, args.kl_limit)
+    print(points_table(points))
+    print()
+    for verdict in found:
+        print(verdict.sentence(args.kl_limit))
+    if args.plot is not None:
+        draw_points(args.plot, points, args.kl_limit)
+        print(f"\nplot: {args.plot}")
+    if args.json is not None:
+        told = {
+            "kl_limit": args.kl_limit,
+            "points": [point.as_json() for point in points],
+            "verdicts": [
+                {name: getattr(one, name) for name in one.__dataclass_fields__}
+                for one in found
+            ],
+        }
+        args.json.write_text(json.dumps(told, indent=1))
+
+
+def _harmless(args: argparse.Namespace) -> "list[Prompt]":
+    from vllm.steering.pairs import read_prompts
+
+    prompts = read_prompts(args.harmless)
+    if args.chat:
+        return [
+            [{"role": "user", "content": one}] if isinstance(one, str) else one
+            for one in prompts
+        ]
+    return prompts
+
+
+def _judge(args: argparse.Namespace) -> "RemoteJudge | None":
+    from vllm.steering.evaluation.judge import RemoteJudge
+
+    if args.judge is None:
+        return None
+    if not args.judge_model or not args.concept:
+        raise fail(
+            "judge: say --judge-model and --concept, what the vectors stand for, too",
+            "judge",
+            args.judge,
+        )
+    return RemoteJudge(args.judge, args.judge_model, args.concept, args.judge_key)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked under each setting: likelihoods, distributions, answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.steering.evaluation.measures import Values
+from vllm.steering.extract import ask
+from vllm.steering.pairs import Pair, Prompt
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+Steering = Mapping[str, Any] | None
+"""`steering_vectors` of a request, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a setting makes of a prompt."""
+
+    prompt: Prompt
+    text: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    ended: bool
+    """Whether the model ended it itself."""
+
+
+def log_odds(llm: "LLM", pairs: Sequence[Pair], settings: Sequence[Steering]) -> Values:
+    """By setting and pair, log p(positive) - log p(negative) `[settings, pairs]`.
+
+    What counts is the tokens behind those that both texts begin with: the sides' common
+    prompt, where there is one.
+    """
+    from vllm import SamplingParams
+
+    texts = [side for pair in pairs for side in (pair.positive, pair.negative)]
+    params = [
+        SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, steering_vectors=setting
+        )
+        for setting in settings
+        for _ in texts
+    ]
+    outputs = ask(llm, texts * len(settings), params)
+    found = np.empty((len(settings), len(pairs)))
+    for number in range(found.size):
+        positive, negative = outputs[2 * number], outputs[2 * number + 1]
+        shared = _shared(positive.prompt_token_ids, negative.prompt_token_ids)
+        found.flat[number] = _likelihood(positive, shared) - _likelihood(
+            negative, shared
+        )
+    return found
+
+
+def _shared(first: Sequence[int] | None, second: Sequence[int] | None) -> int:
+    count = 0
+    for a, b in zip(first or (), second or ()):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _likelihood(output: "RequestOutput", start: int) -> float:
+    """The log-probability of a prompt's tokens from one on."""
+    assert output.prompt_logprobs is not None, "they were asked for"
+    ids = output.prompt_token_ids or []
+    return sum(
+        entry[token].logprob
+        for entry, token in zip(output.prompt_logprobs[start:], ids[start:])
+        if entry is not None
+    )
+
+
+def next_tokens(
+    llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering]
+) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """The distribution of the first generated token, as log-probabilities.
+
+    The engine's `max_logprobs` is -1.
+
+    Returns:
+        `[settings, prompts, vocabulary]`.
+
+    """
+    from vllm import SamplingParams
+
+    size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    found = np.full((len(settings), len(prompts), size), -np.inf, np.float32)
+    for number, setting in enumerate(settings):
+        # One setting at a time: the distributions of all would fill the memory.
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=1.0,
+            logprobs=-1,
+            flat_logprobs=True,
+            detokenize=False,
+            steering_vectors=setting,
+        )
+        for index, output in enumerate(ask(llm, prompts, params)):
+            told: Any = output.outputs[0].logprobs
+            found[number, index, told.token_ids] = told.logprobs
+    return found
+
+
+def answers(
+    llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering], max_tokens: int
+) -> list[list[Answer]]:
+    """By setting, what is generated greedily for each prompt."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=0.0, steering_vectors=setting)
+        for setting in settings
+        for _ in prompts
+    ]
+    outputs = iter(ask(llm, list(prompts) * len(settings), params))
+    return [[_answer(prompt, next(outputs)) for prompt in prompts] for _ in settings]
+
+
+def _answer(prompt: Prompt, output: "RequestOutput") -> Answer:
+    made = output.outputs[0]
+    return Answer(
+        prompt,
+        made.text,
+        list(output.prompt_token_ids or ()),
+        list(made.token_ids),
+        made.finish_reason == "stop",
+    )

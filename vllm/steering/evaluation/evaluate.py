@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Effect and damage of vectors and their controls, dose by dose."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.steering.evaluation.candidates import VECTOR, Candidate, candidates
+from vllm.steering.evaluation.engine import Answer, answers, log_odds, next_tokens
+from vllm.steering.evaluation.measures import divergence, repetition, standard_error
+from vllm.steering.extract import capture_rows
+from vllm.steering.pairs import Pair, Prompt
+from vllm.steering.sweep import Generated, perplexities
+from vllm.steering.vectors import VectorSet
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Judge = Callable[[Sequence[Answer]], float]
+
+EARLY = 0.5
+"""An answer that the model ended before this share of the plain one ended early."""
+
+SURE = 2.0
+"""So many standard errors a vector's effect is above a control's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A candidate at a dose."""
+
+    layer: int
+    hook: str
+    kind: str
+    dose: float
+    """|change| over |stream|, mean over held-out texts."""
+    auroc: float
+    effect: float
+    """Mean change of the log-odds of a held-out pair's positive text, in nats."""
+    effect_error: float
+    """Its standard error."""
+    right_sign: float
+    """Share of the pairs whose log-odds rose."""
+    kl: float
+    """Mean KL divergence from the plain model, first token after harmless prompts."""
+    perplexity: float
+    """Of answers to harmless prompts, under the plain model."""
+    repetition: float
+    """Share of repeated 3-grams in them."""
+    early_ends: float
+    """Share of them that end before half of the plain answer's length."""
+    judged: float = math.nan
+    """The judge's mean score, if there is one."""
+    changes: tuple[float, ...] = ()
+    """The change of each pair's log-odds, whose mean is the effect."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; what is not known is None."""
+        told = asdict(self)
+        return {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in told.items()
+        }
+
+
+def evaluate(
+    llm: "LLM",
+    vectors: VectorSet,
+    pairs: Sequence[Pair],
+    harmless: Sequence[Prompt],
+    doses: Sequence[float],
+    max_tokens: int = 40,
+    seed: int = 0,
+    judge: Judge | None = None,
+) -> list[Point]:
+    """Every vector and its controls at every dose.
+
+    Args:
+        llm: an engine that steers, with the consumer `extract.CONSUMER` and
+            `max_logprobs=-1`.
+        vectors: what is evaluated, each place by itself.
+        pairs: held out: not those that the vectors were made of.
+        harmless: prompts that have nothing to do with the vectors.
+        doses: |change| over |stream|.
+        max_tokens: of an answer to a harmless prompt.
+        seed: of the controls.
+        judge: scores the answers of a setting.
+
+    """
+    every = [
+        candidate
+        for tap in vectors.taps
+        for candidate in _candidates(llm, vectors, tap, pairs, seed)
+    ]
+    chosen = [(candidate, dose) for candidate in every for dose in doses]
+    settings = [None, *(_setting(candidate, dose) for candidate, dose in chosen)]
+    odds = log_odds(llm, pairs, settings)
+    divergences = _divergences(llm, harmless, settings)
+    made = answers(llm, harmless, settings, max_tokens)
+    surprise = perplexities(llm, [[_generated(a) for a in some] for some in made])
+    points = []
+    for number, (candidate, dose) in enumerate(chosen, start=1):
+        change = odds[number] - odds[0]
+        points.append(
+            Point(
+                layer=candidate.tap[0],
+                hook=candidate.tap[1],
+                kind=candidate.kind,
+                dose=dose,
+                auroc=candidate.auroc,
+                effect=float(change.mean()),
+                effect_error=standard_error(list(change)),
+                right_sign=float((change > 0).mean()),
+                kl=divergences[number],
+                perplexity=surprise[number],
+                repetition=_mean([repetition(a.token_ids) for a in made[number]]),
+                early_ends=_early(made[0], made[number]),
+                judged=judge(made[number]) if judge else math.nan,
+                changes=tuple(change.tolist()),
+            )
+        )
+    return points
+
+
+def _candidates(
+    llm: "LLM",
+    vectors: VectorSet,
+    tap: tuple[int, str],
+    pairs: Sequence[Pair],
+    seed: int,
+) -> list[Candidate]:
+    layer, hook = tap
+    sides = [
+        capture_rows(llm, [getattr(pair, side) for pair in pairs], hook, [layer])[tap]
+        for side in ("positive", "negative")
+    ]
+    return candidates(tap, vectors.vectors[tap], sides[0], sides[1], seed)
+
+
+def _setting(candidate: Candidate, dose: float) -> dict[str, Any]:
+    layer, hook = candidate.tap
+    return {hook: {layer: candidate.vector(dose)}}
+
+
+def _divergences(
+    llm: "LLM", harmless: Sequence[Prompt], settings: Sequence[Any]
+) -> list[float]:
+    """By setting, the mean over prompts."""
+    (plain,) = next_tokens(llm, harmless, settings[:1]).astype(np.float64)
+    found = [0.0]
+    for setting in settings[1:]:
+        (steered,) = next_tokens(llm, harmless, [setting]).astype(np.float64)
+        found.append(_mean([divergence(p, s) for p, s in zip(plain, steered)]))
+    return found
+
+
+def _early(plain: Sequence[Answer], steered: Sequence[Answer]) -> float:
+    return _mean(
+        [
+            float(after.ended and len(after.token_ids) < EARLY * len(before.token_ids))
+            for before, after in zip(plain, steered)
+        ]
+    )
+
+
+def _generated(answer: Answer) -> Generated:
+    ids = answer.prompt_ids + answer.token_ids
+    return Generated(answer.text, ids, len(answer.prompt_ids))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is to be said of a vector at a place."""
+
+    layer: int
+    hook: str
+    best_dose: float | None
+    """The largest dose with a KL below the limit; None if there is none."""
+    effect: float
+    """There."""
+    control_effect: float
+    """The larger of the controls' effects at this dose."""
+    works: bool
+    """Whether the effect is surely above 0, and pair by pair above every control's."""
+
+    def sentence(self, kl_limit: float) -> str:
+        """For people."""
+        place = f"layer {self.layer} {self.hook}"
+        if self.best_dose is None:
+            return f"{place}: no dose keeps the KL below {kl_limit:g}"
+        told = (
+            f"effect {self.effect:+.3g} at dose {self.best_dose:g}, the largest with "
+            f"KL below {kl_limit:g}; controls {self.control_effect:+.3g}"
+        )
+        if self.works:
+            return f"{place}: works: {told}"
+        return f"{place}: does nothing that its controls do not: {told}"
+
+
+def verdicts(points: Sequence[Point], kl_limit: float) -> list[Verdict]:
+    """A verdict for each vector, the best first."""
+    found = []
+    for layer, hook in sorted({(point.layer, point.hook) for point in points}):
+        here = [p for p in points if (p.layer, p.hook) == (layer, hook)]
+        found.append(_verdict(layer, hook, here, kl_limit))
+    return sorted(found, key=lambda one: (not one.works, -one.effect))
+
+
+def _is_above_zero(changes: Sequence[float]) -> bool:
+    """Whether the mean over pairs is above 0, by as many standard errors as is sure."""
+    return _mean(changes) > SURE * standard_error(changes)
+
+
+def _verdict(
+    layer: int, hook: str, points: Sequence[Point], kl_limit: float
+) -> Verdict:
+    fitting = [p for p in points if p.kind == VECTOR and p.kl < kl_limit]
+    best = max(fitting, key=lambda point: point.dose, default=None)
+    if best is None:
+        return Verdict(
+            layer=layer,
+            hook=hook,
+            best_dose=None,
+            effect=math.nan,
+            control_effect=math.nan,
+            works=False,
+        )
+    controls = [p for p in points if p.kind != VECTOR and p.dose == best.dose]
+    sure = _is_above_zero(best.changes) and all(
+        _is_above_zero([a - b for a, b in zip(best.changes, control.changes)])
+        for control in controls
+    )
+    return Verdict(
+        layer=layer,
+        hook=hook,
+        best_dose=best.dose,
+        effect=best.effect,
+        control_effect=max((p.effect for p in controls), default=math.nan),
+        works=sure and best.auroc > 0.5,
+    )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of an evaluation, from rows, log-probabilities and texts."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.float64]
+
+
+def auroc(positive: Values, negative: Values) -> float:
+    """The chance that a positive value is above a negative one; ties count half.
+
+    This is the Mann-Whitney U statistic over the number of pairs.
+
+    Args:
+        positive: `[N]`.
+        negative: `[M]`.
+
+    """
+    values = np.concatenate([positive, negative])
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    size = len(positive)
+    above = ranks[:size].sum() - size * (size + 1) / 2
+    return float(above / (size * len(negative)))
+
+
+def divergence(plain: Values, steered: Values) -> float:
+    """KL divergence of `steered` from `plain`, in nats.
+
+    Args:
+        plain: log-probabilities over the vocabulary `[V]`.
+        steered: the same tokens' log-probabilities.
+
+    """
+    seen = np.isfinite(plain)
+    terms = np.exp(plain[seen]) * (plain[seen] - np.maximum(steered[seen], -1e4))
+    return max(float(terms.sum()), 0.0)
+
+
+def repetition(token_ids: Sequence[int], n: int = 3) -> float:
+    """The share of a text's n-grams that occurred in it before."""
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def harmonic_mean(scores: Sequence[float]) -> float:
+    """0 if any score is 0, as in AxBench (Wu et al. 2025, section 3)."""
+    if min(scores) <= 0:
+        return 0.0
+    return len(scores) / sum(1 / score for score in scores)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; infinite for less than two values."""
+    if len(values) < 2:
+        return math.inf
+    return float(np.std(np.asarray(values), ddof=1) / math.sqrt(len(values)))
