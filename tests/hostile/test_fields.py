@@ -39,7 +39,6 @@ MEANT = {
     "patch": "patching",
     "patch_vectors": "patching",
     "conversation_id": "conversations",
-    "readouts": "capture",
     "capture_layers": "inline",
 }
 

@@ -159,6 +159,8 @@ class CaptureConfig:
     """Where rows wait under `spill`; if empty, in the system's temporary folder."""
     spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
     """How many bytes a worker may spill; past that, `spill` is `block`."""
+    readouts: bool = False
+    """Whether requests can read out, for which rows are staged as well."""
     graphsafe_keys: list[str] = Field(default_factory=list)
     """`LAYER:HOOK`, accepted for compatibility: every key is graph-safe."""
 
@@ -184,8 +186,8 @@ class CaptureConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any consumer exists."""
-        return bool(self.consumers or self.driver_instances)
+        """Whether rows are taken: for a consumer, or to read out."""
+        return bool(self.consumers or self.driver_instances or self.readouts)
 
     @property
     def spill_folder(self) -> Path:
@@ -219,4 +221,5 @@ class CaptureConfig:
             from vllm.model_executor.layers.residual.cache_key import form
 
             factors |= {"capture": self.staging_bytes, "form": form()}
+            factors["readouts"] = self.readouts  # More staging memory.
         return hash_factors(factors)

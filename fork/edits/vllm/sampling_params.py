@@ -25,6 +25,11 @@ capture_stream: bool = True
 """Whether outputs before the last carry captured rows as they are computed, where
 outputs are read one by one (`AsyncLLM`) and a consumer returns rows with them."""
 _capture_plan: CapturePlan | None = None
+readouts: dict[str, Any] | None = None
+"""What is answered from rows on the device: name -> readout. Needs
+`enable_readouts`."""
+stop_when: list[dict[str, Any]] | None = None
+"""Readouts whose values end the request at the token that they belong to."""
 steering_vectors: dict[str, Any] | None = None
 """Vectors to add at every token: hook point -> layer -> vector."""
 prefill_steering_vectors: dict[str, Any] | None = None
@@ -59,11 +64,38 @@ _steering: SteeringTiers | None = None
         argument="capture_wait=capture_wait",
         why="Passes the request's wish to wait on.",
     ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="capture_stream: bool = False",
+        why="A response over HTTP carries rows before its last chunk if asked to.",
+    ),
     add_argument(
         scope="SamplingParams.from_optional",
         call="SamplingParams",
-        argument="capture_stream=False",
-        why="A response over HTTP carries rows only in its last chunk.",
+        argument="capture_stream=capture_stream",
+        why="Passes the request's wish on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="readouts: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="readouts=readouts",
+        why="Passes the request's readouts on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="stop_when: list[dict[str, Any]] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="stop_when=stop_when",
+        why="Passes what ends the request on.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",

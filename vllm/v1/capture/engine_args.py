@@ -33,8 +33,7 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--capture-consumers",
-        nargs="+",
-        action="extend",
+        action="append",
         default=None,
         metavar="NAME[:key=value,...]",
         help="A consumer of captured activations, such as "
@@ -150,7 +149,9 @@ def capture_config(
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    if staging is None and (entries or ready) and current_platform.is_cuda_alike():
+    reads = args.enable_readouts or bool(args.readout_modules)
+    takes = bool(entries or ready or reads)
+    if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
@@ -173,6 +174,7 @@ def capture_config(
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
         mlp_points=args.mlp_hook_points,
+        readouts=reads,
         graphsafe_keys=args.capture_graphsafe_key or [],
         **{name: value for name, value in chosen.items() if value is not None},
     )
@@ -219,10 +221,12 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
 def _check_graphsafe_keys(keys: list[str]) -> None:
     for key in keys:
         layer, _, hook = key.partition(":")
-        if not (layer.isascii() and layer.isdigit()) or hook not in HOOK_NAMES:
+        is_layer = layer == "all" or (layer.isascii() and layer.isdigit())
+        if not is_layer or hook not in (*HOOK_NAMES, "all"):
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
-                f"3:post_block; the hook points are {list(HOOK_NAMES)}",
+                f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
+                "stands for each",
                 parameter="capture_graphsafe_key",
                 value=key,
             )

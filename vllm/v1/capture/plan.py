@@ -13,11 +13,16 @@ from typing import TypeAlias
 
 import msgspec
 
+from vllm.v1.readouts.plan import ReadoutPlan
+
 OPEN_END = 1 << 40
 """The end of a range that goes on as long as the request does."""
 
 LIVE = "*live"
 """The reader whose rows go to the front end as steps compute them."""
+
+READOUTS = "*readouts"
+"""The reader whose rows stay on the device: its answers come with the step's output."""
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Token positions as disjoint, ascending ranges `[start, stop)`."""
@@ -107,6 +112,8 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """Where the front end that admitted the request listens for results."""
     num_samples: int = 1
     """`n` of the request; its samples run as requests of their own."""
+    readouts: ReadoutPlan | None = None
+    """What is answered from rows instead of handing them on."""
 
     @property
     def first_prompt_row(self) -> int | None:
@@ -136,10 +143,9 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Everyone who reads anything of this request, sorted."""
-        return tuple(
-            sorted({reader.instance for g in self.groups for reader in g.readers})
-        )
+        """Everyone who is handed rows of this request, sorted."""
+        readers = {reader.instance for g in self.groups for reader in g.readers}
+        return tuple(sorted(readers - {READOUTS}))
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -27,6 +27,9 @@ from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.readouts.worker.modules import WorkerModules
+from vllm.v1.readouts.worker.pending import attach
+from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
@@ -84,6 +87,14 @@ class ResidualStream:
 
     steering: WorkerSteering | None = None
     """Set where hidden states can be steered."""
+    readouts: WorkerReadouts | None = None
+    """Set where requests can read out."""
+    modules: WorkerModules | None = None
+    """The named probes, translators and SAEs, where there may be any."""
+
+    def with_readouts(self, output: Any) -> Any:
+        """What the runner has sampled, with what the step's requests have read out."""
+        return output
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Requests that have ended for the client."""
@@ -109,6 +120,7 @@ class OpenResidualStream(ResidualStream):
         """Begin; `clears_slots`: passes that are no step launch taps as well."""
         super().__init__(hook_points)
         self._capture = capture
+        self.readouts = None if capture is None else capture.readouts
         self.steering = steering
         self._graphs = graphs
         self._clears_slots = clears_slots
@@ -190,6 +202,12 @@ class OpenResidualStream(ResidualStream):
                 self._capture.clear_slots()
         self._rests = self._is_idle
 
+    def with_readouts(self, output: Any) -> Any:
+        """What the runner has sampled, with what the step's requests have read out."""
+        if self.readouts is None:
+            return output
+        return attach(output, self.readouts.take())
+
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the capture of requests that have ended."""
         assert self._capture is not None, "a capture ends where there is none"
@@ -234,8 +252,18 @@ def open_residual_stream(
     width = vllm_config.model_config.get_hidden_size()
     dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
+    # Before memory is profiled, so that they are counted with the model.
+    modules = WorkerModules(vllm_config.readout_config, device, dtype)
     if config.enabled:
-        capture = WorkerCapture(vllm_config, stage, taps, width, dtype, device)
+        readouts = None
+        if config.readouts:
+            last = layers.modules.get((num_layers - 1, "post_block"))
+            readouts = WorkerReadouts(
+                vllm_config, modules, model, last[0] if last else None, device
+            )
+        capture = WorkerCapture(
+            vllm_config, stage, taps, width, dtype, device, readouts
+        )
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(vllm_config, taps, width, dtype, device)
     made = {tap: _tap(tap, capture, steering) for tap in taps}
@@ -264,9 +292,11 @@ def open_residual_stream(
     )
     # An engine that is idle runs a batch of nothing while others have steps.
     runs_idle = vllm_config.parallel_config.data_parallel_size > 1
-    return OpenResidualStream(
+    stream = OpenResidualStream(
         points, capture, steering, graphs, one_family and runs_idle
     )
+    stream.modules = modules
+    return stream
 
 
 def _tap(
@@ -373,6 +403,31 @@ def _starts_on_device(
     """Positions with the drafts that were rejected taken off `[num_reqs]`."""
     known = req_states.num_computed_tokens.gpu
     return known[async_tensor_h2d(batch.idx_mapping_np, device=known.device)]
+
+
+def with_readouts(worker: Any, grammar_output: Any) -> Any:
+    """What the worker's runner samples, with what its requests have read out."""
+    runner = worker.model_runner
+    return runner.residual.with_readouts(runner.sample_tokens(grammar_output))
+
+
+def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
+    """For `collective_rpc`: load a probe, translator or SAE."""
+    worker.model_runner.residual.modules.load(name, path, tap)
+
+
+def unload_module(worker: Any, name: str) -> None:
+    """For `collective_rpc`: forget one."""
+    worker.model_runner.residual.modules.unload(name)
+
+
+def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
+    """For `collective_rpc`: rows that were read out and the time it took, by kind."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return {}
+    rows, seconds = readouts.rows_read, readouts.seconds
+    return {kind: {"rows": rows[kind], "seconds": seconds[kind]} for kind in rows}
 
 
 def hook_points_of(worker: Any) -> HookPoints:

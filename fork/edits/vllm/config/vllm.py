@@ -9,6 +9,10 @@ EDITS = [
         why="The type of the field.",
     ),
     add_import(
+        "from .readouts import ReadoutConfig",
+        why="The type of the field.",
+    ),
+    add_import(
         "from .steering import SteeringConfig",
         why="The type of the field.",
     ),
@@ -20,6 +24,8 @@ capture_config: CaptureConfig = Field(default_factory=CaptureConfig)
 """Activation capture configuration."""
 steering_config: SteeringConfig = Field(default_factory=SteeringConfig)
 """Steering configuration."""
+readout_config: ReadoutConfig = Field(default_factory=ReadoutConfig)
+"""Configuration of readouts and sparse autoencoders."""
 ''',
         why="Every process reads it from here.",
     ),

@@ -9,6 +9,10 @@ EDITS = [
         why="Declares and reads the arguments.",
     ),
     add_import(
+        "from vllm.v1.readouts import engine_args as readout_args",
+        why="Declares and reads the arguments.",
+    ),
+    add_import(
         "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
         why="Declares and reads the arguments.",
@@ -27,6 +31,9 @@ capture_overload_policy: str | None = None
 capture_spill_dir: str | None = None
 capture_spill_max_bytes: int | None = None
 capture_graphsafe_key: list[str] | None = None
+enable_readouts: bool = False
+readout_modules: dict[str, str] | list[str] | None = None
+sae: dict[str, str] | list[str] | None = None
 enable_steering: bool = False
 max_steering_configs: int = 4
 steering_modules: dict[str, str] | list[str] | None = None
@@ -46,10 +53,20 @@ steering_api_key: list[str] | None = None
         argument="steering_config=steering_config(self, model_config)",
         why="Checks the arguments and builds the configuration.",
     ),
+    add_argument(
+        scope="EngineArgs.create_engine_config",
+        call="VllmConfig",
+        argument="readout_config=readout_args.readout_config(self, model_config)",
+        why="Checks the arguments and builds the configuration.",
+    ),
     before(
         scope="EngineArgs.add_cli_args",
         anchor="return parser",
-        insert="add_capture_arguments(parser)\nadd_steering_arguments(parser)",
+        insert="""
+add_capture_arguments(parser)
+readout_args.add_readout_arguments(parser)
+add_steering_arguments(parser)
+""",
         why="The options of the command line.",
     ),
 ]

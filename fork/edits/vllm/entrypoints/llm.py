@@ -5,16 +5,23 @@ from fork.language import add_import, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.readouts.frontend import api as readouts_api",
+        why="What the methods below do.",
+    ),
+    add_import(
         "from vllm.v1.steering.frontend import api as steering_api",
         why="What the methods below do.",
     ),
     last(
         scope="LLM",
         insert="""
+register_readout_module = readouts_api.register
+unregister_readout_module = readouts_api.unregister
+get_readouts = readouts_api.get
 set_steering = steering_api.set_steering
 clear_steering = steering_api.clear_steering
 get_steering = steering_api.get_steering
 """,
-        why="Vectors that steer every request.",
+        why="Vectors that steer every request, and modules that requests name.",
     ),
 ]

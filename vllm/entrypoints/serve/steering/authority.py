@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 MUTATING = frozenset(
     f"/v1/steering/{name}"
     for name in ("set", "clear", "modules/register", "modules/unregister")
-)
+) | {
+    f"/v1/{place}/{name}"
+    for place in ("readouts/modules", "sae")
+    for name in ("register", "unregister")
+}
 """Routes that need a steering key where one is set."""
 
 

@@ -21,7 +21,14 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend import admission as steering_admission
 
-FIELDS = ("capture", "capture_wait", *steering_admission.FIELDS)
+FIELDS = (
+    "capture",
+    "capture_wait",
+    "capture_stream",
+    "readouts",
+    "stop_when",
+    *steering_admission.FIELDS,
+)
 """Fields of the generation requests; other requests refuse them."""
 
 HONOURED_ARGS: frozenset[str] = frozenset()
@@ -29,7 +36,6 @@ HONOURED_ARGS: frozenset[str] = frozenset()
 
 _CLAMP = 'put {"vector": [...], "op": "clamp", "min": a, "max": b} into '
 _NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
-_NO_READOUT = "readouts are not implemented; capture the rows with the consumer inline"
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
 )
@@ -44,8 +50,6 @@ FOREIGN: dict[str, str] = {
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
     "steering_module_ref": "use steering_name, and scale the module's vectors",
-    "readouts": _NO_READOUT,
-    "stop_when": _NO_READOUT,
     # Fields of our own routes and of Python, and what is easily mistaken for ours.
     "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}',
     "steering_layer": "a layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
@@ -53,8 +57,6 @@ FOREIGN: dict[str, str] = {
     "prefill_vectors": "use prefill_steering_vectors",
     "decode_vectors": "use decode_steering_vectors",
     "clamps": _CLAMP + "steering_vectors",
-    "capture_stream": "it is a parameter of AsyncLLM's SamplingParams; over HTTP the "
-    "last chunk carries the rows",
     "capture_consumers": "the server is started with --capture-consumers; a request "
     "says capture: {CONSUMER: {...}}",
     # Of vllm-lens, as keys of vllm_xargs and extra_args, and of its client.
@@ -237,6 +239,7 @@ def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
 
 
 def _error(name: str, message: str) -> VLLMValidationError:
-    captures = "capture" in name or "readout" in name or "residual_stream" in name
+    words = ("capture", "readout", "residual_stream", "stop_when")
+    captures = any(word in name for word in words)
     kind = CaptureValidationError if captures else SteeringValidationError
     return kind(message, parameter=name)

@@ -14,8 +14,16 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.frontend.inflight_limit import HeldRows
-from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, group_taps, union
+from vllm.v1.capture.frontend.inflight_limit import RowLimits
+from vllm.v1.capture.plan import (
+    LIVE,
+    READOUTS,
+    CapturePlan,
+    Ranges,
+    Tap,
+    group_taps,
+    union,
+)
 from vllm.v1.capture.selectors import (
     check_size,
     check_text,
@@ -28,6 +36,7 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission, staged_ranges
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
@@ -67,8 +76,9 @@ class Admission:
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = HeldRows(self.capabilities, row_bytes(vllm_config.model_config))
+        self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
+        self.readouts = ReadoutAdmission(vllm_config)
 
     @property
     def captures_everything(self) -> list[str]:
@@ -125,7 +135,8 @@ class Admission:
         """
         if params.capture == {}:
             params.capture = None  # Nothing is asked for, so nothing is captured.
-        if params.capture is None and not self._global_specs:
+        asks = params.capture, params.readouts, params.stop_when
+        if asks == (None, None, None) and not self._global_specs:
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
@@ -134,6 +145,9 @@ class Admission:
             name: self._taps(spec, ctx, name)
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
+        readouts = self.readouts.plan(params, ctx)
+        if readouts is not None:
+            wanted[READOUTS] = staged_ranges(readouts)
         if not wanted:
             return None
         live: dict[Tap, Ranges] = {}
@@ -148,6 +162,7 @@ class Admission:
             groups=group_taps(wanted, num_prompt_tokens, self._lag),
             reply_to=reply_to,
             num_samples=params.n,
+            readouts=readouts,
         )
         self._check_budget(plan)
         return plan
@@ -210,7 +225,7 @@ class Admission:
                     f"{listed(having)}. Start it with --capture-consumers NAME to add "
                     "one",
                     parameter="capture",
-                    value=shown(name),
+                    value=name,
                 )
             if not can.takes_requests:
                 raise CaptureValidationError(
@@ -232,10 +247,10 @@ class Admission:
         for name, raw in capture.items():
             try:
                 specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
-            except CaptureValidationError:
+            except (CaptureValidationError, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                # A plug-in's own way of saying no.
+            except BaseException as error:
+                # A plug-in's own way of saying no, `SystemExit` included.
                 raise CaptureValidationError(
                     f"capture.{name}: {cut(str(error))}",
                     parameter=f"capture.{name}",

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.selectors import fail
+from vllm.v1.readouts.errors import fail as readout_error
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -29,6 +30,14 @@ class NoCapture:
             CaptureValidationError: there is nobody to capture for.
 
         """
+        for name in ("readouts", "stop_when"):
+            if getattr(params, name) is not None:
+                raise readout_error(
+                    f"{name}: this server reads nothing out; start it with "
+                    "--enable-readouts, or LLM(enable_readouts=True) offline",
+                    name,
+                    getattr(params, name),
+                )
         if params.capture == {}:
             params.capture = None  # Nothing is asked for.
         if params.capture is not None:

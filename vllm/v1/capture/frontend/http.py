@@ -154,12 +154,18 @@ def _plain(payload: Any, path: str, show: Show) -> Any:
         return payload
     if isinstance(payload, bytes):
         return base64.b64encode(payload).decode()
-    text = isinstance(payload, (str, Path))
-    return sendable(str(payload) if text else repr(payload))
+    if isinstance(payload, (str, Path)):
+        return sendable(str(payload))
+    try:
+        return sendable(repr(payload))
+    except Exception:  # A class of a plug-in.
+        return f"<{type(payload).__name__}>"
 
 
 def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:
     """Put the results of a final output into the chunk that ends its stream.
+
+    A chunk before it gets the rows of its tokens, where the request asked for them.
 
     A final output may end several samples. Each is a `part` of it with a chunk of its
     own, and the chunk of the last one is the stream's last.
@@ -168,7 +174,7 @@ def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool
         Whether the chunk has rows.
 
     """
-    if not output.finished or not output.capture_results:
+    if not output.capture_results:
         return False
     if part is not output.outputs[-1]:
         return False

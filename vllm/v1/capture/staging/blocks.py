@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.plan import CapturePlan, Ranges, Reader, Tap, overlap
+from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, Tap, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class LocalGroup:
     """Index of each tap among the taps of this process."""
     ranges: Ranges
     readers: tuple[Reader, ...]
+    """Those who are handed rows; none where they are read out on the device only."""
 
 
 def local_groups(
@@ -39,7 +40,8 @@ def local_groups(
         taps = tuple(tap for tap in group.taps if tap in columns)
         if taps:
             where = tuple(columns[tap] for tap in taps)
-            groups.append(LocalGroup(taps, where, group.ranges, group.readers))
+            readers = tuple(r for r in group.readers if r.instance != READOUTS)
+            groups.append(LocalGroup(taps, where, group.ranges, readers))
     return tuple(groups)
 
 
@@ -52,8 +54,8 @@ begin in the step's tensors. A plain tuple, as there are many in each step.
 """
 
 
-class Seat(NamedTuple):
-    """Where in a block a request's row goes while it decodes, and which row that is."""
+class BlockRow(NamedTuple):
+    """Where in a block the row of a decoding request goes, and which row that is."""
 
     group: int
     """Index among the request's local groups."""
@@ -66,7 +68,7 @@ class Block(NamedTuple):
     """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
 
     columns: tuple[int, ...]
-    seated: Mapping[str, Seat]
+    seated: Mapping[str, BlockRow]
     """By request: those that have a row of a step of one token."""
     picks: Sequence[Pick]
     """Rows of steps of several tokens."""

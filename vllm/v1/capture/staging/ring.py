@@ -109,6 +109,7 @@ class Staging:
         dtype: torch.dtype,
         device: torch.device,
         pages: Pages | None = None,
+        scratch_rows: int = 0,
     ) -> None:
         """Allocate the memory.
 
@@ -118,11 +119,16 @@ class Staging:
             dtype: of the rows.
             device: where they are computed.
             pages: what prompts' rows are copied to; by default there is some on a GPU.
+            scratch_rows: for steps whose rows are only read out.
 
         """
         self.ring = RowRing(num_rows)
         # Recorded graphs hold the address: allocated once, never replaced.
-        self.rows = torch.empty(num_rows, width, dtype=dtype, device=device)
+        self.rows = torch.empty(
+            num_rows + scratch_rows, width, dtype=dtype, device=device
+        )
+        self.scratch = num_rows
+        """The first of the rows that never leave the device; each step's own."""
         row_bytes = width * dtype.itemsize
         self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
         self._page_rows = PAGE_BYTES // row_bytes

@@ -37,13 +37,14 @@ from vllm.v1.capture.registry import (
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.staging.slot_mapping import Slots
-from vllm.v1.capture.staging.step_layout import Placed, Placement
+from vllm.v1.capture.staging.slot_mapping import SlotMapping
+from vllm.v1.capture.staging.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.capture.worker.offload import Sending
+from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.capture.worker.stats_reporter import Reporter
+from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class WorkerCapture:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        readouts: WorkerReadouts | None = None,
     ) -> None:
         config = self._config = vllm_config.capture_config
         BUDGET.limit = config.host_memory_bytes
@@ -86,21 +88,31 @@ class WorkerCapture:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
+        self.readouts = readouts
         self._staging = Staging(
-            2 * step_rows if self._takes_rows else 1, width, dtype, device
+            2 * step_rows if self._takes_rows else 1,
+            width,
+            dtype,
+            device,
+            scratch_rows=step_rows if readouts is not None else 0,
         )
-        self._slots = Slots(len(taps), max_rows, device)
+        self._hands_on: tuple[int, bool] = -1, False
+        """Number of a layout, and whether some of its rows leave the device."""
+        self._first_row = 0
+        """The staging row that the step's begin at."""
+        self._view: StepView | None = None
+        self._slots = SlotMapping(len(taps), max_rows, device)
         self._vllm_config = vllm_config
         self.addresses = {
             tap: self._slots.of_taps[column].data_ptr()
             for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
-        self._placement = Placement(list(self.addresses.values()), step_rows)
+        self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
-        self._placed: Placed | None = None
+        self._placed: PlacedStep | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
         """Requests whose rows are wanted as steps compute them."""
@@ -130,7 +142,7 @@ class WorkerCapture:
             # Large packets in a small queue would let it hold more than it may.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
-        self._sending = Sending(self._staging, self._dispatcher)
+        self._sending = Offload(self._staging, self._dispatcher)
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,
@@ -215,7 +227,11 @@ class WorkerCapture:
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
-        if self._takes_rows:
+        if plan.readouts is not None and self.readouts is not None:
+            self.readouts.add_request(
+                req_id, plan.readouts, groups, plan.num_prompt_tokens
+            )
+        if self._takes_rows and (lanes or plan.readouts is None):
             if client_specs and self._remembering:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
             self._reporter.know(plan.reply_to)
@@ -270,6 +286,8 @@ class WorkerCapture:
             if self._staging.requests is not None:
                 self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
+            if self.readouts is not None:
+                self.readouts.remove(end.request_id)
         if self._takes_rows:
             self._sending.send()
             self._dispatcher.end([self._request_end(end) for end in ends])
@@ -328,6 +346,7 @@ class WorkerCapture:
         """
         self._step += 1
         placed = self._placed = self._placement.place(view)
+        self._view = view
         if placed is None:
             self._true_starts = None
             return frozenset()
@@ -344,8 +363,29 @@ class WorkerCapture:
             self._sending.hand_on()
             return
         layout = self._placed.layout
-        self._segment = self._sending.reserve(layout.num_rows)
-        self._slots.write(layout, self._segment.start, num_rows)
+        if self._leave_the_device(layout):
+            self._segment = self._sending.reserve(layout.num_rows)
+            self._first_row = self._segment.start
+        else:
+            self._sending.hand_on()
+            self._first_row = self._staging.scratch
+        self._slots.write(layout, self._first_row, num_rows)
+
+    def _leave_the_device(self, layout: Layout) -> bool:
+        """Whether anyone is handed rows of a step, which then has a place in the ring.
+
+        Rows that are only read out are written over by the next step.
+        """
+        if self.readouts is None:
+            return True
+        if self._hands_on[0] != layout.number:
+            req_ids = {req_id for block in layout.blocks for req_id in block.seated}
+            req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
+            # One that has ended may have a row; nobody wants it.
+            plans = [self._plans.get(req_id) for req_id in req_ids]
+            hands_on = any(plan is not None and plan.lanes for plan in plans)
+            self._hands_on = layout.number, hands_on
+        return self._hands_on[1]
 
     def clear_slots(self) -> None:
         """A graph that always launches its taps must find nothing to do."""
@@ -354,9 +394,13 @@ class WorkerCapture:
     def end_step(self) -> None:
         """The pass is queued on the device: send its rows on their way, or soon."""
         placed, self._placed = self._placed, None
+        if placed is None:
+            return
+        if self.readouts is not None and self._view is not None:
+            rows, first = self._staging.rows, self._first_row
+            self.readouts.run(placed, self._view, rows, first)
         if self._segment is None:
             return
-        assert placed is not None
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
         self._sending.add(staged, self._live)

@@ -22,7 +22,7 @@ FARTHEST = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class VectorUse:
     """How a vector acts, apart from the plain addition."""
 
     op: OpName = "add"
@@ -63,10 +63,10 @@ class Manner:
         )
 
 
-PLAIN = Manner()
+PLAIN = VectorUse()
 
 
-def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
+def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     """How `{"vector", "scale"?, "op"?, "min"?, ...}` acts.
 
     Raises:
@@ -98,7 +98,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> Manner:
             norm_match,
         )
     positions = parse_positions(entry.get("positions"), f"{at}.positions")
-    return Manner(op, low, high, norm_match, positions)
+    return VectorUse(op, low, high, norm_match, positions)
 
 
 _MATCHES = ("add", "replace")

@@ -14,7 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.spec.entry import Manner, is_finite, parse_manner
+from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -47,7 +47,7 @@ class Entry:
     vector: Vector
     """Not scaled."""
     scale: float
-    manner: Manner
+    manner: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,24 @@ def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
             at,
             layer,
         )
+
+
+def unpacked(layers: Any, at: str) -> dict[int, Any]:
+    """`{layer: entry}` of a hook point, whichever form it has.
+
+    Args:
+        layers: `{layer: entry}`, or the packed form.
+        at: the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: it is neither.
+
+    """
+    if isinstance(layers, Mapping) and "data" in layers:
+        return {layer: entries[0] for layer, entries in _unpack(layers, at)}
+    if not isinstance(layers, Mapping):
+        raise fail(f"{at} must map layers to vectors, or be packed", at, layers)
+    return {_layer_index(key, at): entry for key, entry in layers.items()}
 
 
 def _unpack(packed: Mapping[str, Any], at: str) -> Entries:

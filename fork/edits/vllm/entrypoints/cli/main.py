@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line has `vllm steer` and `vllm capture`."""
+"""The command line has `vllm steer`, `vllm probe` and `vllm capture`."""
 
 from fork.language import before
 
@@ -8,11 +8,14 @@ EDITS = [
         scope="main",
         anchor='if sys.argv[1:2] != ["snapshot"]:',
         insert="""
+import vllm.entrypoints.cli.probe.main
 import vllm.entrypoints.cli.steer.main
+CMD_MODULES.append(vllm.entrypoints.cli.probe.main)
 CMD_MODULES.append(vllm.entrypoints.cli.steer.main)
 import vllm.entrypoints.cli.capture.main
 CMD_MODULES.append(vllm.entrypoints.cli.capture.main)
 """,
-        why="Vectors are extracted, converted and tried out; prompts become data sets.",
+        why="Vectors are extracted and tried out; probes are trained; prompts become "
+        "data sets.",
     ),
 ]

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core tells each front end which hook points the model has."""
 
-from fork.language import add_field
+from fork.language import add_field, add_import
 
 EDITS = [
+    add_import(
+        "from vllm.v1.readouts.plan import ReadoutPart",
+        why="The type of the field.",
+    ),
+    add_field(
+        scope="EngineCoreOutput",
+        after="prompt_token_id_logprobs",
+        insert="readouts: list[ReadoutPart] | None = None",
+        why="Results come with the tokens that they belong to.",
+    ),
     add_field(
         scope="EngineCoreReadyResponse",
         after="effective_attention_block_size",

@@ -5,6 +5,10 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.readouts.frontend import api as readouts_api",
+        why="What the methods below do.",
+    ),
+    add_import(
         "from vllm.v1.capture.selectors import check_request_size",
         why="Bounds what a request says of its capture.",
     ),
@@ -27,6 +31,9 @@ EDITS = [
     last(
         scope="AsyncLLM",
         insert="""
+register_readout_module = readouts_api.async_register
+unregister_readout_module = readouts_api.async_unregister
+get_readouts = readouts_api.async_get
 set_steering = steering_api.async_set_steering
 clear_steering = steering_api.async_clear_steering
 get_steering = steering_api.async_get_steering

@@ -9,6 +9,10 @@ EDITS = [
         why="What the calls below do.",
     ),
     add_import(
+        "from vllm.v1.readouts.core import engine as readouts_engine",
+        why="What the calls below do.",
+    ),
+    add_import(
         "from vllm.v1.steering.core import engine as steering_engine",
         why="What the calls below do.",
     ),
@@ -31,6 +35,9 @@ EDITS = [
         insert="""
 end_captures = capture_engine.end_captures
 introduce_capture = capture_engine.introduce_capture
+load_readout_module = readouts_engine.load_module
+unload_readout_module = readouts_engine.unload_module
+readout_status = readouts_engine.status
 set_steering = steering_engine.set_steering
 get_steering = steering_engine.get_steering
 hold_steering = steering_engine.hold_steering

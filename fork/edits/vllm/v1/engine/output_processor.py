@@ -1,12 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output processor knows when a request ends for its client."""
 
-from fork.language import add_argument, add_import, after, before, last
+from fork.language import add_argument, add_import, after, before, last, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
         why="The front end of capture, when there is none.",
+    ),
+    add_import(
+        "from vllm.v1.readouts.frontend import collector as readout_collector",
+        why="What a request has read out.",
+    ),
+    last(
+        scope="RequestState.__init__",
+        insert="self.readouts: readout_collector.Collector | None = None",
+        why="Set when the request reads out.",
+    ),
+    after(
+        scope="OutputProcessor.add_request",
+        anchor="self.request_states[request_id] = req_state",
+        insert="""
+req_state.readouts = readout_collector.collector_for(request.sampling_params)
+""",
+        why="Results of this request are expected from now on.",
+    ),
+    after(
+        scope="OutputProcessor.process_outputs",
+        anchor="stop_reason = engine_core_output.stop_reason",
+        insert="readout_collector.collect(req_state, engine_core_output)",
+        why="Results come with the tokens that they belong to.",
+    ),
+    replace(
+        scope="OutputProcessor.process_outputs",
+        anchor="finish_reason == FinishReason.STOP",
+        by=(
+            "finish_reason == FinishReason.STOP "
+            "and not readout_collector.ended_by(stop_reason)"
+        ),
+        why="The token at which a readout fires is part of the text.",
+    ),
+    after(
+        scope="RequestState._new_completion_output",
+        anchor="delta = self.output_kind == RequestOutputKind.DELTA",
+        insert="""
+readouts = None
+if self.readouts is not None:
+    readouts = self.readouts.results(
+        self.detokenizer.num_output_tokens(),
+        delta,
+        finished,
+        readout_collector.ended_by(stop_reason),
+    )
+""",
+        why="An output in parts carries the results for its tokens.",
+    ),
+    add_argument(
+        scope="RequestState._new_completion_output",
+        call="CompletionOutput",
+        argument="readouts=readouts",
+        why="Each sample has its own.",
     ),
     last(
         scope="OutputProcessor.__init__",

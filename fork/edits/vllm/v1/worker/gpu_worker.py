@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that stops flushes what it has captured."""
+"""A step's output carries its readouts; a worker that stops flushes its captures."""
 
-from fork.language import add_import, first
+from fork.language import add_import, first, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.worker import residual_stream",
         why="The runners' access to the residual stream.",
+    ),
+    replace(
+        scope="Worker.sample_tokens",
+        anchor="self.model_runner.sample_tokens(grammar_output)",
+        by="residual_stream.with_readouts(self, grammar_output)",
+        why="The output carries what the step's requests have read out.",
     ),
     first(
         scope="Worker.shutdown",

@@ -10,6 +10,11 @@ EDITS = [
         why="The route, attached below.",
     ),
     add_import(
+        "from vllm.entrypoints.serve.readouts.api_router import "
+        "attach_router as attach_readouts_router",
+        why="The routes, attached below.",
+    ),
+    add_import(
         "from vllm.entrypoints.serve.steering.api_router import "
         "attach_router as attach_steering_router",
         why="The routes, attached below.",
@@ -21,6 +26,7 @@ EDITS = [
 if "generate" in supported_tasks:
     attach_capture_router(app)
     attach_steering_router(app, args)
+    attach_readouts_router(app)
 """,
         why="Only generation is captured and steered. Routes are tried in order, and "
         "its own are asked far more often.",

@@ -16,6 +16,18 @@ capture_wait: bool = Field(
     default=False,
     description="Whether the response waits for the results of the capture.",
 )
+capture_stream: bool = Field(
+    default=False,
+    description="Whether chunks of a stream carry captured rows for their tokens.",
+)
+readouts: dict[str, Any] | None = Field(
+    default=None,
+    description="What is answered from rows on the device: name -> readout.",
+)
+stop_when: list[dict[str, Any]] | None = Field(
+    default=None,
+    description="Readouts whose values end the request at their token.",
+)
 steering_vectors: dict[str, Any] | None = Field(
     default=None,
     description="Vectors that are added at every token: hook point -> layer -> vector.",
@@ -47,12 +59,33 @@ steering_name: str | None = Field(
         argument="capture_wait=self.capture_wait",
         why="Passes the request's wish to wait on.",
     ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="capture_stream=self.capture_stream",
+        why="Passes the field on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="readouts=self.readouts",
+        why="Passes the field on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="stop_when=self.stop_when",
+        why="Passes the field on.",
+    ),
     add_field(
         scope="CompletionResponse",
         after="ec_transfer_params",
         insert="""
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
+)
+readouts: dict[str, Any] | None = Field(
+    default=None, description="What was read out, by name."
 )
 """,
         why="The response carries the results.",
@@ -63,6 +96,9 @@ capture_results: dict[str, Any] | None = Field(
         insert="""
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
+)
+readouts: dict[str, Any] | None = Field(
+    default=None, description="What was read out, by name."
 )
 """,
         why="The last chunk of a stream carries the results.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion responses carry the results of captures."""
+"""Completion responses carry the results of captures and readouts."""
 
 from fork.language import add_argument, add_import, before
 
@@ -12,22 +12,33 @@ EDITS = [
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.v1.readouts.frontend import http as readouts_http",
+        why="Results as JSON.",
+    ),
     add_argument(
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
         argument="capture_results=capture_http.response_results(final_res_batch)",
         why="The response carries the results.",
     ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="readouts=readouts_http.response_readouts(final_res_batch)",
+        why="The response carries what was read out.",
+    ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
         insert="""
 capture_http.stamp(chunk, res, output)
+readouts_http.stamp(chunk, output)
 if capture_answers.carries_rows(chunk):
     async for piece in capture_answers.event(chunk, exclude_unset=True):
         yield piece
     continue
 """,
-        why="The last chunk of a stream carries the results.",
+        why="The last chunk of a stream carries results, each one readouts.",
     ),
 ]

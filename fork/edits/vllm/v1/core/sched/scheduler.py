@@ -14,9 +14,14 @@ EDITS = [
         "steering_scheduling, take_vectors_off",
         why="The scheduler's part of steering.",
     ),
+    add_import(
+        "from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts",
+        why="The scheduler's part of readouts.",
+    ),
     last(
         scope="Scheduler.__init__",
         insert="""
+self.readouts = ReadoutScheduling()
 self.capture = capture_scheduling(self.vllm_config)
 self.steering = steering_scheduling(self.vllm_config)
 """,
@@ -24,7 +29,7 @@ self.steering = steering_scheduling(self.vllm_config)
     ),
     first(
         scope="Scheduler.add_request",
-        insert="self.capture.add_request(request)",
+        insert="self.capture.add_request(request)\nself.readouts.add_request(request)",
         why="Only the engine that had a request answers for its end.",
     ),
     after(
@@ -131,6 +136,45 @@ if not self.steering.admits(request):
         call="SchedulerOutput",
         argument="steering=self.steering.take_step()",
         why="The step carries slots to load and who uses them.",
+    ),
+    after(
+        scope="Scheduler.update_from_output",
+        anchor="status_before_stop = request.status",
+        insert="""
+read_out = None
+if model_runner_output.readouts is not None and req_id in self.readouts:
+    read_out = self.readouts.take(
+        request,
+        model_runner_output.readouts.get(req_id),
+        num_tokens_scheduled - len(scheduled_spec_token_ids or ()),
+        new_token_ids,
+    )
+    new_token_ids = read_out.token_ids
+""",
+        why="A readout may end the request at a token before these.",
+    ),
+    before(
+        scope="Scheduler.update_from_output",
+        anchor="routed_experts = None",
+        insert="""
+if read_out is not None and not stopped and read_out.fired:
+    request.status = RequestStatus.FINISHED_STOPPED
+    request.stop_reason = read_out.fired
+    stopped = True
+""",
+        why="What else ends it at one of the tokens that are left comes first.",
+    ),
+    add_argument(
+        scope="Scheduler.update_from_output",
+        call="EngineCoreOutput",
+        argument="readouts=take_parts(request)",
+        why="What was read out goes with the tokens, or with the error.",
+        count=2,
+    ),
+    first(
+        scope="Scheduler._free_request",
+        insert="self.readouts.forget(request)",
+        why="Every finished or aborted request comes by here.",
     ),
     first(
         scope="Scheduler._free_request",

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts over HTTP: responses, streams, named modules, refusals."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.models import llama
+from tests.support.server import Server
+from tests.v1.readouts._reading import HIDDEN, draw, write_modules
+from vllm.v1.readouts.modules import save_probe
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("readouts")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    write_modules(folder)
+    opened = Server(
+        llama(folder / "llama"),
+        *("--capture-consumers", "inline", "--enable-steering"),
+        *("--readout-modules", f"direction={folder / 'direction.safetensors'}"),
+        *("--sae", f"jump={folder / 'jump'}", "--steering-api-key", "secret"),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--max-num-seqs", "8"),
+        "--trust-request-chat-template",
+    )
+    yield opened
+    opened.close()
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": [20, 30, 40, 50],
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    } | more
+
+
+PROBE = {"kind": "probe", "probe": "direction"}
+SPEC = {
+    "p": PROBE,
+    "lens": {"kind": "lens", "layers": [2], "top_k": 2, "positions": "last_prompt"},
+    "sae": {"kind": "sae", "sae": "jump", "top_k": 4},
+    "mean": {
+        "kind": "rows",
+        "hooks": {"post_block": [1]},
+        "positions": "all_prompt",
+        "reduce": "mean",
+    },
+    "norm": {"kind": "norm", "hooks": {"post_block": [0]}},
+}
+
+
+def test_a_response_carries_every_kind(server: Server) -> None:
+    reply = server.post("/v1/completions", body(readouts=SPEC))
+    assert reply.status == 200, reply
+    found = reply.body["readouts"]
+    assert found["p"]["positions"] == [4, 5, 6, 7, 8]
+    assert np.shape(found["p"]["values"]) == (5, 2)
+    assert np.shape(found["lens"]["token_ids"]) == (1, 1, 2)
+    assert np.shape(found["sae"]["features"]) == (5, 4)
+    assert found["norm"]["cosine"] == [[None]] * 5
+    rows = found["mean"]["rows"]
+    data = np.frombuffer(base64.b64decode(rows["data"]), dtype=rows["dtype"])
+    assert (rows["shape"], data.size) == ([1, HIDDEN], HIDDEN)
+
+
+def test_each_chunk_carries_what_its_tokens_bring(server: Server) -> None:
+    whole = server.post("/v1/completions", body(readouts=SPEC)).body["readouts"]
+    chunks = list(server.stream("/v1/completions", body(readouts=SPEC, stream=True)))
+    carried = [one.get("readouts") or {} for one in chunks]
+    parts = [one["p"] for one in carried if "p" in one]
+    *before, last = parts
+    assert last == whole["p"]
+    positions = [at for part in before if part for at in part["positions"]]
+    assert positions == whole["p"]["positions"][: len(positions)]
+    assert len(positions) >= 4
+
+
+def test_choices_have_their_own_under_their_index(server: Server) -> None:
+    several = body(readouts={"p": PROBE}, prompt=[[20, 30], [40, 50, 60]])
+    found = server.post("/v1/completions", several).body["readouts"]
+    assert found["0"]["p"]["positions"][0] == 2
+    assert found["1"]["p"]["positions"][0] == 3
+
+
+def test_chat_reads_out_and_stops(server: Server) -> None:
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "readouts": {"p": PROBE},
+        "stop_when": [{"readout": "p", "above": -1e9}],
+        "chat_template": "{{ messages[0].content }}",
+    }
+    reply = server.post("/v1/chat/completions", chat)
+    assert reply.status == 200, reply
+    (choice,) = reply.body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == "readout:p"
+    assert reply.body["usage"]["completion_tokens"] == 1
+    assert len(reply.body["readouts"]["p"]["positions"]) == 1
+
+
+def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
+    capture = {"inline": {"hooks": {"post_block": [1]}, "positions": "all"}}
+    asked = body(capture=capture, stream=True, capture_stream=True)
+    chunks = list(server.stream("/v1/completions", asked))
+    carried = [one for one in chunks if one.get("capture_results")]
+    assert len(carried) > 1
+    asked["capture_stream"] = False
+    chunks = list(server.stream("/v1/completions", asked))
+    assert len([one for one in chunks if one.get("capture_results")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"readouts": {"p": {"kind": "prob"}}}, "readouts.p.kind"),
+        ({"readouts": {"p": PROBE | {"probe": "nobody"}}}, "direction"),
+        ({"readouts": {"p": PROBE | {"layr": 1}}}, "layr"),
+        ({"readouts": {"p": {"kind": "probe", "layer": 1, "vectors": [1, 2]}}}, "64"),
+        ({"readouts": {"l": {"kind": "lens", "top_k": 100}}}, "0 to 64"),
+        ({"readouts": {"l": {"kind": "lens", "layers": [9]}}}, "layers"),
+        ({"readouts": {"s": {"kind": "sae", "sae": "jump", "features": [999]}}}, "199"),
+        ({"readouts": {"c": {"kind": "custom", "name": "nobody"}}}, "vllm.readouts"),
+        ({"readouts": {}}, "1 to 64"),
+        ({"readouts": {"p": PROBE}, "stop_when": [{"readout": "q"}]}, "no readout"),
+        (
+            {"readouts": {"p": PROBE}, "stop_when": [{"readout": "p", "index": 2}]},
+            "above, below",
+        ),
+        ({"stop_when": [{"readout": "p", "above": 1}]}, "readouts"),
+    ],
+)
+def test_bad_input_is_refused_with_the_remedy(
+    server: Server, fields: dict[str, Any], said: str
+) -> None:
+    reply = server.post("/v1/completions", body(**fields))
+    assert reply.status == 400, reply
+    assert said in reply.body["error"]["message"]
+
+
+def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
+    path = folder / "later.safetensors"
+    save_probe(path, draw(1, HIDDEN), layer=0)
+    route = "/v1/readouts/modules"
+    named = {"name": "later", "path": str(path)}
+    assert server.post(f"{route}/register", named).status == 401
+    assert server.post(f"{route}/register", named, **KEY).status == 200
+    assert server.post(f"{route}/register", named, **KEY).status == 400
+    assert set(server.get(route).body["modules"]) == {"direction", "later"}
+    asked = body(readouts={"p": PROBE | {"probe": "later"}})
+    assert server.post("/v1/completions", asked).status == 200
+    assert server.post(f"{route}/unregister", {"name": "later"}, **KEY).status == 200
+    assert server.post("/v1/completions", asked).status == 400
+
+
+def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
+    assert server.get("/v1/sae").body["modules"]["jump"]["features"] == 200
+    named = {"name": "topk", "path": str(folder / "topk")}
+    wrong = {"name": "no", "path": str(folder / "direction.safetensors")}
+    assert server.post("/v1/sae/register", wrong, **KEY).status == 400
+    assert server.post("/v1/sae/register", named, **KEY).status == 200
+    sae = {"s": {"kind": "sae", "sae": "topk", "top_k": 3}}
+    assert server.post("/v1/completions", body(readouts=sae)).status == 200
+    assert server.post("/v1/sae/unregister", {"name": "topk"}, **KEY).status == 200
+
+
+def test_what_was_read_out_is_counted(server: Server) -> None:
+    told = server.get("/v1/readouts").body
+    assert told["enabled"] is True
+    assert told["counters"]["probe"]["rows"] > 0
+    assert "direction" in told["modules"]

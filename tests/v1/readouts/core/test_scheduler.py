@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which results count and which end a request, without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
+from vllm.v1.readouts.plan import (
+    Readout,
+    ReadoutPart,
+    ReadoutPlan,
+    RequestReadouts,
+    StopWhen,
+)
+
+PROMPT = 10
+
+
+def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
+    readout = Readout("p", "probe", ((0, "post_block"),), positions)
+    plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops))
+    return SimpleNamespace(
+        request_id="r",
+        sampling_params=SimpleNamespace(_capture_plan=plan),
+        num_tokens=PROMPT,
+        num_prompt_tokens=PROMPT,
+    )
+
+
+def values(start: int, *numbers: float) -> RequestReadouts:
+    array = np.array(numbers, dtype=np.float32)[:, None]
+    part = ReadoutPart("p", start, len(numbers), {"values": array})
+    return RequestReadouts(start, [part])
+
+
+def opened(one: Any) -> ReadoutScheduling:
+    scheduling = ReadoutScheduling()
+    scheduling.add_request(one)
+    return scheduling
+
+
+def taken(one: Any) -> list[tuple[int, list[float]]]:
+    return [
+        (part.start, part.arrays["values"][:, 0].tolist())
+        for part in take_parts(one) or ()
+    ]
+
+
+def test_parts_wait_for_an_output_that_carries_them() -> None:
+    one = request()
+    scheduling = opened(one)
+    assert scheduling.take(one, values(0, 1, 2, 3, 4), 4, []).token_ids == []
+    found = scheduling.take(one, values(4, 5, 6, 7, 8, 9, 10), 6, [77])
+    assert (found.token_ids, found.fired) == ([77], "")
+    assert taken(one) == [(0, [1, 2, 3, 4]), (4, [5, 6, 7, 8, 9, 10])]
+    assert taken(one) == []
+
+
+def test_rows_of_rejected_drafts_do_not_count() -> None:
+    one = request()
+    scheduling = opened(one)
+    one.num_tokens = 12  # The prompt and two tokens; one is fed, with three drafts.
+    scheduling.take(one, values(11, 1, 2, 3, 4), 1, [5, 6])
+    assert taken(one) == [(11, [1, 2])]
+
+
+def test_positions_are_those_that_were_accepted_before() -> None:
+    one = request()
+    scheduling = opened(one)
+    one.num_tokens = 12
+    # The step assumed that two drafts of the step before are accepted; none was.
+    scheduling.take(one, values(13, 1, 2), 1, [5, 6])
+    assert taken(one) == [(11, [1, 2])]
+
+
+def test_a_preempted_request_gets_nothing_twice() -> None:
+    one = request()
+    scheduling = opened(one)
+    scheduling.take(one, values(0, *range(10)), 10, [5])
+    one.num_tokens = 11
+    taken(one)
+    scheduling.take(one, values(0, *range(100, 111)), 11, [6])
+    assert taken(one) == [(10, [110])]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "left", "shown"),
+    [
+        ((9, 0, 0), [], 1),
+        ((0, 9, 9), [5], 2),
+        ((0, 0, 9), [5, 6], 3),
+        ((0, 0, 0), [5, 6, 7], 3),
+    ],
+)
+def test_a_request_ends_behind_the_first_token_that_fires(
+    numbers: tuple[float, ...], left: list[int], shown: int
+) -> None:
+    one = request(StopWhen("p", above=5.0))
+    scheduling = opened(one)
+    one.num_tokens = 12
+    found = scheduling.take(one, values(11, *numbers), 1, [5, 6, 7])
+    assert found.token_ids == left
+    assert found.fired == ("readout:p" if 9 in numbers else "")
+    assert taken(one)[0][1] == list(numbers)[:shown]
+
+
+def test_a_draft_that_was_rejected_ends_nothing() -> None:
+    one = request(StopWhen("p", above=5.0))
+    scheduling = opened(one)
+    one.num_tokens = 12
+    found = scheduling.take(one, values(11, 0, 9), 1, [5])
+    assert (found.token_ids, found.fired) == ([5], "")
+
+
+def test_prompt_tokens_and_missing_numbers_end_nothing() -> None:
+    one = request(StopWhen("p", above=5.0, below=-5.0))
+    scheduling = opened(one)
+    assert scheduling.take(one, values(9, 9), 10, [5]).fired == ""
+    one.num_tokens = 11
+    assert scheduling.take(one, values(10, float("nan")), 1, [5]).fired == ""
+
+
+def test_only_the_wanted_positions_are_kept() -> None:
+    one = request(positions=((2, 4), (6, 7)))
+    scheduling = opened(one)
+    scheduling.take(one, values(0, *range(10)), 10, [5])
+    assert taken(one) == [(2, [2, 3]), (6, [6])]
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    one = request()
+    scheduling = opened(one)
+    assert "r" in scheduling
+    scheduling.forget(one)
+    assert "r" not in scheduling

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import asynchronous
+from tests.support.captured import CapturedEngine
+from tests.support.models import llama
+from tests.v1.readouts._reading import Modules, write_modules
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Modules:
+    return write_modules(tmp_path_factory.mktemp("modules"))
+
+
+@pytest.fixture(scope="session", params=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest,
+    modules: Modules,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[CapturedEngine]:
+    """Prompts are computed in chunks: 24 tokens a step for all requests."""
+    ahead = request.param == "async"
+    folder: Path = tmp_path_factory.mktemp("llama")
+    with asynchronous.allowed():
+        opened = CapturedEngine(
+            llama(folder),
+            max_num_batched_tokens=24,
+            async_scheduling=ahead,
+            **modules.options,
+        )
+    yield opened
+    opened.close()

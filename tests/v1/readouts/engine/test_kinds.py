@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind against the same arithmetic on Transformers' rows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.captured import CapturedEngine, asking, prompt
+from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
+from vllm.steering.sae import encode
+from vllm.v1.capture.worker.offload import Offload
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = [prompt(50, 1), prompt(7, 2), prompt(13, 3)]
+"""The first takes several steps."""
+
+
+def close(found: Any, expected: torch.Tensor, atol: float = 1e-3) -> None:
+    torch.testing.assert_close(
+        torch.from_numpy(np.asarray(found)), expected, atol=atol, rtol=1e-3
+    )
+
+
+def test_probes_by_name_and_of_requests(
+    engine: CapturedEngine, modules: Modules
+) -> None:
+    own = draw(3, 64, seed=9)
+    spec = {
+        "named": {"kind": "probe", "probe": "direction", "positions": "all"},
+        "own": {"kind": "probe", "vectors": own.tolist(), "layer": 2},
+        "cosine": {
+            "kind": "probe",
+            "probe": {"vectors": own.tolist(), "cosine": True},
+            "layer": 0,
+        },
+        "sigmoid": {
+            "kind": "probe",
+            "vectors": (own / 50).tolist(),
+            "bias": [0.1, 0.2, 0.3],
+            "activation": "sigmoid",
+            "layer": 2,
+            "positions": "all",
+        },
+    }
+    for output in read_out(engine, PROMPTS, spec):
+        rows, found = stream(engine, output)[:-1], output.readouts
+        first = len(output.prompt_token_ids or ())
+        assert found["named"].positions == list(range(len(rows)))
+        close(found["named"]["values"], rows[:, 1] @ modules.vectors.T + modules.bias)
+        assert found["own"].positions == list(range(first, len(rows)))
+        close(found["own"]["values"], rows[first:, 2] @ own.T)
+        unit = torch.nn.functional.normalize
+        cosine = unit(rows[first:, 0], dim=-1) @ unit(own, dim=-1).T
+        close(found["cosine"]["values"], cosine)
+        pressed = rows[:, 2] @ (own / 50).T + torch.tensor([0.1, 0.2, 0.3])
+        close(found["sigmoid"]["values"], pressed.sigmoid())
+
+
+def test_a_lens_is_the_models_own_head_at_every_layer(
+    engine: CapturedEngine, modules: Modules
+) -> None:
+    spec = {
+        "lens": {"kind": "lens", "top_k": 4, "tokens": [5, 900], "positions": "all"},
+        "tuned": {"kind": "lens", "layers": [0, 2], "translator": "tuned", "top_k": 2},
+    }
+    inner = engine.reference.model
+    for output in read_out(engine, PROMPTS, spec):
+        rows, found = stream(engine, output)[:-1], output.readouts
+        with torch.no_grad():
+            logs = inner.lm_head(inner.model.norm(rows)).log_softmax(dim=-1)
+        best = logs.topk(4, dim=-1)
+        close(found["lens"]["logprobs"], best.values)
+        assert (found["lens"]["token_ids"] == best.indices.numpy()).all()
+        close(found["lens"]["token_logprobs"], logs[..., [5, 900]])
+        assert found["lens"].taps == tuple((n, "post_block") for n in range(LAYERS))
+        first = len(output.prompt_token_ids or ())
+        mapped = torch.stack(
+            [rows[first:, n] + rows[first:, n] @ modules.maps[n].T for n in (0, 2)], 1
+        )
+        with torch.no_grad():
+            logs = inner.lm_head(inner.model.norm(mapped)).log_softmax(dim=-1)
+        close(found["tuned"]["logprobs"], logs.topk(2, dim=-1).values)
+
+
+@pytest.mark.parametrize("name", ["jump", "topk"])
+def test_features_are_those_of_the_reference(
+    engine: CapturedEngine, modules: Modules, name: str
+) -> None:
+    sae = modules.saes[name]
+    spec = {
+        "best": {"kind": "sae", "sae": name, "top_k": 8, "positions": "all"},
+        "some": {"kind": "sae", "sae": name, "features": [3, 150, 7]},
+    }
+    for output in read_out(engine, PROMPTS, spec):
+        rows, found = stream(engine, output)[:-1, 1], output.readouts
+        activations = encode(sae, rows)
+        best = activations.topk(8, dim=-1)
+        active = best.values > 0
+        close(found["best"]["activations"], best.values, 2e-3)
+        indices = torch.where(active, best.indices, -1)
+        assert (found["best"]["features"] == indices.numpy()).all()
+        first = len(output.prompt_token_ids or ())
+        close(found["some"]["activations"], activations[first:, [3, 150, 7]], 2e-3)
+
+
+def test_norms_and_cosines_to_the_layer_before(engine: CapturedEngine) -> None:
+    spec = {
+        "all": {"kind": "norm", "hooks": {"post_block": "all"}, "positions": "all"},
+        "one": {"kind": "norm", "hooks": {"post_block": [2]}},
+    }
+    for output in read_out(engine, PROMPTS, spec):
+        rows, found = stream(engine, output)[:-1], output.readouts
+        close(found["all"]["norm"], rows.norm(dim=-1))
+        cosine = torch.cosine_similarity(rows[:, 1:], rows[:, :-1], dim=-1)
+        close(found["all"]["cosine"][:, 1:], cosine)
+        assert np.isnan(found["all"]["cosine"][:, 0]).all()
+        first = len(output.prompt_token_ids or ())
+        close(found["one"]["cosine"][:, 0], cosine[first:, 1])
+        assert found["one"].taps == ((2, "post_block"),)
+
+
+@pytest.mark.parametrize("positions", ["all_prompt", "all", "all_generated"])
+def test_reduced_rows(engine: CapturedEngine, positions: str) -> None:
+    how = ("none", "mean", "sum", "max", "last")
+    hooks = {"post_block": [0, 2]}
+    spec = {
+        name: {"kind": "rows", "hooks": hooks, "positions": positions, "reduce": name}
+        for name in how
+    }
+    for output in read_out(engine, PROMPTS, spec):
+        first = len(output.prompt_token_ids or ())
+        rows = stream(engine, output)[:-1, [0, 2]]
+        kept = {"all_prompt": rows[:first], "all_generated": rows[first:]}
+        own, found = kept.get(positions, rows), output.readouts
+        assert len(found["mean"].positions) == len(own)
+        close(found["none"]["rows"], own)
+        close(found["mean"]["rows"], own.mean(dim=0))
+        close(found["sum"]["rows"], own.sum(dim=0), 1e-2)
+        close(found["max"]["rows"], own.amax(dim=0))
+        close(found["last"]["rows"], own[-1])
+
+
+def test_captures_beside_readouts_have_all_their_rows(engine: CapturedEngine) -> None:
+    params = asking("all", max_tokens=8)
+    params.readouts = {
+        "norm": {"kind": "norm", "hooks": {"post_block": [1]}, "positions": "all"}
+    }
+    for output in engine.run(PROMPTS, params):
+        engine.check(output)
+        rows = stream(engine, output)[:-1, 1]
+        close(output.readouts["norm"]["norm"][:, 0], rows.norm(dim=-1))
+
+
+def test_a_cached_prompt_is_read_out_as_the_first_time(engine: CapturedEngine) -> None:
+    norm = {"kind": "norm", "hooks": {"post_block": [1]}}
+    text = [prompt(96, 77)]
+    for positions, cached in (("all", 0), ("all_generated", 64), ([70], 64)):
+        spec = {"norm": norm | {"positions": positions}}
+        (output,) = read_out(engine, text, spec)
+        rows = stream(engine, output)[:-1, 1].norm(dim=-1)
+        kept = output.readouts["norm"].positions
+        close(output.readouts["norm"]["norm"][:, 0], rows[kept])
+        assert (output.num_cached_tokens or 0) >= cached
+
+
+def test_every_sample_has_its_own(engine: CapturedEngine) -> None:
+    spec = {"norm": {"kind": "norm", "hooks": {"post_block": [2]}}}
+    (output,) = read_out(engine, [PROMPTS[1]], spec, n=3, temperature=1.0, seed=5)
+    for sample in output.outputs:
+        fed = [*PROMPTS[1], *sample.token_ids][:-1]
+        rows = engine.reference.stream(fed)[2, "post_block"][7:]
+        assert sample.readouts is not None
+        close(sample.readouts["norm"]["norm"][:, 0], rows.norm(dim=-1))
+
+
+def test_no_row_leaves_the_device_for_a_probe(
+    engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("rows take a place among those that go to the host")
+
+    monkeypatch.setattr(Offload, "reserve", refuse)
+    spec = {"p": {"kind": "probe", "probe": "direction", "positions": "all"}}
+    for output in read_out(engine, PROMPTS, spec):
+        assert output.readouts["p"].error is None

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm probe train`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.cli.steer.options import (
+    add_engine_arguments,
+    add_layers_argument,
+    start_engine,
+)
+from vllm.v1.readouts.errors import fail
+from vllm.v1.steering.spec.parse import HOOKS
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help='JSON Lines of {"text": ..., "label": true or false}, or of pairs '
+        '{"positive": ..., "negative": ...}; texts or chats.',
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="Ends in .safetensors."
+    )
+    parser.add_argument("--hook", choices=HOOKS, default="post_block")
+    add_layers_argument(parser)
+    parser.add_argument(
+        "--method", choices=("logistic", "mass-mean"), default="logistic"
+    )
+    parser.add_argument("--position", choices=("last", "mean"), default="last")
+    parser.add_argument(
+        "--held-out", type=float, default=0.25, help="Share of texts to judge it by."
+    )
+    parser.add_argument("--penalty", type=float, default=1.0, help="Of logistic.")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train at each layer, write the best, and tell how each does."""
+    from vllm.steering.probes import (
+        best_of,
+        held_out,
+        prompt_rows,
+        read_labelled,
+        train,
+    )
+    from vllm.v1.readouts.modules import save_probe
+
+    if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
+        raise fail(
+            f"out: {str(args.out)!r} must end in .safetensors and lie in a folder that "
+            "exists",
+            "out",
+            str(args.out),
+        )
+    if not 0 < args.held_out < 1:
+        raise fail("held-out must be between 0 and 1", "held_out", args.held_out)
+    texts, labels = read_labelled(args.data)
+    llm = start_engine(args, enable_readouts=True)
+    rows = prompt_rows(llm, texts, args.hook, args.layers, args.position)
+    test = held_out(labels, args.held_out, args.seed or 0)
+    probes = {
+        tap: train(own, labels, test, args.method, args.penalty)
+        for tap, own in rows.items()
+    }
+    print(f"{'layer':>5}  accuracy  AUROC   ({int(test.sum())} texts held out)")
+    for (layer, _), probe in sorted(probes.items()):
+        print(f"{layer:5}  {probe.accuracy:8.1%}  {probe.auroc:.3f}")
+    best = best_of(probes)
+    found = probes[best]
+    save_probe(
+        args.out,
+        found.vector[None],
+        found.vector.new_tensor([found.bias]),
+        layer=best[0],
+        hook=best[1],
+        activation="sigmoid" if args.method == "logistic" else "none",
+        metadata={
+            "model": str(args.model),
+            "origin": f"{args.method} probe of {len(texts)} texts, {args.position}",
+            "held_out_accuracy": f"{found.accuracy:.4f}",
+            "held_out_auroc": f"{found.auroc:.4f}",
+        },
+    )
+    print(f"\nwritten: {args.out} (layer {best[0]}, {best[1]})")

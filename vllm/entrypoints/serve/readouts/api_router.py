@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under `/v1/readouts` and `/v1/sae`."""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from vllm import envs
+from vllm.entrypoints.serve.steering.authority import may_change
+from vllm.v1.readouts.errors import fail
+
+reading = APIRouter(prefix="/v1")
+mutating = APIRouter(prefix="/v1")
+
+Answer = dict[str, Any]
+
+FIELDS = ("name", "path", "layer", "hook", "replace")
+
+
+def attach_router(app: FastAPI) -> None:
+    """Mount the routes, after steering's: its key guards what changes something."""
+    app.include_router(reading)
+    if app.state.steering_keys or envs.VLLM_SERVER_DEV_MODE:
+        app.include_router(mutating)
+
+
+@reading.get("/readouts")
+async def get_readouts(request: Request) -> JSONResponse:
+    """Modules, limits, and what was read out so far, by kind."""
+    return JSONResponse(await _engine(request).get_readouts())
+
+
+@reading.get("/readouts/modules")
+async def get_modules(request: Request) -> JSONResponse:
+    """The named probes and translators."""
+    return JSONResponse(await _modules(request, saes=False))
+
+
+@reading.get("/sae")
+async def get_saes(request: Request) -> JSONResponse:
+    """The named sparse autoencoders."""
+    return JSONResponse(await _modules(request, saes=True))
+
+
+@mutating.post("/readouts/modules/register")
+async def register_module(request: Request) -> JSONResponse:
+    """Load a probe or a translator from a file on the server."""
+    return await _register(request, "module")
+
+
+@mutating.post("/readouts/modules/unregister")
+async def unregister_module(request: Request) -> JSONResponse:
+    """Forget a probe or a translator."""
+    return await _unregister(request)
+
+
+@mutating.post("/sae/register")
+async def register_sae(request: Request) -> JSONResponse:
+    """Load a sparse autoencoder from a file or folder on the server."""
+    return await _register(request, "sae")
+
+
+@mutating.post("/sae/unregister")
+async def unregister_sae(request: Request) -> JSONResponse:
+    """Forget a sparse autoencoder."""
+    return await _unregister(request)
+
+
+async def _modules(request: Request, saes: bool) -> Answer:
+    found = (await _engine(request).get_readouts())["modules"]
+    own = {name: one for name, one in found.items() if (one["kind"] == "sae") == saes}
+    return {"modules": own, "count": len(own)}
+
+
+async def _register(request: Request, kind: str) -> JSONResponse:
+    if refusal := _refusal(request):
+        return refusal
+    body = await _body(request, FIELDS)
+    replace = body.get("replace", False)
+    if not isinstance(replace, bool):
+        raise fail("replace must be true or false", "replace", replace)
+    described = await _engine(request).register_readout_module(
+        body.get("name"),
+        body.get("path"),
+        body.get("layer"),
+        body.get("hook", "post_block"),
+        replace,
+        kind,
+    )
+    return JSONResponse({"status": "ok", "name": body["name"], **described})
+
+
+async def _unregister(request: Request) -> JSONResponse:
+    if refusal := _refusal(request):
+        return refusal
+    body = await _body(request, ("name",))
+    await _engine(request).unregister_readout_module(body.get("name"))
+    return JSONResponse({"status": "ok", "name": body["name"]})
+
+
+def _refusal(request: Request) -> JSONResponse | None:
+    """What a request without a key gets, before its body is read."""
+    keys = request.app.state.steering_keys
+    if may_change(keys, request.headers.get("Authorization")):
+        return None
+    return JSONResponse(
+        {"error": "Unauthorized"},
+        status_code=HTTPStatus.UNAUTHORIZED,
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+async def _body(request: Request, names: tuple[str, ...]) -> Answer:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise fail(f"body: not JSON: {error}", "body", None) from None
+    if not isinstance(body, dict):
+        raise fail("body: must be a JSON object", "body", type(body).__name__)
+    if unknown := sorted(body.keys() - set(names)):
+        raise fail(
+            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
+            unknown[0],
+            body[unknown[0]],
+        )
+    return body
+
+
+def _engine(request: Request) -> Any:
+    engine = getattr(request.app.state, "engine_client", None)
+    if not hasattr(engine, "get_readouts"):
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    return engine

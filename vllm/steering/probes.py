@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear probes from labelled texts: trained on rows, judged on texts held out.
+
+Logistic regression with an L2 penalty on standardised rows, folded back to raw rows;
+and mass-mean probes, the difference of the classes' means (arXiv 2310.06824), with the
+bias half-way between them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.steering.extract import ask
+from vllm.steering.pairs import Prompt
+from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.plan import Tap
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Rows: TypeAlias = npt.NDArray[np.float64]
+Labels: TypeAlias = npt.NDArray[np.bool_]
+Method: TypeAlias = Literal["logistic", "mass-mean"]
+
+_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedProbe:
+    """A direction, and how it does on texts that it has not seen."""
+
+    vector: torch.Tensor  # [hidden_size], float32
+    bias: float
+    accuracy: float
+    """Share of held-out texts on the right side of 0."""
+    auroc: float
+    """Chance that a held-out positive text scores above a negative one."""
+
+
+def read_labelled(path: str | Path) -> tuple[list[Prompt], Labels]:
+    """Texts and labels of a JSON Lines file.
+
+    Each line is `{"text": ..., "label": true|false|1|0}`, or a pair
+    `{"positive": ..., "negative": ...}`; a side is a text or the messages of a chat.
+
+    Raises:
+        ReadoutValidationError: the file has too few texts of a class.
+        SteeringValidationError: it is not of this form.
+
+    """
+    import json
+
+    from vllm.steering.pairs import read_pairs
+
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines if line.strip()]
+    texts: list[Prompt] = []
+    labels: list[bool] = []
+    if entries and set(entries[0]) == {"positive", "negative"}:
+        for pair in read_pairs(path):
+            texts += [pair.positive, pair.negative]
+            labels += [True, False]
+    else:
+        for number, entry in enumerate(entries, start=1):
+            if set(entry) != {"text", "label"} or entry["label"] not in (0, 1):
+                raise fail(
+                    f"data: entry {number} of {str(path)!r} must be "
+                    '{"text": ..., "label": true or false} or a pair',
+                    "data",
+                    entry,
+                )
+            texts.append(entry["text"])
+            labels.append(bool(entry["label"]))
+    found = np.array(labels, dtype=bool)
+    if min(found.sum(), (~found).sum()) < 4:
+        raise fail(
+            f"data: {str(path)!r} needs at least 4 texts of each class, so that some "
+            "can be held out",
+            "data",
+            str(path),
+        )
+    return texts, found
+
+
+def prompt_rows(
+    llm: "LLM",
+    prompts: Sequence[Prompt],
+    hook: str,
+    layers: Sequence[int] | None,
+    position: Literal["last", "mean"],
+) -> dict[Tap, Rows]:
+    """A row for each prompt, by place: `[len(prompts), hidden_size]`.
+
+    Args:
+        llm: an engine that reads out.
+        prompts: texts or chats.
+        hook: the hook point.
+        layers: by default all.
+        position: the row of the last token, or the mean of all.
+
+    """
+    from vllm import SamplingParams
+
+    spec: dict[str, Any] = {
+        "kind": "rows",
+        "hooks": {hook: "all" if layers is None else list(layers)},
+        "positions": "last_prompt" if position == "last" else "all_prompt",
+        "reduce": "last" if position == "last" else "mean",
+    }
+    params = SamplingParams(max_tokens=1, detokenize=False, readouts={"rows": spec})
+    found: dict[Tap, list[Rows]] = {}
+    for start in range(0, len(prompts), _AT_A_TIME):
+        for output in ask(llm, prompts[start : start + _AT_A_TIME], params):
+            result = output.readouts["rows"]
+            if result.error is not None:
+                raise RuntimeError(f"a prompt was not read out: {result.error}")
+            for tap, row in zip(result.taps, result["rows"]):
+                found.setdefault(tap, []).append(np.asarray(row, dtype=np.float64))
+    return {tap: np.stack(rows) for tap, rows in found.items()}
+
+
+def held_out(labels: Labels, share: float, seed: int) -> Labels:
+    """Which texts are held out: the same share of each class, at least one.
+
+    The two texts of a pair may be parted; they are different texts.
+    """
+    draw = np.random.default_rng(seed)
+    chosen = np.zeros(len(labels), dtype=bool)
+    for label in (True, False):
+        own = draw.permutation(np.flatnonzero(labels == label))
+        count = min(max(round(share * len(own)), 1), len(own) - 1)
+        chosen[own[:count]] = True
+    return chosen
+
+
+def train(
+    rows: Rows, labels: Labels, test: Labels, method: Method, penalty: float = 1.0
+) -> TrainedProbe:
+    """A probe of one place.
+
+    Args:
+        rows: `[texts, hidden_size]`.
+        labels: `[texts]`.
+        test: which texts are held out `[texts]`.
+        method: how it is trained.
+        penalty: of the logistic regression, on the squared weights of standardised
+            rows.
+
+    """
+    known, answers = rows[~test], labels[~test]
+    fit = _logistic if method == "logistic" else _mass_mean
+    vector, bias = fit(known, answers, penalty)
+    scores = rows[test] @ vector + bias
+    accuracy = float(((scores > 0) == labels[test]).mean())
+    return TrainedProbe(
+        torch.from_numpy(vector).float(), bias, accuracy, auroc(scores, labels[test])
+    )
+
+
+def _mass_mean(rows: Rows, labels: Labels, _: float) -> tuple[Rows, float]:
+    above, below = rows[labels].mean(axis=0), rows[~labels].mean(axis=0)
+    vector = above - below
+    return vector, float(-(above + below) @ vector / 2)
+
+
+def _logistic(rows: Rows, labels: Labels, penalty: float) -> tuple[Rows, float]:
+    """Minimises the mean log-loss plus `penalty / (2 n) |w|²` by L-BFGS."""
+    mean, spread = rows.mean(axis=0), rows.std(axis=0) + 1e-8
+    x = torch.from_numpy((rows - mean) / spread)
+    y = torch.from_numpy(labels.astype(np.float64))
+    weights = torch.zeros(x.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    search = "strong_wolfe"
+    optimiser = torch.optim.LBFGS([weights], max_iter=200, line_search_fn=search)
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        logits = x @ weights[:-1] + weights[-1]
+        value = torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+        value = value + penalty / (2 * len(y)) * weights[:-1].square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimiser.step(loss)
+    found = weights.detach().numpy()
+    vector = found[:-1] / spread
+    return vector, float(found[-1] - vector @ mean)
+
+
+def auroc(scores: Rows, labels: Labels) -> float:
+    """Area under the ROC curve; ties count half."""
+    above, below = scores[labels][:, None], scores[~labels][None]
+    wins = (above > below) + 0.5 * (above == below)
+    return float(wins.mean())
+
+
+def best_of(probes: Mapping[Tap, TrainedProbe]) -> Tap:
+    """The place whose probe has the largest AUROC; then accuracy, then the lowest."""
+    return max(
+        sorted(probes), key=lambda tap: (probes[tap].auroc, probes[tap].accuracy)
+    )

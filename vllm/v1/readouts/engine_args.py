@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts and SAEs on the command line and among the engine's arguments."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.config.readouts import ReadoutConfig
+from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.modules import describe_module, load_module
+from vllm.v1.readouts.plan import Tap
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def add_readout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `EngineArgs` has fields for."""
+    group = parser.add_argument_group(
+        "readouts", "Probes, lenses and features computed where the rows are."
+    )
+    group.add_argument(
+        "--enable-readouts",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Allow requests to read out; --readout-modules implies it.",
+    )
+    group.add_argument(
+        "--readout-modules",
+        action="append",
+        default=None,
+        metavar="NAME=PATH",
+        help="A named probe or translator from a file; repeatable.",
+    )
+    group.add_argument(
+        "--sae",
+        action="append",
+        default=None,
+        metavar="NAME=PATH",
+        help="A named sparse autoencoder from a file or folder; repeatable.",
+    )
+
+
+def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutConfig:
+    """The configuration that the engine's arguments stand for.
+
+    Files are read here, so that one that is not what it says stops the start before
+    the model is loaded.
+
+    Raises:
+        ReadoutValidationError: an option is badly written, or a file.
+
+    """
+    modules = _named(args.readout_modules, "--readout-modules", "readout_modules")
+    saes = _named(args.sae, "--sae", "sae")
+    if both := sorted(modules.keys() & saes.keys()):
+        raise fail(
+            f"--sae {both[0]!r}: a readout module has this name; give one of them "
+            "another",
+            "sae",
+            both[0],
+        )
+    enabled = args.enable_readouts or bool(modules)
+    if (enabled or saes) and envs.VLLM_USE_RUST_FRONTEND:
+        raise fail(
+            "--enable-readouts: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
+            "their fields; unset it to read out",
+            "enable_readouts",
+            True,
+        )
+    width = model_config.get_hidden_size() if modules or saes else 0
+    described = {
+        name: described_file(name, path, width, "sae" if name in saes else "module")
+        for name, path in {**modules, **saes}.items()
+    }
+    return ReadoutConfig(
+        enabled=enabled, modules=modules, saes=saes, described=described
+    )
+
+
+def described_file(
+    name: str, path: str, width: int, wanted: str = "", tap: Tap | None = None
+) -> dict[str, Any]:
+    """What front ends must know of a file, which is read whole.
+
+    Args:
+        name: for messages.
+        path: the file or folder.
+        width: of the model's rows.
+        wanted: `sae` or `module`, if it must be one; empty if either will do.
+        tap: the place of an SAE that does not say it.
+
+    Raises:
+        ReadoutValidationError: it is not what it says, or for another width.
+
+    """
+    info = describe_module(name, path, load_module(name, path, tap))
+    if wanted and (info.kind == "sae") != (wanted == "sae"):
+        option = "--sae" if info.kind == "sae" else "--readout-modules"
+        raise fail(
+            f"{name}: {path!r} holds a {info.kind}; give it as {option}", name, path
+        )
+    if info.width != width:
+        raise fail(
+            f"{name}: it is for rows of width {info.width}, and this model's have "
+            f"{width}; is it of another model?",
+            name,
+            path,
+        )
+    return asdict(info)
+
+
+def _named(given: Any, option: str, parameter: str) -> dict[str, str]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): os.fspath(path) for name, path in given.items()}
+    texts = [given] if isinstance(given, str) else list(given)
+    if len(texts) == 1 and str(texts[0]).startswith("{"):
+        return _from_object(str(texts[0]), option, parameter)
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = str(text).partition("=")
+        if not name or not equals or not path:
+            raise fail(f"{option} {text!r}: expected NAME=PATH", parameter, text)
+        if name in found:
+            raise fail(f"{option}: {name!r} is given twice", parameter, text)
+        found[name] = path
+    return found
+
+
+def _from_object(text: str, option: str, parameter: str) -> dict[str, str]:
+    """Files as a configuration file's mapping gives them."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(path, str) and name and path for name, path in found.items()
+    ):
+        raise fail(
+            f"{option} {text!r}: expected NAME=PATH, or an object of names and paths",
+            parameter,
+            text,
+        )
+    return found

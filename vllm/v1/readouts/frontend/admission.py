@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request's readouts can be carried out: decided once, up front."""
+
+import threading
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.capture.plan import Ranges, union
+from vllm.v1.capture.selectors import plain
+from vllm.v1.capture.types import CaptureContext
+from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.spec import Server, parse_readout
+from vllm.v1.readouts.modules import ModuleInfo
+from vllm.v1.readouts.plan import Readout, ReadoutPlan, StopWhen, Tap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+MAX_READOUTS = 64
+"""Of one request."""
+MAX_NAME = 128
+
+
+class ReadoutAdmission:
+    """Turns what requests ask to read out into plans; safe to use from any thread."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Know the modules that the server was started with."""
+        config = vllm_config.readout_config
+        self.enabled = config.enabled
+        self._max_top_k = config.max_top_k
+        self._model_config = vllm_config.model_config
+        self._stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._lock = threading.Lock()
+        self._modules = {
+            name: ModuleInfo(**info) for name, info in config.described.items()
+        }
+
+    @property
+    def modules(self) -> dict[str, ModuleInfo]:
+        """The named modules, by name."""
+        with self._lock:
+            return dict(sorted(self._modules.items()))
+
+    def put(self, info: ModuleInfo) -> None:
+        """A module was registered."""
+        with self._lock:
+            self._modules[info.name] = info
+
+    def remove(self, name: str) -> None:
+        """A module was unregistered."""
+        with self._lock:
+            self._modules.pop(name, None)
+
+    def plan(self, params: "SamplingParams", ctx: CaptureContext) -> ReadoutPlan | None:
+        """What a request's readouts are; None where it has none.
+
+        Raises:
+            ReadoutValidationError: naming the parameter, the value and the remedy.
+
+        """
+        if params.readouts is None and params.stop_when is None:
+            return None
+        self._check_enabled(params)
+        raw = plain(params.readouts)
+        if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
+            raise fail(
+                f"readouts must map 1 to {MAX_READOUTS} names to what they read out, "
+                'for example {"norms": {"kind": "norm", "hooks": {"post_block": "all"}'
+                "}}",
+                "readouts",
+                raw,
+            )
+        server = self._server()
+        readouts = []
+        for name, spec in raw.items():
+            _check_name(name)
+            readouts.append(parse_readout(name, spec, ctx, server))
+        self._check_stages(readouts)
+        stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
+        params.readouts = raw
+        return ReadoutPlan(tuple(readouts), stops)
+
+    def _server(self) -> Server:
+        return Server(
+            self.modules,
+            self._model_config.get_vocab_size(),
+            self._max_top_k,
+            lens_refusal="",
+        )
+
+    def _check_stages(self, readouts: list[Readout]) -> None:
+        """Refuse layers of earlier pipeline stages, whose results reach no output."""
+        if self._stages == 1:
+            return
+        layers = self._model_config.get_total_num_hidden_layers()
+        first, stop = get_pp_indices(layers, self._stages - 1, self._stages)
+        for readout in readouts:
+            for layer, _ in readout.staged:
+                if layer < first:
+                    raise fail(
+                        f"readouts.{readout.name}: with {self._stages} pipeline stages "
+                        f"only the layers {first} to {stop - 1} of the last one can be "
+                        f"read out, and this needs layer {layer}",
+                        f"readouts.{readout.name}",
+                        layer,
+                    )
+
+    def _check_enabled(self, params: "SamplingParams") -> None:
+        if not self.enabled:
+            name = "readouts" if params.readouts is not None else "stop_when"
+            raise fail(
+                f"{name}: this server reads nothing out; start it with "
+                "--enable-readouts, or LLM(enable_readouts=True) offline",
+                name,
+                getattr(params, name),
+            )
+
+
+def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Ranges]:
+    """The positions at each tap that a plan needs rows of."""
+    wanted: dict[Tap, Ranges] = {}
+    for readout in plan.readouts:
+        for tap in readout.staged:
+            wanted[tap] = union((readout.ranges, wanted.get(tap, ())))
+    return wanted
+
+
+def parse_stops(
+    raw: Any,
+    readouts: list[Readout],
+    ctx: CaptureContext,
+    modules: Mapping[str, ModuleInfo],
+) -> tuple[StopWhen, ...]:
+    """`stop_when`, checked against the readouts that it refers to.
+
+    Raises:
+        ReadoutValidationError: naming the parameter, the value and the remedy.
+
+    """
+    if raw is None:
+        return ()
+    stops = plain(raw)
+    stops = [stops] if isinstance(stops, dict) else stops
+    if not isinstance(stops, list) or not 0 < len(stops) <= MAX_READOUTS:
+        raise fail(
+            'stop_when must be a list such as [{"readout": "my_probe", "above": 0.9}]',
+            "stop_when",
+            raw,
+        )
+    by_name = {one.name: one for one in readouts}
+    return tuple(_stop(one, by_name, ctx, modules) for one in stops)
+
+
+def _stop(
+    raw: Any,
+    readouts: Mapping[str, Readout],
+    ctx: CaptureContext,
+    modules: Mapping[str, ModuleInfo],
+) -> StopWhen:
+    known = {"readout", "index", "above", "below"}
+    if not isinstance(raw, dict) or raw.keys() - known:
+        raise fail(f"stop_when: its keys are {sorted(known)}", "stop_when", raw)
+    readout = readouts.get(str(raw.get("readout")))
+    if readout is None:
+        raise fail(
+            f"stop_when: the request has no readout {raw.get('readout')!r}; it has "
+            f"{sorted(readouts)}. Add it under readouts",
+            "stop_when.readout",
+            raw.get("readout"),
+        )
+    bounds = [_bound(raw, key) for key in ("above", "below")]
+    if bounds == [None, None]:
+        raise fail("stop_when: give above, below or both", "stop_when", raw)
+    default = readout.features[0] if len(readout.features) == 1 else 0
+    index = raw.get("index", default)
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise fail("stop_when.index must count from 0", "stop_when.index", index)
+    _check_index(readout, index, modules)
+    if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
+        raise fail(
+            f"stop_when: {readout.name!r} reads no generated token, so it would never "
+            'end the request; give it positions "all_generated"',
+            "stop_when.readout",
+            readout.name,
+        )
+    return StopWhen(readout.name, bounds[0], bounds[1], index)
+
+
+def _bound(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not isfinite(value):
+        raise fail(
+            f"stop_when.{key} must be a finite number", f"stop_when.{key}", value
+        )
+    return float(value)
+
+
+def _check_index(
+    readout: Readout, index: int, modules: Mapping[str, ModuleInfo]
+) -> None:
+    """Refuse an index that the readout's values do not have, as far as it is known."""
+    if readout.kind == "rows" or (readout.kind == "lens" and not readout.tokens):
+        raise fail(
+            f"stop_when: {readout.name!r} of kind {readout.kind!r} has no values to "
+            "compare; use a probe, an sae, a norm, or a lens with tokens",
+            "stop_when.readout",
+            readout.name,
+        )
+    if readout.features and index not in readout.features:
+        raise fail(
+            f"stop_when.index: {readout.name!r} reads the features "
+            f"{list(readout.features)}; name one of them",
+            "stop_when.index",
+            index,
+        )
+    most = _values_of(readout, modules)
+    if most is not None and index >= most:
+        raise fail(
+            f"stop_when.index: {readout.name!r} has {most} values, 0 to {most - 1}",
+            "stop_when.index",
+            index,
+        )
+
+
+def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
+    """How many values a readout has per token; None where only its code knows it."""
+    if readout.kind in ("probe", "sae") and readout.module in modules:
+        return modules[readout.module].size
+    if readout.probe is not None:
+        return len(readout.probe.bias)
+    if readout.kind == "norm":
+        return len(readout.taps)
+    if readout.kind == "lens":
+        return len(readout.taps) * len(readout.tokens)
+    return None
+
+
+def _check_name(name: Any) -> None:
+    good = isinstance(name, str) and name.isprintable() and name.strip() == name
+    if not good or not 0 < len(name) <= MAX_NAME:
+        raise fail(
+            f"readouts: a name is printable text of 1 to {MAX_NAME} characters, "
+            "without blanks around it",
+            "readouts",
+            name,
+        )

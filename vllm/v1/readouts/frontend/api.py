@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of `LLM` and `AsyncLLM`: named modules, and what was read out."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.readouts.engine_args import described_file
+from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
+from vllm.v1.readouts.modules import ModuleInfo
+from vllm.v1.readouts.plan import Tap
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+MAX_NAME = 128
+
+
+def register(
+    self: "LLM",
+    name: str,
+    path: str,
+    layer: int | None = None,
+    hook: str = "post_block",
+    replace: bool = False,
+) -> dict[str, Any]:
+    """Load a probe, a translator or an SAE under a name.
+
+    Args:
+        self: the engine.
+        name: that readouts will use.
+        path: a file or folder that the workers can read.
+        layer: where an SAE reads that does not say it itself.
+        hook: the hook point there.
+        replace: whether a module of this name may be replaced.
+
+    Raises:
+        ReadoutValidationError: nothing has changed; the message says why.
+
+    """
+    engine = self.llm_engine
+    info = _checked(engine, name, path, _tap(layer, hook), replace)
+    _call(engine.engine_core, "load_readout_module", name, path, info.tap)
+    _admission(engine).put(info)
+    return info.describe()
+
+
+def unregister(self: "LLM", name: str) -> None:
+    """Forget a module; requests in flight that have begun keep it.
+
+    Raises:
+        ReadoutValidationError: there is none of this name.
+
+    """
+    engine = self.llm_engine
+    _known(engine, name)
+    _admission(engine).remove(name)
+    _call(engine.engine_core, "unload_readout_module", name)
+
+
+def get(self: "LLM") -> dict[str, Any]:
+    """The modules, and what was read out so far."""
+    engine = self.llm_engine
+    return _described(engine, _call(engine.engine_core, "readout_status"))
+
+
+async def async_register(
+    self: "AsyncLLM",
+    name: str,
+    path: str,
+    layer: int | None = None,
+    hook: str = "post_block",
+    replace: bool = False,
+    kind: str = "",
+) -> dict[str, Any]:
+    """As `register`; `kind` refuses what is of another one, `sae` or `module`."""
+    info = _checked(self, name, path, _tap(layer, hook), replace, kind)
+    await self.engine_core.call_utility_async(
+        "load_readout_module", name, path, info.tap
+    )
+    _admission(self).put(info)
+    return info.describe()
+
+
+async def async_unregister(self: "AsyncLLM", name: str) -> None:
+    """As `unregister`."""
+    _known(self, name)
+    _admission(self).remove(name)
+    await self.engine_core.call_utility_async("unload_readout_module", name)
+
+
+async def async_get(self: "AsyncLLM") -> dict[str, Any]:
+    """As `get`."""
+    return _described(self, await self.engine_core.call_utility_async("readout_status"))
+
+
+def _call(core: Any, method: str, *args: Any) -> Any:
+    """A method of the engine core, in this process or another."""
+    if hasattr(core, "call_utility"):
+        return core.call_utility(method, *args)
+    return getattr(core.engine_core, method)(*args)
+
+
+def _admission(engine: Any) -> ReadoutAdmission:
+    frontend = engine.capture
+    # It imports the admission of readouts.
+    from vllm.v1.capture.frontend.frontend import CaptureFrontend
+
+    if not isinstance(frontend, CaptureFrontend):
+        raise fail(
+            "this server reads nothing out; start it with --enable-readouts, or "
+            "LLM(enable_readouts=True) offline",
+            "name",
+            None,
+        )
+    return frontend.readouts
+
+
+def _tap(layer: Any, hook: Any) -> Tap | None:
+    if layer is None:
+        return None
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+        raise fail("layer must count from 0", "layer", layer)
+    if not isinstance(hook, str):
+        raise fail("hook must be the name of a hook point", "hook", hook)
+    return layer, hook
+
+
+def _checked(
+    engine: Any,
+    name: Any,
+    path: Any,
+    tap: Tap | None,
+    replace: bool,
+    kind: str = "",
+) -> ModuleInfo:
+    having = _admission(engine).modules
+    good = isinstance(name, str) and name.isprintable() and name.strip() == name
+    if not good or not 0 < len(name) <= MAX_NAME:
+        raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
+    if name in having and not replace:
+        raise fail(
+            f"name: a module {name!r} exists; unregister it first, or say "
+            '"replace": true',
+            "name",
+            name,
+        )
+    if not isinstance(path, str) or not path:
+        raise fail("path must name a file or folder on the server", "path", path)
+    servers = engine.vllm_config.parallel_config._api_process_count
+    if servers > 1:
+        raise fail(
+            f"name: with {servers} API server processes modules are named at the "
+            "start only; use --readout-modules or --sae",
+            "name",
+            name,
+        )
+    width = engine.vllm_config.model_config.get_hidden_size()
+    info = ModuleInfo(**described_file(name, path, width, kind, tap))
+    points = engine.vllm_config.capture_config.hook_points or {}
+    if info.tap is not None and info.tap[1] not in points.get(info.tap[0], ()):
+        raise fail(
+            f"path: {name!r} is for {info.tap[1]} of layer {info.tap[0]}, which this "
+            f"model does not have; it has {sorted(points)} with "
+            f"{sorted({p for own in points.values() for p in own})}",
+            "path",
+            path,
+        )
+    return info
+
+
+def _known(engine: Any, name: Any) -> None:
+    having = _admission(engine).modules
+    if not isinstance(name, str) or name not in having:
+        raise fail(
+            f"name: there is no module {name!r}; there are {sorted(having)}",
+            "name",
+            name,
+        )
+
+
+def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
+    config = engine.vllm_config.readout_config
+    modules = _admission(engine).modules if config.enabled else {}
+    return {
+        "enabled": config.enabled,
+        "modules": {name: one.describe() for name, one in modules.items()},
+        "counters": counters,
+        "limits": {"max_top_k": config.max_top_k},
+    }

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request has read out so far, beside the state of its text."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.capture.plan import overlap
+from vllm.v1.readouts.core.scheduler import STOP_PREFIX
+from vllm.v1.readouts.plan import Readout, ReadoutPart, ReadoutPlan
+from vllm.v1.readouts.results import Joined, ReadoutResult
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.output_processor import RequestState
+
+
+class Collector:
+    """Joins the parts that come with a sample's outputs."""
+
+    def __init__(self, plan: ReadoutPlan, num_prompt_tokens: int) -> None:
+        """Begin without results."""
+        self._readouts = {one.name: one for one in plan.readouts}
+        self._joined = {one.name: Joined(one) for one in plan.readouts}
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def add(self, part: ReadoutPart) -> None:
+        """A part has come."""
+        self._joined[part.name].add(part)
+
+    def results(
+        self, num_tokens: int, delta: bool, finished: bool, fired: bool = False
+    ) -> dict[str, ReadoutResult]:
+        """Results for an output.
+
+        Args:
+            num_tokens: generated so far, as far as they count.
+            delta: whether an output before the last has only what is new.
+            finished: whether it is the last, which has everything.
+            fired: whether a readout has ended the request.
+
+        """
+        # The last token is not fed back, so it has no row; one that fired was.
+        fed = num_tokens if fired else max(num_tokens - 1, 0)
+        stop = self._num_prompt_tokens + fed
+        if not delta or finished:
+            whole = {name: one.whole(stop) for name, one in self._joined.items()}
+            if finished:
+                for name, result in whole.items():
+                    _note_missing(self._readouts[name], result, stop)
+            return whole
+        news = {name: one.news(stop) for name, one in self._joined.items()}
+        return {name: one for name, one in news.items() if one is not None}
+
+
+def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:
+    wanted = sum(b - a for a, b in overlap(readout.ranges, 0, stop))
+    if len(result.positions) != wanted and result.error is None:
+        result.error = f"only {len(result.positions)} of {wanted} tokens were read out"
+
+
+def collector_for(params: "SamplingParams | None") -> Collector | None:
+    """What joins the results of a request; None where it reads nothing out."""
+    plan = params._capture_plan if params is not None else None
+    if plan is None or plan.readouts is None:
+        return None
+    return Collector(plan.readouts, plan.num_prompt_tokens)
+
+
+def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
+    """Take the results that come with an output of the engine."""
+    if output.readouts and state.readouts is not None:
+        for part in output.readouts:
+            state.readouts.add(part)
+
+
+def ended_by(stop_reason: object) -> bool:
+    """Whether it was a readout that ended a request."""
+    return isinstance(stop_reason, str) and stop_reason.startswith(STOP_PREFIX)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts in HTTP responses.
+
+Numbers are lists, NaN is null. Rows, which are long, are base64 of their bytes with
+`dtype` and `shape`, little-endian, as packed vectors of steering are.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.v1.readouts.results import Array, ReadoutResult
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+
+def response_readouts(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """`readouts` of a response to one or several prompts.
+
+    Several choices, of prompts or samples, are under their index, as text.
+    """
+    found = [
+        sample.readouts
+        for output in outputs
+        if output is not None
+        for sample in output.outputs
+    ]
+    if not any(found):
+        return None
+    if len(found) == 1:
+        return as_json(found[0] or {})
+    return {str(index): as_json(one or {}) for index, one in enumerate(found)}
+
+
+def stamp(chunk: Any, part: "CompletionOutput") -> None:
+    """Put what was read out for a chunk's tokens into it; whole in the last one."""
+    if part.readouts:
+        chunk.readouts = as_json(part.readouts)
+
+
+def as_json(results: Mapping[str, ReadoutResult]) -> dict[str, Any]:
+    """Results by name, as JSON."""
+    return {name: _result(one) for name, one in results.items()}
+
+
+def _result(result: ReadoutResult) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "kind": result.kind,
+        "positions": result.positions,
+        "taps": [list(tap) for tap in result.taps],
+    }
+    for name, array in result.arrays.items():
+        found[name] = _packed(array) if name == "rows" else _listed(array)
+    if result.error is not None:
+        found["error"] = result.error
+    return found
+
+
+def _packed(array: Array) -> dict[str, Any]:
+    data = np.ascontiguousarray(array)
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return {
+        "dtype": str(data.dtype),
+        "shape": list(data.shape),
+        "data": base64.b64encode(little.tobytes()).decode(),
+    }
+
+
+def _listed(array: Array) -> Any:
+    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+        return _without_nan(array.tolist())
+    return array.tolist()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nan(one) for one in value]
+    return value if np.isfinite(value) else None

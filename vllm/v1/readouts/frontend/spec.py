@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user writes under `readouts` to `Readout`, one function per kind."""
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.plan import Ranges
+from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
+from vllm.v1.capture.types import CaptureContext
+from vllm.v1.readouts.errors import ReadoutValidationError, fail
+from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
+from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
+
+KINDS: tuple[str, ...] = get_args(Kind)
+REDUCES: tuple[str, ...] = get_args(Reduce)
+ENTRY_POINTS = "vllm.readouts"
+
+MAX_VECTORS = 4096
+"""Directions of one probe that a request brings along."""
+MAX_TOKENS = 1024
+"""Token ids of a lens, and features of an SAE, that a request may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a readout may refer to."""
+
+    modules: Mapping[str, ModuleInfo]
+    vocab_size: int
+    max_top_k: int
+    lens_refusal: str = ""
+    """Why the model has no lens; empty if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One entry of `readouts`, on its way to a `Readout`."""
+
+    name: str
+    raw: Mapping[str, Any]
+    ctx: CaptureContext
+    server: Server
+
+    def where(self, key: str) -> str:
+        """The parameter's name in messages."""
+        return f"readouts.{self.name}.{key}"
+
+    def fail(self, key: str, message: str) -> ReadoutValidationError:
+        """The error for one of its keys."""
+        where = self.where(key)
+        return fail(f"{where}: {message}", where, self.raw.get(key))
+
+    def integer(self, key: str, default: int, least: int, most: int) -> int:
+        """A whole number within bounds."""
+        value = self.raw.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"must be a whole number, {least} to {most}")
+        if not least <= value <= most:
+            raise self.fail(key, f"must be {least} to {most}")
+        return value
+
+    def integers(self, key: str, stop: int, what: str) -> tuple[int, ...]:
+        """A list of whole numbers below `stop`; empty if it is left out."""
+        given = self.raw.get(key)
+        if given is None:
+            return ()
+        if not isinstance(given, list) or not 0 < len(given) <= MAX_TOKENS:
+            raise self.fail(key, f"must be a list of 1 to {MAX_TOKENS} {what}")
+        for value in given:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 0 <= value < stop:
+                raise self.fail(key, f"{what} are 0 to {stop - 1}, not {value!r}")
+        return tuple(given)
+
+    def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
+        """The places that layers at one hook point stand for."""
+        return self._hooks({hook: layers}, "layers" if "layers" in self.raw else "hook")
+
+    def hooks(self) -> tuple[Tap, ...]:
+        """The places that `hooks` stands for."""
+        return self._hooks(self.raw.get("hooks"), "hooks")
+
+    def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
+        try:
+            found = parse_hooks(hooks, self.ctx, self.where(key))
+        except CaptureValidationError as error:
+            raise fail(str(error), self.where(key), hooks) from None
+        return tuple((layer, str(h)) for h, layers in found.items() for layer in layers)
+
+    def ranges(self) -> Ranges:
+        """The token positions, by default those of generated tokens."""
+        raw = self.raw.get("positions", "all_generated")
+        try:
+            return resolve_positions(raw, self.ctx, self.where("positions"))
+        except CaptureValidationError as error:
+            raise fail(str(error), self.where("positions"), raw) from None
+
+    def module(self, key: str, kind: str, option: str) -> ModuleInfo:
+        """The module that a key names, of the right kind and width."""
+        name = self.raw.get(key)
+        found = self.server.modules.get(name) if isinstance(name, str) else None
+        if found is None or found.kind != kind:
+            having = sorted(n for n, m in self.server.modules.items() if m.kind == kind)
+            raise self.fail(
+                key,
+                f"this server has no {kind} {name!r}; it has {having}. Start it with "
+                f"{option} {name}=PATH, or register one",
+            )
+        return found
+
+
+def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> Readout:
+    """One entry of `readouts`.
+
+    Args:
+        name: what its results will be found under.
+        raw: what the user wrote.
+        ctx: the request and the model.
+        server: what there is on this server.
+
+    Raises:
+        ReadoutValidationError: naming the parameter, the value and the remedy.
+
+    """
+    spec = plain(raw)
+    where = f"readouts.{name}"
+    if not isinstance(spec, dict) or spec.get("kind") not in KINDS:
+        given = spec.get("kind") if isinstance(spec, dict) else spec
+        raise fail(
+            f"{where}.kind must be one of {list(KINDS)}, not {given!r}",
+            f"{where}.kind",
+            given,
+        )
+    keys, parse = _PARSERS[spec["kind"]]
+    allowed = {"kind", "positions", *keys}
+    if unknown := sorted(str(key) for key in spec if key not in allowed):
+        raise fail(
+            f"{where}: a readout of kind {spec['kind']!r} has no key {unknown[0]!r}; "
+            f"its keys are {sorted(allowed)}",
+            f"{where}.{unknown[0]}",
+            spec.get(unknown[0]),
+        )
+    return parse(Spec(name, spec, ctx, server))
+
+
+def _rows(spec: Spec) -> Readout:
+    reduce = spec.raw.get("reduce", "none")
+    if reduce not in REDUCES:
+        raise spec.fail("reduce", f"must be one of {list(REDUCES)}")
+    return Readout(spec.name, "rows", spec.hooks(), spec.ranges(), reduce=reduce)
+
+
+def _norm(spec: Spec) -> Readout:
+    return Readout(spec.name, "norm", spec.hooks(), spec.ranges())
+
+
+def _probe(spec: Spec) -> Readout:
+    given = spec.raw.get("probe")
+    own: Probe | None = None
+    module, tap = "", None
+    if isinstance(given, str):
+        info = spec.module("probe", "probe", "--readout-modules")
+        _check_width(spec, "probe", info.width)
+        module, tap = info.name, info.tap
+    else:
+        own = _own_probe(spec, spec.raw if given is None else given)
+    return Readout(
+        spec.name, "probe", (_place(spec, tap),), spec.ranges(), module, probe=own
+    )
+
+
+def _place(spec: Spec, default: Tap | None) -> Tap:
+    """The one place that `layer` and `hook` name, or the module's own."""
+    if default is None and "layer" not in spec.raw:
+        raise spec.fail("layer", "is needed: the layer whose rows are read, from 0")
+    layer = spec.raw.get("layer", default[0] if default else None)
+    hook = spec.raw.get("hook", default[1] if default else "post_block")
+    return spec.taps([layer], hook)[0]
+
+
+def _check_width(spec: Spec, key: str, width: int) -> None:
+    if width != spec.ctx.hidden_size:
+        raise spec.fail(
+            key,
+            f"it is for rows of width {width}, and this model's have "
+            f"{spec.ctx.hidden_size}",
+        )
+
+
+def _own_probe(spec: Spec, given: Any) -> Probe:
+    if not isinstance(given, dict) or "vectors" not in given:
+        raise spec.fail("probe", "must be a name, or an object with vectors [k, H]")
+    known = {"vectors", "bias", "activation", "cosine", "threshold"}
+    if given is not spec.raw and (unknown := given.keys() - known):
+        raise spec.fail("probe", f"has no keys {sorted(unknown)}; {sorted(known)}")
+    vectors = _matrix(spec, given["vectors"])
+    k = len(vectors)
+    activation = given.get("activation", "none")
+    if activation not in ACTIVATIONS:
+        raise spec.fail("activation", f"must be one of {list(ACTIVATIONS)}")
+    threshold = given.get("threshold")
+    if (threshold is None) == (activation == "jumprelu"):
+        raise spec.fail("threshold", "goes with the activation jumprelu, and only so")
+    cosine = given.get("cosine", False)
+    if not isinstance(cosine, bool):
+        raise spec.fail("cosine", "must be true or false")
+    if cosine and not np.linalg.norm(vectors, axis=1).all():
+        raise spec.fail("vectors", "a vector of zeros has no direction")
+    return Probe(
+        vectors.astype("<f4").tobytes(),
+        _numbers(spec, "bias", given.get("bias", 0.0), k),
+        activation,
+        cosine,
+        () if threshold is None else _numbers(spec, "threshold", threshold, k),
+    )
+
+
+def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
+    try:
+        vectors = np.atleast_2d(np.asarray(given, dtype=np.float32))
+    except (ValueError, TypeError):
+        vectors = np.zeros((0, 0), dtype=np.float32)
+    wide = spec.ctx.hidden_size
+    if vectors.ndim != 2 or not 0 < len(vectors) <= MAX_VECTORS:
+        raise spec.fail(
+            "vectors", f"must be 1 to {MAX_VECTORS} lists of {wide} numbers each"
+        )
+    if vectors.shape[1] != wide:
+        raise spec.fail(
+            "vectors", f"have the width {vectors.shape[1]}, and rows have {wide}"
+        )
+    if not np.isfinite(vectors).all():
+        raise spec.fail("vectors", "hold NaN or infinity; leave them out")
+    return vectors
+
+
+def _numbers(spec: Spec, key: str, given: Any, count: int) -> tuple[float, ...]:
+    listed = given if isinstance(given, list) else [given] * count
+    good = [
+        isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one)
+        for one in listed
+    ]
+    if len(listed) != count or not all(good):
+        raise spec.fail(key, f"must be a finite number, or a list of {count}")
+    return tuple(float(one) for one in listed)
+
+
+def _lens(spec: Spec) -> Readout:
+    if spec.server.lens_refusal:
+        raise spec.fail("kind", spec.server.lens_refusal)
+    hook = spec.raw.get("hook", "post_block")
+    taps = spec.taps(spec.raw.get("layers", "all"), hook)
+    tokens = spec.integers("tokens", spec.server.vocab_size, "token ids")
+    top_k = spec.integer("top_k", 0 if tokens else 5, 0, spec.server.max_top_k)
+    if not top_k and not tokens:
+        raise spec.fail("top_k", "must be at least 1 where no tokens are named")
+    module = ""
+    if spec.raw.get("translator") is not None:
+        info = spec.module("translator", "translator", "--readout-modules")
+        _check_width(spec, "translator", info.width)
+        if lacking := sorted({layer for layer, _ in taps} - set(info.layers)):
+            raise spec.fail(
+                "translator",
+                f"{info.name!r} has no map for the layers {lacking}; it has "
+                f"{list(info.layers)}. Leave them out of layers",
+            )
+        module = info.name
+    return Readout(
+        spec.name, "lens", taps, spec.ranges(), module, top_k=top_k, tokens=tokens
+    )
+
+
+def _sae(spec: Spec) -> Readout:
+    info = spec.module("sae", "sae", "--sae")
+    _check_width(spec, "sae", info.width)
+    features = spec.integers("features", info.size, "features")
+    most = min(spec.server.max_top_k, info.size)
+    top_k = 0 if features else spec.integer("top_k", min(32, most), 1, most)
+    if features and "top_k" in spec.raw:
+        raise spec.fail("top_k", "give it or features, not both")
+    return Readout(
+        spec.name,
+        "sae",
+        (_place(spec, info.tap),),
+        spec.ranges(),
+        info.name,
+        top_k=top_k,
+        features=features,
+    )
+
+
+def custom_names() -> list[str]:
+    """The operator's readouts that are installed, sorted."""
+    return sorted(ep.name for ep in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def _custom(spec: Spec) -> Readout:
+    name, having = spec.raw.get("name"), custom_names()
+    if name not in having:
+        raise spec.fail(
+            "name",
+            f"no readout {name!r} is installed; there are {having}. Install a package "
+            f"with an entry point {name!r} in the group {ENTRY_POINTS}",
+        )
+    try:
+        params = json.dumps(spec.raw.get("params") or {}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise spec.fail("params", f"must be JSON: {error}") from None
+    return Readout(
+        spec.name, "custom", spec.hooks(), spec.ranges(), str(name), params=params
+    )
+
+
+_OWN_PROBE = ("vectors", "bias", "activation", "cosine", "threshold")
+
+_PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
+    "rows": (("hooks", "reduce"), _rows),
+    "probe": (("probe", "layer", "hook", *_OWN_PROBE), _probe),
+    "lens": (("layers", "hook", "top_k", "tokens", "translator"), _lens),
+    "sae": (("sae", "layer", "hook", "top_k", "features"), _sae),
+    "norm": (("hooks",), _norm),
+    "custom": (("name", "hooks", "params"), _custom),
+}
+"""By kind: its keys besides `kind` and `positions`, and what reads them."""

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users get: the results of a readout, joined over steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm.v1.readouts.plan import Readout, ReadoutPart, Tap
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class ReadoutResult:
+    """What was read out under one name, `output.readouts[name]`.
+
+    `arrays` by kind; n are the tokens, in the order of `positions`, and taps those of
+    `taps`:
+
+    - `rows`: `rows` `[n, taps, hidden_size]`, or `[taps, hidden_size]` where reduced;
+    - `probe`: `values` `[n, k]`;
+    - `lens`: `token_ids` and `logprobs` `[n, taps, top_k]`, and of the tokens that were
+      named `token_logprobs` `[n, taps, tokens]`;
+    - `sae`: `features` and `activations` `[n, top_k]`, the former -1 where fewer are
+      active; or `activations` `[n, features]` of the features that were named;
+    - `norm`: `norm` and `cosine` `[n, taps]`;
+    - `custom`: `values` `[n, ...]`.
+    """
+
+    kind: str
+    positions: list[int] = field(default_factory=list)
+    """Token positions, ascending."""
+    taps: tuple[Tap, ...] = ()
+    """`(layer, hook point)`, in the order of the arrays."""
+    arrays: dict[str, Array] = field(default_factory=dict)
+    error: str | None = None
+    """What spoiled the result or a part of it."""
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+
+class Joined:
+    """The parts of one readout of a request, as they come."""
+
+    def __init__(self, readout: Readout) -> None:
+        """Begin without a part."""
+        self._readout = readout
+        self._parts: list[ReadoutPart] = []
+        self._shown = 0
+
+    def add(self, part: ReadoutPart) -> None:
+        """A step's part; its positions are behind those of the parts before."""
+        self._parts.append(part)
+
+    def whole(self, stop: int) -> ReadoutResult:
+        """All of it, of tokens below the position `stop`."""
+        return joined(self._readout, self._parts, stop)
+
+    def news(self, stop: int) -> ReadoutResult | None:
+        """What has come since this was asked last; None for nothing, or if reduced."""
+        fresh, self._shown = self._parts[self._shown :], len(self._parts)
+        if not fresh or self._readout.reduce != "none":
+            return None
+        return joined(self._readout, fresh, stop)
+
+
+def joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
+    """One result for parts in ascending order, of tokens below `stop`."""
+    result = ReadoutResult(readout.kind, taps=readout.taps)
+    errors = sorted({part.error for part in parts if part.error})
+    kept = [_cut(part, stop) for part in parts if part.start < stop]
+    for part in kept:
+        result.positions += range(part.start, part.start + part.count)
+    good = [part for part in kept if part.arrays]
+    if readout.reduce != "none":
+        if good:
+            result.arrays["rows"] = _reduced(readout.reduce, good)
+    else:
+        for name in good[0].arrays if good else ():
+            result.arrays[name] = np.concatenate([one.arrays[name] for one in good])
+    result.error = "; ".join(errors) or None
+    return result
+
+
+def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:
+    count = min(part.count, stop - part.start)
+    if count == part.count or part.reduced:
+        return part
+    own = {name: one[:count] for name, one in part.arrays.items()}
+    return ReadoutPart(part.name, part.start, count, own, error=part.error)
+
+
+def _reduced(how: str, parts: Sequence[ReadoutPart]) -> Array:
+    """`[taps, hidden_size]`, of parts that are reduced or have all their rows."""
+    if how == "last":
+        last = parts[-1]
+        rows = last.arrays["rows"]
+        return np.asarray(rows if last.reduced else rows[-1], dtype=np.float32)
+    values = [_one(how, part) for part in parts]
+    if how == "max":
+        return np.max(values, axis=0)
+    total = np.sum(values, axis=0)
+    return total / sum(part.count for part in parts) if how == "mean" else total
+
+
+def _one(how: str, part: ReadoutPart) -> Array:
+    rows = part.arrays["rows"].astype(np.float32)
+    if part.reduced:
+        return rows
+    return rows.max(axis=0) if how == "max" else rows.sum(axis=0)
+
+
+def merge_results(
+    first: Mapping[str, ReadoutResult] | None,
+    second: Mapping[str, ReadoutResult] | None,
+    second_is_whole: bool,
+) -> dict[str, ReadoutResult] | None:
+    """The results of two outputs of one stream that become one.
+
+    Args:
+        first: of the output before.
+        second: of the output behind it.
+        second_is_whole: whether it is the stream's last, which has everything.
+
+    """
+    if second_is_whole or not first or not second:
+        found = second or (None if second_is_whole else first)
+        return None if found is None else dict(found)
+    merged = dict(first)
+    for name, result in second.items():
+        merged[name] = _followed(first[name], result) if name in first else result
+    return merged
+
+
+def _followed(first: ReadoutResult, second: ReadoutResult) -> ReadoutResult:
+    arrays = {
+        name: np.concatenate([first.arrays[name], one]) if name in first.arrays else one
+        for name, one in second.arrays.items()
+    }
+    return ReadoutResult(
+        first.kind,
+        first.positions + second.positions,
+        first.taps,
+        {**first.arrays, **arrays},
+        second.error or first.error,
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts of the operator's own: classes from the entry points `vllm.readouts`."""
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.readouts.plan import Tap
+from vllm.v1.readouts.worker.program import Entry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+GROUP = "vllm.readouts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadoutContext:
+    """What a custom readout may know of the rows that it is given."""
+
+    request_id: str
+    positions: range
+    """Token positions of the rows."""
+    num_prompt_tokens: int
+    taps: tuple[Tap, ...]
+    """`(layer, hook point)` of each row of a token."""
+    params: dict[str, Any]
+    """What the request says under `params`."""
+
+
+class CustomReadouts:
+    """One instance of each class, made when it is first asked for.
+
+    A class has `__init__(vllm_config)` and `compute(rows, context)`. `rows` are
+    `[tokens, taps, hidden_size]` on the device, in the model's dtype; the result is a
+    tensor `[tokens, ...]` on any device. It runs between two steps of the engine, so it
+    must not wait for the device.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Make nothing yet."""
+        self._vllm_config = vllm_config
+        self._made: dict[str, Any] = {}
+        self._complained: set[str] = set()
+
+    def compute(
+        self, entry: Entry, rows: torch.Tensor, num_prompt_tokens: int
+    ) -> torch.Tensor | str:
+        """The result, or what went wrong: that spoils this result and nothing else."""
+        name = entry.readout.module
+        context = ReadoutContext(
+            request_id=entry.req_id,
+            positions=range(entry.start, entry.start + entry.count),
+            num_prompt_tokens=num_prompt_tokens,
+            taps=entry.readout.taps,
+            params=json.loads(entry.readout.params or "{}"),
+        )
+        try:
+            found = self._instance(name).compute(rows, context)
+            if not isinstance(found, torch.Tensor) or len(found) != entry.count:
+                shape = tuple(getattr(found, "shape", ()))
+                raise TypeError(
+                    f"compute returned {type(found).__name__} {shape}, not a tensor "
+                    f"with a first dimension of {entry.count}"
+                )
+            return found
+        except Exception as error:  # A plug-in's own fault.
+            if name not in self._complained:
+                self._complained.add(name)
+                logger.exception("The readout %r failed", name)
+            return f"{type(error).__name__}: {error}"
+
+    def _instance(self, name: str) -> Any:
+        if name not in self._made:
+            (found,) = importlib.metadata.entry_points(group=GROUP, name=name)
+            self._made[name] = found.load()(self._vllm_config)
+        return self._made[name]

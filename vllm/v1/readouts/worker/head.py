@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's own way from a row of its last layer to log-probabilities."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.readouts.worker.kinds import Arrays
+
+NORMS = (
+    "norm",
+    "norm_f",
+    "ln_f",
+    "final_layernorm",
+    "final_layer_norm",
+    "final_norm",
+    "ln_out",
+    "norm_out",
+)
+"""Names under which decoders have their final norm, beside the list of layers."""
+
+LOGIT_BYTES = 192 << 20
+"""float32 logits that are held at a time."""
+
+
+class Head:
+    """Final norm, unembedding and whatever the model does to its logits.
+
+    `compute_logits` is the model's: vocabulary shards, bias, scale and soft cap are
+    its own, and so are quantised weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, last_layer: nn.Module | None, vocab_size: int
+    ) -> None:
+        """Find the norm that follows `last_layer`; None if it is not in this process.
+
+        Args:
+            model: as it was loaded.
+            last_layer: a module of the last decoder block.
+            vocab_size: of the model, over all ranks.
+
+        """
+        # The same on all ranks, which must ask for logits equally often.
+        self._rows_at_once = max(LOGIT_BYTES // (4 * vocab_size), 1)
+        self.refusal = ""
+        """Why there is no lens; empty if there is one."""
+        self._model: Any = model
+        self._norm: Any = None
+        self._divisor = 1.0
+        if last_layer is None:
+            self.refusal = "the last layer is in another pipeline stage"
+            return
+        owner = _owner(model, last_layer)
+        norms = [] if owner is None else _norms(owner)
+        if not callable(getattr(model, "compute_logits", None)):
+            self.refusal = "the model's head gives no logits"
+        elif len(norms) != 1:
+            self.refusal = (
+                f"of {type(owner).__name__} it is not known which norm comes before "
+                f"the unembedding: it has {[name for name, _ in norms]}"
+            )
+        elif getattr(owner, "project_out", None) is not None:
+            self.refusal = "the rows are projected to another width before the head"
+        else:
+            self._norm = norms[0][1]
+            for module in model.modules():  # MiniCPM divides before its head.
+                self._divisor = float(getattr(module, "scale_width", self._divisor))
+
+    def log_probs(self, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Log-probabilities of rows `[n, hidden_size]`, a few at a time.
+
+        Yields which rows and float32 `[rows, vocabulary]`. With several tensor-parallel
+        ranks all of them must ask; those that get no logits yield nothing.
+        """
+        for start in range(0, len(rows), self._rows_at_once):
+            span = slice(start, min(start + self._rows_at_once, len(rows)))
+            logits = self.logits(rows[span])
+            if logits is not None:
+                yield span, logits.float().log_softmax(dim=-1)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Logits `[n, vocabulary]` of rows; None on a rank that gets none."""
+        normed = self._norm(rows)
+        if isinstance(normed, tuple):
+            normed = normed[0]
+        if self._divisor != 1.0:
+            normed = normed / self._divisor
+        found: torch.Tensor | None = self._model.compute_logits(normed)
+        return found
+
+
+def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
+    """The module beside whose list of layers the final norm stands."""
+    found = None
+    for module in model.modules():  # A parent comes before its parts.
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and any(
+                layer is part for one in child for part in one.modules()
+            ):
+                return module
+    return found
+
+
+def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, child)
+        for name, child in owner.named_children()
+        if name in NORMS and not isinstance(child, PPMissingLayer)
+    ]
+
+
+def lens_values(
+    head: Head, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
+) -> Arrays:
+    """The `top_k` likeliest tokens of rows, and log-probabilities of `tokens`.
+
+    `token_ids` int32 and `logprobs` float32 `[R, top_k]`, `token_logprobs`
+    `[R, len(tokens)]`.
+    """
+    wanted = torch.tensor(tokens, device=rows.device) if tokens else None
+    ids, best, named = [], [], []
+    for _, logs in head.log_probs(rows):
+        if top_k:
+            top = logs.topk(top_k, dim=-1)
+            ids.append(top.indices.to(torch.int32))
+            best.append(top.values)
+        if wanted is not None:
+            named.append(logs[:, wanted])
+    found: Arrays = {}
+    if ids:
+        found |= {"token_ids": torch.cat(ids), "logprobs": torch.cat(best)}
+    if named:
+        found["token_logprobs"] = torch.cat(named)
+    return found

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of readouts on the device: one function call per job.
+
+`[R]` are the rows of a job, all its requests' one after the other, a token's taps
+together. An array of a result begins with R or, where rows are reduced, with the
+number of entries.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.v1.readouts.modules import ProbeModule
+from vllm.v1.readouts.plan import Probe
+from vllm.v1.readouts.worker.program import Job
+
+Arrays: TypeAlias = dict[str, torch.Tensor]
+
+
+def reduce_rows(job: Job, staging: torch.Tensor, first_row: int) -> Arrays:
+    """Rows `[entries, taps, hidden_size]` that stand for all of their entry's.
+
+    Sums are float32, or of the rows' dtype where one row is picked out.
+    """
+    how = job.key[1]
+    return {
+        "rows": torch.stack(
+            [_reduced(how, entry.rows, staging, first_row) for entry in job.entries]
+        )
+    }
+
+
+def _reduced(
+    how: str, rows: np.ndarray, staging: torch.Tensor, first_row: int
+) -> torch.Tensor:
+    """One entry's, `[taps, hidden_size]`; `rows` is `[count, taps]`."""
+    count = len(rows)
+    if how == "last":
+        index = torch.from_numpy(rows[-1] + first_row).to(staging.device)
+        return staging[index].float()
+    together = bool((np.diff(rows, axis=0) == 1).all())
+    starts = (rows[0] + first_row).tolist()
+    if together:  # As the rows of a prompt lie, tap by tap.
+        parts = [staging[start : start + count] for start in starts]
+    else:
+        columns = [torch.from_numpy(rows[:, t] + first_row) for t in range(len(starts))]
+        parts = [staging[column.to(staging.device)] for column in columns]
+    if how == "max":
+        return torch.stack([part.amax(dim=0).float() for part in parts])
+    return torch.stack([part.sum(dim=0, dtype=torch.float32) for part in parts])
+
+
+def norms(job: Job, rows: torch.Tensor) -> Arrays:
+    """Lengths `[R]`, and the cosine to the same token's row at the layer before.
+
+    The cosine is NaN at the first layer, before which there is none.
+    """
+    if "before" not in job.kept:
+        job.kept["before"] = _rows_before(job).to(rows.device, non_blocking=True)
+    before = job.kept["before"]
+    wide = rows.float()
+    lengths = wide.norm(dim=-1)
+    products = (wide * wide[before.clamp(min=0)]).sum(dim=-1)
+    cosine = products / (lengths * lengths[before.clamp(min=0)])
+    return {"norm": lengths, "cosine": cosine.masked_fill(before < 0, float("nan"))}
+
+
+def _rows_before(job: Job) -> torch.Tensor:
+    """Which row of the job is the one at the layer before `[R]`; -1 for none."""
+    before: list[int] = []
+    for entry in job.entries:
+        staged = entry.readout.staged
+        place = {tap: number for number, tap in enumerate(staged)}
+        ahead = [place.get((layer - 1, hook), -1) for layer, hook in staged]
+        for token in range(entry.count):
+            base = entry.first + token * len(staged)
+            before += [base + one if one >= 0 else -1 for one in ahead]
+    return torch.tensor(before)
+
+
+def inline_probe(probe: Probe, width: int, device: torch.device) -> ProbeModule:
+    """The directions that a request brought along, on the device."""
+    vectors = torch.frombuffer(bytearray(probe.vectors), dtype=torch.float32)
+    threshold = torch.tensor(probe.threshold) if probe.threshold else None
+    return ProbeModule(
+        vectors=vectors.reshape(-1, width).to(device),
+        bias=torch.tensor(probe.bias).to(device),
+        threshold=None if threshold is None else threshold.to(device),
+        activation=probe.activation,
+        cosine=probe.cosine,
+    )
+
+
+def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
+    """`activation(rows @ vectors.T + bias)`, `[R, k]` float32."""
+    wide, vectors = rows.float(), module.vectors
+    if module.cosine:
+        wide = nn.functional.normalize(wide, dim=-1)
+        vectors = nn.functional.normalize(vectors, dim=-1)
+    values = wide @ vectors.T + module.bias
+    return {"values": activated(values, module)}
+
+
+def stacked_probe_values(modules: list[ProbeModule], rows: torch.Tensor) -> Arrays:
+    """The same where row i has probe i; all have one size and one activation."""
+    vectors = torch.stack([one.vectors for one in modules])  # [R, k, H]
+    bias = torch.stack([one.bias for one in modules])
+    wide = rows.float()
+    if modules[0].cosine:
+        wide = nn.functional.normalize(wide, dim=-1)
+        vectors = nn.functional.normalize(vectors, dim=-1)
+    values = torch.bmm(vectors, wide[:, :, None])[:, :, 0] + bias
+    return {"values": activated(values, modules[0])}
+
+
+def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:
+    """A probe's activation of its products `[R, k]`."""
+    if module.activation == "relu":
+        return values.relu()
+    if module.activation == "sigmoid":
+        return values.sigmoid()
+    if module.activation == "softmax":
+        return values.softmax(dim=-1)
+    if module.activation == "jumprelu":
+        assert module.threshold is not None
+        return values.relu() * (values > module.threshold)
+    return values

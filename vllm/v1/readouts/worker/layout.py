@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in a step's staged rows those of each readout are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.v1.capture.plan import OPEN_END, Ranges, Tap
+from vllm.v1.capture.staging.blocks import LocalGroup
+from vllm.v1.capture.staging.step_layout import Layout
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Rows of one group of a request in a step, at its first tap."""
+
+    positions: Indices
+    """Token position of each row, ascending, `[n]`."""
+    rows: Indices
+    """Where the row at the group's first tap is, counted from the step's `[n]`."""
+    stride: int
+    """How much further each next tap's rows are."""
+
+
+def staged_groups(
+    layout: Layout, shift: int, wanted: Mapping[str, object]
+) -> dict[str, dict[int, Staged]]:
+    """The rows of each group of the requests in `wanted`, in a step of this layout.
+
+    Args:
+        layout: of the step.
+        shift: what is to be added to the origins of its seats.
+        wanted: requests that read out.
+
+    """
+    spans: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {}
+    base = 0
+    for block in layout.blocks:
+        for req_id, seat in block.seated.items():
+            if req_id in wanted:
+                one = seat.origin + shift, 1, base + seat.place, block.num_rows
+                spans.setdefault(req_id, {}).setdefault(seat.group, []).append(one)
+        for (req_id, group, start, count, _), at in zip(block.picks, block.offsets):
+            if req_id in wanted:
+                one = start, count, base + at, block.num_rows
+                spans.setdefault(req_id, {}).setdefault(group, []).append(one)
+        base += len(block.columns) * block.num_rows
+    return {
+        req_id: {group: _joined(found) for group, found in by_group.items()}
+        for req_id, by_group in spans.items()
+    }
+
+
+def _joined(spans: Sequence[tuple[int, int, int, int]]) -> Staged:
+    ordered = sorted(spans)
+    positions = [np.arange(start, start + n) for start, n, _, _ in ordered]
+    rows = [np.arange(row, row + n) for _, n, row, _ in ordered]
+    return Staged(np.concatenate(positions), np.concatenate(rows), ordered[0][3])
+
+
+def rows_at(
+    taps: Sequence[Tap],
+    ranges: Ranges,
+    groups: Sequence[LocalGroup],
+    staged: Mapping[int, Staged],
+) -> tuple[Indices, Indices]:
+    """The positions `[n]` within ranges, and their rows `[n, taps]` in the step.
+
+    A tap's rows are staged at all positions that any reader wants of it, so that every
+    tap has the positions within `ranges` that the step computes.
+    """
+    columns = []
+    positions = np.zeros(0, dtype=np.int64)
+    where = {
+        tap: (g, j) for g, one in enumerate(groups) for j, tap in enumerate(one.taps)
+    }
+    for tap in taps:
+        group, column = where[tap]
+        found = staged.get(group)
+        if found is None:
+            return np.zeros(0, dtype=np.int64), np.zeros((0, len(taps)), dtype=np.int64)
+        kept = within(found.positions, ranges)
+        positions = found.positions[kept]
+        columns.append(found.rows[kept] + column * found.stride)
+    return positions, np.stack(columns, axis=1)
+
+
+def within(positions: Indices, ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """Which of the positions lie within ranges."""
+    kept = np.zeros(len(positions), dtype=bool)
+    for start, stop in ranges:
+        kept |= (positions >= start) & (positions < stop)
+    return kept
+
+
+def steps_until_change(ranges: Ranges, position: int) -> int:
+    """How many positions after this one the ranges treat as they treat this one."""
+    edges = [edge for span in ranges for edge in span if edge > position]
+    return min(edges, default=OPEN_END) - position - 1
+
+
+def runs(positions: Indices) -> list[tuple[int, int]]:
+    """Runs `[first, last)` of indices whose positions follow each other."""
+    if not len(positions):
+        return []
+    breaks = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
+    edges = [0, *breaks, len(positions)]
+    return list(pairwise(edges))

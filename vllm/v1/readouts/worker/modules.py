@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The named modules of a worker: on the device, from before memory is profiled."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from vllm.steering.sae import SparseAutoencoder
+from vllm.v1.readouts.modules import (
+    Module,
+    ProbeModule,
+    TranslatorModule,
+    load_module,
+)
+from vllm.v1.readouts.worker.sae import on_device
+
+if TYPE_CHECKING:
+    from vllm.config.readouts import ReadoutConfig
+
+Loaded: TypeAlias = dict[str, Module]
+
+
+class WorkerModules:
+    """Probes, translators and SAEs by name. Engine's thread only."""
+
+    def __init__(
+        self, config: "ReadoutConfig", device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Load what the configuration names."""
+        self._device, self._dtype = device, dtype
+        self._modules: Loaded = {}
+        for name, path in {**config.modules, **config.saes}.items():
+            self.load(name, path)
+
+    def load(self, name: str, path: str, tap: tuple[int, str] | None = None) -> None:
+        """Load a module, in place of one of its name.
+
+        Raises:
+            ReadoutValidationError: the file is not what it says.
+
+        """
+        self._modules[name] = self._placed(load_module(name, path, tap))
+
+    def unload(self, name: str) -> None:
+        """Forget a module; requests in flight must not need it any more."""
+        self._modules.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(_nbytes(one) for one in self._modules.values())
+
+    def sae(self, name: str) -> SparseAutoencoder:
+        """An SAE by name, on the device; its matrices have the model's dtype."""
+        found = self._modules[name]
+        assert isinstance(found, SparseAutoencoder), f"{name!r} is no SAE"
+        return found
+
+    def probe(self, name: str) -> ProbeModule:
+        """A probe by name, float32 on the device."""
+        found = self._modules[name]
+        assert isinstance(found, ProbeModule), f"{name!r} is no probe"
+        return found
+
+    def translator(self, name: str) -> TranslatorModule:
+        """A translator by name, of the model's dtype on the device."""
+        found = self._modules[name]
+        assert isinstance(found, TranslatorModule), f"{name!r} is no translator"
+        return found
+
+    def _placed(self, module: Module) -> Module:
+        device, dtype = self._device, self._dtype
+        if isinstance(module, SparseAutoencoder):
+            return on_device(module, device, dtype)
+        if isinstance(module, ProbeModule):
+            threshold = module.threshold
+            return replace(
+                module,
+                vectors=module.vectors.to(device),
+                bias=module.bias.to(device),
+                threshold=None if threshold is None else threshold.to(device),
+            )
+        return replace(
+            module,
+            weights={k: w.to(device, dtype) for k, w in module.weights.items()},
+            biases={k: b.to(device, dtype) for k, b in module.biases.items()},
+        )
+
+
+def _nbytes(module: Module) -> int:
+    if isinstance(module, SparseAutoencoder):
+        return module.nbytes
+    if isinstance(module, ProbeModule):
+        return module.vectors.nbytes + module.bias.nbytes
+    tensors = [*module.weights.values(), *module.biases.values()]
+    return sum(one.nbytes for one in tensors)

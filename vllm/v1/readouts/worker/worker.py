@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts in one worker process: from a step's staged rows to results."""
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tp_group,
+)
+from vllm.steering.sae import SparseAutoencoder
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.staging.blocks import LocalGroup
+from vllm.v1.capture.staging.step_layout import PlacedStep
+from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
+from vllm.v1.readouts.plan import Readout, ReadoutPlan
+from vllm.v1.readouts.worker.custom import CustomReadouts
+from vllm.v1.readouts.worker.head import Head, lens_values
+from vllm.v1.readouts.worker.kinds import (
+    Arrays,
+    inline_probe,
+    norms,
+    probe_values,
+    reduce_rows,
+    stacked_probe_values,
+)
+from vllm.v1.readouts.worker.layout import Indices
+from vllm.v1.readouts.worker.modules import WorkerModules
+from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
+from vllm.v1.readouts.worker.program import (
+    ROWS,
+    Job,
+    JobKey,
+    Program,
+    ReadingRequest,
+    make_program,
+)
+from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.residual.step_view import StepView
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class WorkerReadouts:
+    """Answers from rows on the device. Engine's thread only.
+
+    Rows are taken out of staging memory on the stream that the next step runs on, so
+    that the memory is free for it; what is expensive runs on a stream beside it.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        modules: WorkerModules,
+        model: nn.Module,
+        last_layer: nn.Module | None,
+        device: torch.device,
+    ) -> None:
+        """Find the model's head; `last_layer` is None where another stage has it."""
+        parallel = vllm_config.parallel_config
+        self.modules = modules
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self.head = Head(model, last_layer, vocab_size)
+        self._device = device
+        self._width = vllm_config.model_config.get_hidden_size()
+        self._shared = parallel.tensor_parallel_size > 1
+        self._has_rows = get_tensor_model_parallel_rank() == 0
+        self._custom = CustomReadouts(vllm_config)
+        self._requests: dict[str, ReadingRequest] = {}
+        self._program: Program | None = None
+        self._pending: PendingReadouts | None = None
+        self._beside: torch.cuda.Stream | None = None
+        # Collectives of two streams at once could meet in another order elsewhere.
+        if device.type == "cuda" and not self._shared:
+            self._beside = torch.cuda.Stream(device)
+        self.rows_read: dict[str, int] = {}
+        """By kind, for metrics."""
+        self.seconds: dict[str, float] = {}
+        """The processor's time, by kind."""
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._requests
+
+    def add_request(
+        self,
+        req_id: str,
+        plan: ReadoutPlan,
+        groups: tuple[LocalGroup, ...],
+        num_prompt_tokens: int,
+    ) -> None:
+        """A request that reads out is scheduled."""
+        local = {tap for group in groups for tap in group.taps}
+        here = tuple(
+            one
+            for one in plan.readouts
+            # One whose module was taken away since says at its end what is missing.
+            if local.issuperset(one.staged) and self._has_module(one)
+        )
+        keys = tuple(self._key(one) for one in here)
+        self._requests[req_id] = ReadingRequest(
+            here, groups, keys, num_prompt_tokens, {}
+        )
+
+    def remove(self, req_id: str) -> None:
+        """A request has ended."""
+        self._requests.pop(req_id, None)
+
+    def _has_module(self, readout: Readout) -> bool:
+        named = readout.kind in ("probe", "lens", "sae") and readout.module
+        return not named or named in self.modules
+
+    def _key(self, readout: Readout) -> JobKey:
+        """What the readouts of one job have in common; begins with the operation."""
+        modules = self.modules
+        match readout.kind:
+            case "probe" if readout.probe is not None:
+                module = inline_probe(readout.probe, self._width, self._device)
+                same = len(module.bias), module.activation, module.cosine
+                mixes = module.activation != "jumprelu"
+                # Those of several requests are stacked if they are alike.
+                return ("probes", *same, *(() if mixes else (id(module),)))
+            case "probe":
+                return "probe", modules.probe(readout.module)
+            case "lens":
+                named = readout.module
+                translator = modules.translator(named) if named else None
+                return "lens", readout.top_k, readout.tokens, translator
+            case "sae":
+                sae = modules.sae(readout.module)
+                return "sae", sae, readout.top_k, readout.features
+            case "norm":
+                return ("norm",)
+            case "rows" if readout.reduce != "none":
+                return "reduce", readout.reduce, len(readout.taps)
+            case "rows":
+                return ROWS
+        return "custom", readout.module, len(readout.taps)
+
+    def run(
+        self, placed: PlacedStep, view: StepView, staging: torch.Tensor, first_row: int
+    ) -> None:
+        """The pass is queued on the device: answer from its rows, from `first_row` on.
+
+        Every rank of a stage is asked with the same step.
+        """
+        if not self._requests:
+            return
+        program = self._program
+        if program is None or not program.fits(placed):
+            program = self._program = make_program(
+                placed, self._requests, lambda: _starts(view), self._to_device
+            )
+        jobs = program.jobs
+        if not self._has_rows:  # Other ranks have shards of the head, and no rows.
+            jobs = [job for job in jobs if job.key[0] == "lens"]
+        if not jobs:
+            return
+        further = placed.shift - program.shift
+        gathered = [self._gathered(job, staging, first_row) for job in jobs]
+        results: list[JobResult] = []
+        done = None
+        if self._beside is None:
+            results = self._results(jobs, gathered, further)
+        else:
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                results = self._results(jobs, gathered, further)
+        if self._device.type == "cuda":
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._beside or torch.cuda.current_stream())
+        if not self._has_rows:
+            return
+        starts = {req: at + further for req, at in program.starts.items()}
+        self._pending = PendingReadouts(results, starts, done, list(gathered))
+
+    def take(self) -> PendingReadouts | None:
+        """The results of the step; they belong to its output."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def _gathered(
+        self, job: Job, staging: torch.Tensor, first_row: int
+    ) -> torch.Tensor | Arrays:
+        """A job's rows `[R, hidden_size]`, or what became of them if reduced."""
+        if job.key[0] == "reduce":
+            found = reduce_rows(job, staging, first_row)
+            for entry in job.entries:
+                until = entry.start + entry.count
+                self._requests[entry.req_id].reduced[entry.readout.name] = until
+            return found
+        if job.kept.get("first_row") != first_row:
+            job.kept["first_row"], job.kept["index"] = first_row, job.index + first_row
+        rows = staging.index_select(0, job.kept["index"])
+        if self._shared and job.key[0] == "lens":
+            rows = get_tp_group().broadcast(rows, src=0)
+        return rows
+
+    def _results(
+        self,
+        jobs: Sequence[Job],
+        gathered: Sequence[torch.Tensor | Arrays],
+        further: int,
+    ) -> list[JobResult]:
+        results = []
+        for job, rows in zip(jobs, gathered):
+            began = perf_counter()
+            result = JobResult(job.entries, further, {})
+            if isinstance(rows, torch.Tensor):
+                arrays = self._answer(job, rows, result)
+                self._count(job, len(rows), began)
+            else:
+                arrays = rows
+            result.arrays = {name: _to_host(one) for name, one in arrays.items()}
+            results.append(result)
+        return results
+
+    def _count(self, job: Job, rows: int, began: float) -> None:
+        kind = job.entries[0].readout.kind
+        self.rows_read[kind] = self.rows_read.get(kind, 0) + rows
+        spent = perf_counter() - began
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + spent
+
+    def _answer(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
+        match job.key:
+            case ("probe", ProbeModule() as module):
+                return probe_values(module, rows)
+            case ("probes", *_):
+                return self._own_probes(job, rows)
+            case ("lens", top_k, tokens, translator):
+                if translator is not None:
+                    rows = translated(job, rows, translator)
+                return lens_values(self.head, rows, top_k, tokens)
+            case ("sae", SparseAutoencoder() as sae, top_k, features):
+                return sae_values(sae, rows, top_k, features)
+            case ("norm",):
+                return norms(job, rows)
+            case ("custom", *_):
+                return self._custom_values(job, rows, result)
+        return {"rows": rows}
+
+    def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
+        """Probes that requests brought along: one product where each has one row."""
+        if "probes" not in job.kept:
+            job.kept["probes"] = [
+                inline_probe(entry.readout.probe, self._width, self._device)
+                for entry in job.entries
+                if entry.readout.probe is not None
+            ]
+        modules = job.kept["probes"]
+        if all(entry.count == 1 for entry in job.entries):
+            return stacked_probe_values(modules, rows)
+        parts = [
+            probe_values(module, rows[entry.first : entry.first + entry.num_rows])
+            for module, entry in zip(modules, job.entries)
+        ]
+        return {"values": torch.cat([part["values"] for part in parts])}
+
+    def _custom_values(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
+        found: Arrays = {}
+        for number, entry in enumerate(job.entries):
+            own = rows[entry.first : entry.first + entry.num_rows]
+            own = own.view(entry.count, len(entry.readout.taps), -1)
+            prompt = self._requests[entry.req_id].num_prompt_tokens
+            values = self._custom.compute(entry, own, prompt)
+            if isinstance(values, str):
+                result.errors[number] = values
+            else:
+                found[str(number)] = values
+        return found
+
+    def _to_device(self, indices: Indices) -> torch.Tensor:
+        return async_tensor_h2d(indices, device=self._device)
+
+
+def translated(
+    job: Job, rows: torch.Tensor, translator: TranslatorModule
+) -> torch.Tensor:
+    """Rows `[R, hidden_size]`, each by the linear map of its layer."""
+    if "layers" not in job.kept:
+        job.kept["layers"] = _rows_by_layer(job, rows.device)
+    out = torch.empty_like(rows)
+    for layer, index in job.kept["layers"].items():
+        own = rows[index]
+        mapped = own @ translator.weights[layer].T
+        if layer in translator.biases:
+            mapped = mapped + translator.biases[layer]
+        out[index] = own + mapped if translator.residual else mapped
+    return out
+
+
+def _rows_by_layer(job: Job, device: torch.device) -> dict[int, torch.Tensor]:
+    found: dict[int, list[int]] = {}
+    for entry in job.entries:
+        taps = entry.readout.taps
+        for number in range(entry.num_rows):
+            layer = taps[number % len(taps)][0]
+            found.setdefault(layer, []).append(entry.first + number)
+    return {layer: torch.tensor(rows).to(device) for layer, rows in found.items()}
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, there once the stream has come to it."""
+    if values.dtype == torch.bfloat16:
+        values = values.float()  # NumPy has no bfloat16.
+    if values.device.type == "cpu":
+        return values.contiguous()
+    host = torch.empty_like(values, device="cpu", pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def _starts(view: StepView) -> Mapping[str, int]:
+    return dict(zip(view.req_ids, view.num_computed.tolist()))
