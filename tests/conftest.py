@@ -46,7 +46,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     from vllm.model_executor.layers.residual.capture_op import Launch
     from vllm.model_executor.layers.residual.program_op import StepPrograms
-    from vllm.model_executor.layers.residual.steer_op import Ahead
+    from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
     monkeypatch.setattr(Launch, "taps", frozenset())
     monkeypatch.setattr(Launch, "families", (frozenset(),))
@@ -54,7 +54,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Launch, "whole", False)
     monkeypatch.setattr(StepPrograms, "at", {})
     yield
-    Ahead.begun.clear()
+    EarlyAdditions.begun.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ STAGES = {
     "vllm.model_executor": 0,
 }
 """By a package's whole name, or by a part of it: of several, the first that fits."""
+TOOLS = ("vllm.entrypoints", "vllm.capture_dataset")
 CONSUMERS = "vllm.v1.capture.consumers"
 
 Arrows = dict[tuple[str, str], set[str]]
@@ -53,11 +54,11 @@ def modules() -> dict[str, Path]:
 
 
 def package_of(module: str) -> str:
-    """A folder below `vllm/v1`; elsewhere all of `vllm/steering` counts as one."""
+    """A module's folder; the folders of an entry point or of a tool count as one."""
     is_package = modules()[module].name == "__init__.py"
     package = module if is_package else module.rpartition(".")[0]
-    parts = package.split(".")
-    return package if parts[1:2] == ["v1"] else ".".join(parts[:2])
+    tools = (t for t in TOOLS if f"{package}.".startswith(f"{t}."))
+    return next(tools, package)
 
 
 def imported(tree: ast.Module, nested: bool) -> Iterator[str]:

@@ -6,7 +6,7 @@ import torch
 
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.steer_op import Ahead
+from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_engine")]
 
@@ -87,7 +87,7 @@ def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
         for _ in range(3):
             layer()
     Launch.whole = False
-    assert not Ahead.begun
+    assert not EarlyAdditions.begun
     for _ in range(5):
         branch.normal_()
         for table, row in additions:
@@ -148,13 +148,13 @@ def test_a_pass_that_is_no_recording_begins_nothing() -> None:
     launching(one)
     Launch.whole = True
     torch.ops.vllm.steer_rows_ahead(target, [one[0]], [one[1]], [], None, None)
-    assert not Ahead.begun
+    assert not EarlyAdditions.begun
     assert (target == 0).all()
 
 
 def test_what_is_begun_is_never_on_the_stream_that_records() -> None:
     """PyTorch lends 32 streams in turn."""
     target = torch.zeros(4, 64, device="cuda")
-    beside = steer_op._stream_beside(target.device)
+    beside = steer_op._side_stream(target.device)
     for _ in range(40):
         assert torch.cuda.Stream() != beside

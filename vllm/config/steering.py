@@ -22,6 +22,11 @@ class SteeringConfig:
     """Named sets of vectors: name -> file."""
 
     @property
+    def max_steering_configs(self) -> int:
+        """`max_configs`, by its option's name."""
+        return self.max_configs
+
+    @property
     def num_rows(self) -> int:
         """Rows of each table: no steering, global prefill and decode, two per slot."""
         return 3 + 2 * self.max_configs

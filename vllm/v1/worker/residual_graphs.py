@@ -18,7 +18,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import NOBODY, Launch
-from vllm.model_executor.layers.residual.steer_op import Ahead
+from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,13 +137,13 @@ def record_family(descriptor: "BatchExecutionDescriptor") -> None:
     """Say what the pass launches that is recorded next, or warms that up."""
     Launch.taps = Launch.families[descriptor.tapped]
     Launch.whole = descriptor.cg_mode == CUDAGraphMode.FULL
-    Ahead.begun.clear()
+    EarlyAdditions.begun.clear()
 
 
 def end_recording() -> None:
     """What follows is no recording, and launches nothing until a step is planned."""
     Launch.taps, Launch.whole = Launch.families[0], False
-    Ahead.begun.clear()
+    EarlyAdditions.begun.clear()
 
 
 class GraphRecorder:

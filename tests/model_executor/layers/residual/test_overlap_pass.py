@@ -15,7 +15,7 @@ from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.overlap_pass import begin_additions_early
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.steer_op import Ahead
+from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 WIDTH, TOKENS, VECTORS = 8, 5, 4
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -171,7 +171,7 @@ def outcome(
         patch.setattr(steer_op, "WIDE", WIDTH if wide else 2 * WIDTH)
         Launch.taps, Launch.whole = launches, True
         found = [run(hidden.clone())]
-    assert not Ahead.begun
+    assert not EarlyAdditions.begun
     return found + [t.staging.clone() for t in taps if t.staging is not None]
 
 

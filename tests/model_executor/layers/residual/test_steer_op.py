@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.steer_op import Ahead
+from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, VECTORS, PADDING = 6, 5, 3
@@ -108,7 +108,7 @@ def test_what_was_begun_is_not_added_again(wanted: tuple[bool, bool]) -> None:
     for table, rows in both:
         torch.ops.vllm.steer_rows(target, table, rows, None)
     assert torch.equal(target, expected)
-    assert not Ahead.begun
+    assert not EarlyAdditions.begun
     for table, rows in both:  # The next pass adds for itself.
         torch.ops.vllm.steer_rows(target, table, rows, None)
     assert not torch.equal(target, expected)
@@ -154,8 +154,8 @@ def test_a_few_rows_of_a_wide_stream_begin_late(
         begin(target[None] if batched else target, both, late=late)
         after = added(before, *both[0]) if begins else before
         assert torch.equal(target, after)
-        assert bool(Ahead.begun) == begins
-        Ahead.begun.clear()
+        assert bool(EarlyAdditions.begun) == begins
+        EarlyAdditions.begun.clear()
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.ledger import Rows
-from vllm.v1.capture.dispatch.row_buffer import Gathering
+from vllm.v1.capture.dispatch.row_buffer import RowBuffer
 from vllm.v1.capture.dispatch.step_buffer import rows_in
 from vllm.v1.capture.dispatch.step_chain import StagedStep
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
-from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
 WIDTH, TAPS = 4, 3
@@ -33,7 +33,7 @@ class Taken:
         self.req_id = req_id
         self.rows: list[Rows] = []
 
-        self._gathering = Gathering(TAPS, torch.float32, together=True)
+        self._gathering = RowBuffer(TAPS, torch.float32, together=True)
 
     def gather(self, pieces: Any, copies: Any) -> Any:
         return [(0, rows) for rows in self._gathering.gather(pieces[0], 1000, copies)]
@@ -52,7 +52,7 @@ class Bench:
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(self.staging, {})
-        self.placement = Placement(range(TAPS), 128)
+        self.placement = StepLayout(range(TAPS), 128)
         self.taken = {name: Taken(name) for name in names}
         self.number = {name: float(i) for i, name in enumerate(names)}
         taps = tuple((layer, "post_block") for layer in range(TAPS))

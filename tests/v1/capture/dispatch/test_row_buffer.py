@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.ledger import Rows
-from vllm.v1.capture.dispatch.row_buffer import GATHERED, Gathering, joined
+from vllm.v1.capture.dispatch.row_buffer import GATHERED, RowBuffer, joined
 from vllm.v1.capture.dispatch.row_spans import Piece, Span
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 
 TAPS, WIDTH = 2, 3
 
 
-def put(gathering: Gathering, start: int, num_rows: int, most: int) -> Rows:
+def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
     """Rows that hold their position, and their tap's number."""
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
@@ -35,7 +35,7 @@ def check(rows: torch.Tensor, positions: list[int]) -> None:
     st.integers(1, 20),
 )
 def test_rows_are_joined_in_order(sizes: list[int], together: bool, most: int) -> None:
-    gathering, parts, start = Gathering(TAPS, torch.float32, together), [], 0
+    gathering, parts, start = RowBuffer(TAPS, torch.float32, together), [], 0
     for size in sizes:
         parts.append(put(gathering, start, size, max(most - start, 1)))
         start += size
@@ -45,7 +45,7 @@ def test_rows_are_joined_in_order(sizes: list[int], together: bool, most: int) -
 
 
 def test_rows_that_come_one_by_one_are_not_copied_again() -> None:
-    gathering = Gathering(TAPS, torch.float32, together=True)
+    gathering = RowBuffer(TAPS, torch.float32, together=True)
     parts = [put(gathering, position, 1, 100 - position) for position in range(100)]
     rows = joined(parts)
     assert rows.data_ptr() == parts[0].memory.data_ptr()
@@ -54,19 +54,19 @@ def test_rows_that_come_one_by_one_are_not_copied_again() -> None:
 
 
 def test_a_request_without_a_bound_takes_no_more_than_some_rows_at_a_time() -> None:
-    gathering = Gathering(TAPS, torch.float32, together=True)
+    gathering = RowBuffer(TAPS, torch.float32, together=True)
     assert put(gathering, 0, 1, 1 << 40).memory.shape[1] == GATHERED
 
 
 def test_rows_that_leave_at_once_have_memory_of_their_own() -> None:
-    gathering = Gathering(TAPS, torch.float32, together=False)
+    gathering = RowBuffer(TAPS, torch.float32, together=False)
     parts = [put(gathering, position, 1, 100) for position in range(3)]
     assert {part.memory.shape[1] for part in parts} == {1}
     check(joined(parts), [0, 1, 2])
 
 
 def test_a_void_row_between_others_is_left_out() -> None:
-    gathering = Gathering(TAPS, torch.float32, together=True)
+    gathering = RowBuffer(TAPS, torch.float32, together=True)
     first = put(gathering, 4, 2, 100)
     put(gathering, 6, 1, 98)
     again = put(gathering, 6, 2, 98)

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatch.step_chain import Chain, Found, StagedStep
+from vllm.v1.capture.dispatch.step_chain import Found, StagedStep, StepChain
 from vllm.v1.capture.memory.row_copy import copy_rows
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Segment
-from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
 TAPS = 2
@@ -30,7 +30,7 @@ class Steps:
     """Steps one behind the other, and where in memory each row of them is."""
 
     def __init__(self) -> None:
-        self._placement = Placement(range(TAPS), 1000)
+        self._placement = StepLayout(range(TAPS), 1000)
         self._known: set[str] = set()
         self._end = self._number = 0
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -88,7 +88,7 @@ def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
         else:
             if chain is not None:
                 noted(chain.take_all(), taken)
-            chain = Chain(step, MEMORY)
+            chain = StepChain(step, MEMORY)
         if data.draw(st.integers(0, 4)) == 0:
             name = data.draw(st.sampled_from("abcde"))
             noted(chain.take(name), taken)
@@ -102,7 +102,7 @@ def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
 
 def test_requests_that_come_and_go_leave_the_others_in_one_piece() -> None:
     steps = Steps()
-    chain = Chain(steps.step({"a": 9, "b": 30}), MEMORY)
+    chain = StepChain(steps.step({"a": 9, "b": 30}), MEMORY)
     gone = "b"
     for number, name in enumerate("cde"):
         alone = steps.step({"a": 10 + 2 * number})
@@ -119,7 +119,7 @@ def test_requests_that_come_and_go_leave_the_others_in_one_piece() -> None:
 def test_a_step_that_is_elsewhere_or_later_does_not_follow() -> None:
     steps = Steps()
     first = steps.step({"a": 5})
-    chain = Chain(first, MEMORY)
+    chain = StepChain(first, MEMORY)
     second, third = steps.step({"a": 6}), steps.step({"a": 7})
     assert not chain.follows(third)
     assert chain.follows(second)

@@ -3,7 +3,7 @@ import gc
 from types import SimpleNamespace
 
 from vllm.v1.capture.capabilities import capabilities_of
-from vllm.v1.capture.frontend.inflight_limit import HeldRows, Reservations
+from vllm.v1.capture.frontend.inflight_limit import Reservations, RowLimits
 from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan, Reader, TapGroup
 
 CONSUMERS = capabilities_of(
@@ -19,7 +19,7 @@ def plan(*instances: str, samples: int = 1) -> CapturePlan:
 
 
 def test_only_rows_that_come_back_count() -> None:
-    held = HeldRows(CONSUMERS, row_bytes=8)
+    held = RowLimits(CONSUMERS, row_bytes=8)
     assert held.limits == {"inline": 1000}
     # Positions 2 to 5+4-2, at two hook points.
     assert held.bytes_of(plan("inline", "files"), 4) == {"inline": 6 * 2 * 8}
@@ -28,7 +28,7 @@ def test_only_rows_that_come_back_count() -> None:
 
 
 def test_rows_that_outputs_carry_before_the_last_count_as_well() -> None:
-    held = HeldRows(CONSUMERS, row_bytes=8)
+    held = RowLimits(CONSUMERS, row_bytes=8)
     assert held.bytes_of(plan("inline", LIVE), 4) == {"inline": 2 * 6 * 2 * 8}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.path_locks import Claims, NobodyElse
+from vllm.v1.capture.frontend.path_locks import NoOtherServers, PathLocks
 from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
 
 
@@ -23,10 +23,10 @@ def plan_of(request_id: str = "cmpl-1", num_samples: int = 1) -> CapturePlan:
     return CapturePlan(request_id, 4, (), "", num_samples)
 
 
-def claims(elsewhere: NobodyElse | None = None) -> Claims:
+def claims(elsewhere: NoOtherServers | None = None) -> PathLocks:
     files, other = Files(), SimpleNamespace()
     consumers = capabilities_of({"files": files, "more": files, "other": other})
-    return Claims(consumers, elsewhere)
+    return PathLocks(consumers, elsewhere)
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -90,7 +90,9 @@ def test_a_name_is_free_again_when_its_request_is_done() -> None:
 
 
 def test_a_consumer_may_claim_just_what_specs_name() -> None:
-    taken = Claims(capabilities_of({"files": SimpleNamespace(claims_request_id=True)}))
+    taken = PathLocks(
+        capabilities_of({"files": SimpleNamespace(claims_request_id=True)})
+    )
     capture = {"files": spec(request_id="a", tag="t")}
     taken.take(capture, "first", plan_of())
     taken.take({"files": spec()}, "second", plan_of("a"))
@@ -106,7 +108,7 @@ def test_consumers_that_name_nothing_take_no_names() -> None:
     taken.reserve(capture, plan_of())
 
 
-class Elsewhere(NobodyElse):
+class Elsewhere(NoOtherServers):
     """Names that are taken by this process and by another."""
 
     def __init__(self) -> None:

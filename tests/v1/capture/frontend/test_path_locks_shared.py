@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm.v1.capture.frontend.path_locks import (
-    NobodyElse,
+    NoOtherServers,
     OtherServers,
     other_servers,
 )
@@ -55,7 +55,7 @@ def test_names_are_taken_freed_and_left_behind() -> None:
 
 def test_a_server_of_one_process_shares_with_nobody(tmp_path: Path) -> None:
     alone = other_servers(1)
-    assert type(alone) is NobodyElse and alone.take(NAME)
+    assert type(alone) is NoOtherServers and alone.take(NAME)
     alone.free(NAME)
     assert not list(tmp_path.iterdir())
     several = other_servers(2)

@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging.block_rows import MOST_EMPTY, Columns, Seating
+from vllm.v1.capture.staging.block_rows import MOST_EMPTY, BlockRows, Columns
 from vllm.v1.capture.staging.blocks import Block, Pick
 
 COLUMNS = (0, 1)
@@ -12,7 +12,7 @@ MANY = 1000
 
 
 def change(
-    seating: Seating,
+    seating: BlockRows,
     names: list[str],
     before: list[str],
     columns: Columns = COLUMNS,
@@ -42,7 +42,7 @@ def seats(block: Block) -> dict[str, int]:
 def test_requests_keep_their_seats_while_others_come_and_go(
     batches: list[list[int]], most_rows: int
 ) -> None:
-    seating = Seating(most_rows)
+    seating = BlockRows(most_rows)
     given_out: list[tuple[Block, dict[str, int]]] = []
     before: dict[str, int] = {}
     size = 0
@@ -71,7 +71,7 @@ def test_requests_keep_their_seats_while_others_come_and_go(
 
 
 def test_who_comes_takes_the_seat_of_who_has_gone() -> None:
-    seating = Seating(MANY)
+    seating = BlockRows(MANY)
     change(seating, ["a", "b", "c"], [])
     (block,) = change(seating, ["a", "c"], ["a", "b", "c"])
     assert (seats(block), block.num_rows) == ({"a": 0, "c": 2}, 3)
@@ -80,7 +80,7 @@ def test_who_comes_takes_the_seat_of_who_has_gone() -> None:
 
 
 def test_who_stays_has_the_same_seat_and_who_jumps_has_another_at_its_place() -> None:
-    seating = Seating(MANY)
+    seating = BlockRows(MANY)
     (before,) = change(seating, ["a", "b"], [])
     seating.change()
     seating.take(COLUMNS, "b", 0, 3)  # A token of it is computed again.
@@ -91,7 +91,7 @@ def test_who_stays_has_the_same_seat_and_who_jumps_has_another_at_its_place() ->
 
 
 def test_empty_seats_are_given_up_where_a_step_may_not_take_more_rows() -> None:
-    seating = Seating(most_rows=6)
+    seating = BlockRows(most_rows=6)
     change(seating, ["a", "b", "c"], [])
     seating.change()
     for name in "ab":
@@ -103,7 +103,7 @@ def test_empty_seats_are_given_up_where_a_step_may_not_take_more_rows() -> None:
 
 
 def test_rows_of_prompts_lie_behind_the_seats() -> None:
-    seating = Seating(MANY)
+    seating = BlockRows(MANY)
     change(seating, ["a", "b", "c"], [])
     chunks: list[Pick] = [("p", 0, 0, 5, 3), ("q", 0, 4, 2, 8)]
     names = ["a", "b", "c"]
@@ -116,7 +116,7 @@ def test_rows_of_prompts_lie_behind_the_seats() -> None:
 
 
 def test_a_block_in_which_nobody_sits_is_forgotten() -> None:
-    seating = Seating(MANY)
+    seating = BlockRows(MANY)
     change(seating, ["a"], [])
     assert change(seating, [], ["a"]) == ()
     (block,) = seating.blocks({COLUMNS: [("p", 0, 0, 2, 0)]})

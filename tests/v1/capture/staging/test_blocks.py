@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, taps, wanted
-from vllm.v1.capture.staging.block_rows import Seating
+from vllm.v1.capture.staging.block_rows import BlockRows
 from vllm.v1.capture.staging.blocks import (
     Block,
+    BlockRow,
     Pick,
-    Seat,
     assign_slots,
     local_groups,
     no_slots,
@@ -53,7 +53,7 @@ def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
     ):
         for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
             picked[place].append(pick)
-    return Seating(0).blocks(picked)
+    return BlockRows(0).blocks(picked)
 
 
 @given(steps(), st.sets(taps()))
@@ -107,7 +107,7 @@ def test_a_slot_lies_where_its_block_says(
 
 
 def test_a_seat_has_its_row_where_the_request_is_in_the_batch() -> None:
-    seated = {"a": Seat(0, 0, 2), "b": Seat(1, 0, 0)}
+    seated = {"a": BlockRow(0, 0, 2), "b": BlockRow(1, 0, 0)}
     block = Block((1, 3), seated, (), (), 4)
     slots = no_slots(4, 5)
     assign_slots([block], {"b": 4, "x": 0, "a": 1}, slots)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging import slot_mapping as module
 from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.slot_mapping import Slots
-from vllm.v1.capture.staging.step_layout import Placement
+from vllm.v1.capture.staging.slot_mapping import SlotMapping
+from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST = 4, 24
@@ -22,8 +22,8 @@ def group(columns: list[int]) -> LocalGroup:
     return LocalGroup(taps, tuple(columns), ((0, OPEN_END),), ())
 
 
-def new() -> tuple[Slots, Placement]:
-    return Slots(TAPS, MOST, torch.device("cpu")), Placement(range(TAPS), 99)
+def new() -> tuple[SlotMapping, StepLayout]:
+    return SlotMapping(TAPS, MOST, torch.device("cpu")), StepLayout(range(TAPS), 99)
 
 
 @given(st.data(), st.integers(1, 3))

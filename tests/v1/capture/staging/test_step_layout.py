@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
 from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
-from vllm.v1.capture.staging.step_layout import Placed, Placement, steps_alike
+from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout, steps_alike
 from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST_ROWS = 4, 24
@@ -43,7 +43,7 @@ def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
 Described: TypeAlias = tuple[set[tuple[object, ...]], frozenset[int]]
 
 
-def described(placed: Placed | None) -> Described | None:
+def described(placed: PlacedStep | None) -> Described | None:
     """All that matters of a step: who has which rows at which positions."""
     if placed is None:
         return None
@@ -75,7 +75,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described
     return (picks, frozenset(columns)) if picks else None
 
 
-def check_slots(placed: Placed, num_rows: int) -> None:
+def check_slots(placed: PlacedStep, num_rows: int) -> None:
     """Each row has a place of its own, where its block says."""
     layout, base = placed.layout, 0
     slots = layout.slots(range(TAPS), num_rows)
@@ -106,7 +106,7 @@ def check_slots(placed: Placed, num_rows: int) -> None:
 
 @given(st.data())
 def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> None:
-    placement = Placement(range(TAPS), MOST_ROWS)
+    placement = StepLayout(range(TAPS), MOST_ROWS)
     groups: dict[str, tuple[LocalGroup, ...]] = {}
     positions: dict[str, int] = {}
     for step in range(data.draw(st.integers(1, 25))):
@@ -160,7 +160,7 @@ def test_steps_are_alike_until_some_group_begins_or_ends(
 
 
 def test_decoding_steps_share_one_layout() -> None:
-    placement = Placement(range(TAPS), MOST_ROWS)
+    placement = StepLayout(range(TAPS), MOST_ROWS)
     tap = LocalGroup(((0, "post_block"),), (0,), ((3, OPEN_END),), ())
     placement.add("a", (tap,))
     placed = [
@@ -175,7 +175,7 @@ def test_decoding_steps_share_one_layout() -> None:
 
 
 def test_an_end_of_a_request_that_has_left_the_batch_changes_no_layout() -> None:
-    placement = Placement(range(TAPS), MOST_ROWS)
+    placement = StepLayout(range(TAPS), MOST_ROWS)
     tap = LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ())
     for name in "ab":
         placement.add(name, (tap,))

@@ -9,7 +9,7 @@ import torch
 
 from vllm.v1.capture.dispatch.step_chain import StagedStep
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Sending
+from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Offload
 from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self) -> None:
         self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))
         self.heard: Any = Heard(self.staging)
-        self.sending = Sending(self.staging, self.heard)
+        self.sending = Offload(self.staging, self.heard)
         self._number = 0
 
     def step(

@@ -10,7 +10,7 @@ import torch
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm.steering.sae import encode
-from vllm.v1.capture.worker.offload import Sending
+from vllm.v1.capture.worker.offload import Offload
 
 pytestmark = pytest.mark.e2e
 
@@ -182,7 +182,7 @@ def test_no_row_leaves_the_device_for_a_probe(
     def refuse(*_: Any) -> None:
         raise AssertionError("rows take a place among those that go to the host")
 
-    monkeypatch.setattr(Sending, "reserve", refuse)
+    monkeypatch.setattr(Offload, "reserve", refuse)
     spec = {"p": {"kind": "probe", "probe": "direction", "positions": "all"}}
     for output in read_out(engine, PROMPTS, spec):
         assert output.readouts["p"].error is None

@@ -38,13 +38,13 @@ and 1.019 for 128; with 2048 early is better, or as good to 0.4 %.
 """
 
 
-class Ahead:
+class EarlyAdditions:
     """Additions that were begun before their turn, in the pass that is recorded.
 
     Engine thread only.
     """
 
-    begun: ClassVar[dict[int, "Beside"]] = {}
+    begun: ClassVar[dict[int, "SideStream"]] = {}
     """By the address of the table."""
 
     @classmethod
@@ -191,7 +191,7 @@ def steer_rows(
             the wait come before what was to be done meanwhile.
 
     """
-    if Launch.wants(table) and not Ahead.join(table):
+    if Launch.wants(table) and not EarlyAdditions.join(table):
         _add(target, [(table, rows)])
 
 
@@ -244,8 +244,8 @@ def steer_rows_ahead(
     wanted = [one for one in zip(tables, rows, strict=True) if Launch.wants(one[0])]
     if not wanted or any(Launch.wants(slots) for slots in captured):
         return
-    beside = Beside(target, wanted)
-    Ahead.begun.update({table.data_ptr(): beside for table, _ in wanted})
+    beside = SideStream(target, wanted)
+    EarlyAdditions.begun.update({table.data_ptr(): beside for table, _ in wanted})
 
 
 def _begins_late(target: torch.Tensor) -> bool:
@@ -253,7 +253,7 @@ def _begins_late(target: torch.Tensor) -> bool:
     return width >= WIDE and 1 < target.numel() // width <= FEW
 
 
-class Beside:
+class SideStream:
     """Additions to one residual, on a stream of their own from now on."""
 
     def __init__(self, target: torch.Tensor, additions: Sequence[Addition]) -> None:
@@ -261,7 +261,7 @@ class Beside:
         if not target.is_cuda:
             _add(target, additions)
             return
-        stream = _stream_beside(target.device)
+        stream = _side_stream(target.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             _add(target, additions)
@@ -279,7 +279,7 @@ def _recording() -> bool:
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One that nothing else runs on.
 
     PyTorch lends the same 32 streams of a priority in turn: one of the usual priority

@@ -9,7 +9,7 @@ import torch
 
 from vllm.v1.capture.delivery.consumer_thread import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
-from vllm.v1.capture.dispatch.row_buffer import Gathering, joined
+from vllm.v1.capture.dispatch.row_buffer import RowBuffer, joined
 from vllm.v1.capture.dispatch.row_spans import Piece
 from vllm.v1.capture.memory.row_copy import RowCopy
 from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
@@ -98,7 +98,7 @@ class CapturedRequest:
         )
         self._ledgers = [RowLedger() for _ in groups]
         self._gathered = [
-            Gathering(
+            RowBuffer(
                 len(group.taps),
                 dtype,
                 early.isdisjoint(reader.instance for reader in group.readers),

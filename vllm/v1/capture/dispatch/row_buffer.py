@@ -58,7 +58,7 @@ class Run(NamedTuple):
         yield Rows(start + num_rows - 1, 1, memory, first + num_rows - 1, step)
 
 
-class Gathering:
+class RowBuffer:
     """The memory of one group's rows."""
 
     def __init__(self, num_taps: int, dtype: torch.dtype, together: bool) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from vllm.v1.capture.dispatch.row_spans import Piece, Span
-from vllm.v1.capture.dispatch.step_chain import Chain, Found, StagedStep
+from vllm.v1.capture.dispatch.step_chain import Found, StagedStep, StepChain
 from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.ring import Segment, Staging
 
@@ -35,7 +35,7 @@ class Pending:
         """
         self._staging = staging
         self._known = known
-        self._chain: Chain | None = None
+        self._chain: StepChain | None = None
         """The last steps."""
         self._pieces: defaultdict[str, ByGroup] = new_pieces()
         """Of the steps before, and of requests that have lost their seats since."""
@@ -53,7 +53,7 @@ class Pending:
             if step.stands_alone:
                 self._keep(apart(step, self._staging.host_rows))
             else:
-                self._chain = Chain(step, self._staging.host_rows)
+                self._chain = StepChain(step, self._staging.host_rows)
 
     def lose(self, staged: Iterable[StagedStep]) -> None:
         """Steps whose rows did not come to the host: nobody gets them."""

@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.capture.dispatch.row_spans import Piece, Span
-from vllm.v1.capture.staging.blocks import Block, Seat
+from vllm.v1.capture.staging.blocks import Block, BlockRow
 from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment
-from vllm.v1.capture.staging.step_layout import Placed
+from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.residual.step_view import TrueStarts
 
 Found: TypeAlias = tuple[str, int, Piece]
@@ -25,7 +25,7 @@ class StagedStep(NamedTuple):
     """A step whose rows are in staging memory, or on their way to the host."""
 
     step: int
-    placed: Placed
+    placed: PlacedStep
     segment: Segment
     true_starts: TrueStarts | None = None
     """Where the positions are only assumed."""
@@ -45,12 +45,12 @@ class StagedStep(NamedTuple):
 class Sitting(NamedTuple):
     """A request on its seat."""
 
-    seat: Seat
+    seat: BlockRow
     since: int
     """How many steps came before the first of its rows that are not taken."""
 
 
-class Chain:
+class StepChain:
     """Steps that follow each other, and since when each request has had its seat."""
 
     def __init__(self, first: StagedStep, memory: torch.Tensor) -> None:

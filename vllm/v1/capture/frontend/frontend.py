@@ -11,15 +11,15 @@ from vllm.v1.capture.frontend import streaming_input
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
-from vllm.v1.capture.frontend.inflight_limit import Room
+from vllm.v1.capture.frontend.inflight_limit import InflightLimit
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.frontend.path_locks import Claims, other_servers
+from vllm.v1.capture.frontend.path_locks import PathLocks, other_servers
 from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
-from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
-from vllm.v1.capture.frontend.waiting import ResultsAwaited
+from vllm.v1.capture.frontend.waiting import ResultWaiter
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
@@ -71,8 +71,8 @@ class CaptureFrontend(NoCapture):
         self._introducing = asyncio.Lock()
         self._admission = admission
         self._live = live
-        self._requests = RequestsUnderWay(
-            Claims(
+        self._requests = RequestTracker(
+            PathLocks(
                 admission.capabilities,
                 other_servers(self._servers),
             ),
@@ -80,8 +80,8 @@ class CaptureFrontend(NoCapture):
             answered=lambda name, seconds: self._status.finalized(name, seconds),
             forgotten=live.close,
         )
-        self._awaited = ResultsAwaited(self._requests, alive)
-        self._room = Room(admission.held, self._requests)
+        self._awaited = ResultWaiter(self._requests, alive)
+        self._room = InflightLimit(admission.held, self._requests)
         self._inbox = Inbox(self._receive)
         self._portions = (
             None if offline_engine is None else Portions(offline_engine, self.wait)

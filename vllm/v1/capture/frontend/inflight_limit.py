@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
 from vllm.v1.capture.selectors import fail
 
@@ -19,7 +19,7 @@ class NoRoomNowError(CaptureValidationError):
     """There is not enough room beside the requests in flight; later there may be."""
 
 
-class HeldRows:
+class RowLimits:
     """The bounds of the consumers that return rows, and what counts towards them."""
 
     def __init__(
@@ -73,10 +73,10 @@ class Reservations:
         return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
 
 
-class Room:
+class InflightLimit:
     """Refuses a request whose rows would not fit beside those under way."""
 
-    def __init__(self, held: HeldRows, requests: RequestsUnderWay) -> None:
+    def __init__(self, held: RowLimits, requests: RequestTracker) -> None:
         """Bound what `requests` bring back by the limits of `held`."""
         self._held = held
         self._requests = requests

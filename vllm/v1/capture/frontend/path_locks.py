@@ -27,7 +27,7 @@ Claim: TypeAlias = tuple[str, str]
 """`(instance, place)`, a place being what the consumer makes of a request's names."""
 
 
-class NobodyElse:
+class NoOtherServers:
     """There is one process only: no name is taken elsewhere."""
 
     def take(self, name: tuple[str, ...]) -> bool:
@@ -38,7 +38,7 @@ class NobodyElse:
         """Others may have the name."""
 
 
-class OtherServers(NobodyElse):
+class OtherServers(NoOtherServers):
     """The names that several processes take from each other; any thread may call.
 
     Within a process a name can be taken again: that is not noticed here.
@@ -74,7 +74,7 @@ class OtherServers(NobodyElse):
         return int.from_bytes(digest[:8], "big") >> 2
 
 
-class Claims:
+class PathLocks:
     """Which places are taken, and by which request. Any thread may call.
 
     A place is free again once the request's results are there; what happens to files
@@ -84,7 +84,7 @@ class Claims:
     def __init__(
         self,
         consumers: Mapping[str, ConsumerCapabilities],
-        elsewhere: NobodyElse | None = None,
+        elsewhere: NoOtherServers | None = None,
     ) -> None:
         """No place is taken.
 
@@ -99,7 +99,7 @@ class Claims:
             for name, can in consumers.items()
             if can.places_of is not None
         }
-        self._elsewhere = elsewhere or NobodyElse()
+        self._elsewhere = elsewhere or NoOtherServers()
         self._taken: dict[Claim, str] = {}
         self._reserved: dict[Claim, int] = {}
         """For plans of requests that were admitted and are not under way yet."""
@@ -204,6 +204,6 @@ def _refusal(claim: Claim) -> Exception:
     )
 
 
-def other_servers(count: int) -> NobodyElse:
+def other_servers(count: int) -> NoOtherServers:
     """What there is besides this process, of so many API servers."""
-    return OtherServers(os.getppid()) if count > 1 else NobodyElse()
+    return OtherServers(os.getppid()) if count > 1 else NoOtherServers()

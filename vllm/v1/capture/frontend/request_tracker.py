@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from vllm.v1.capture.frontend.path_locks import Claims
+from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.tracking import Sample, Tracked
 from vllm.v1.capture.types import CaptureResult
 
@@ -16,12 +16,12 @@ Owner = tuple[str, int]
 """`(parent, sample)`: the request as its client knows it, and which of its samples."""
 
 
-class RequestsUnderWay:
+class RequestTracker:
     """By parent: the id of the request that its client knows. Any thread may call."""
 
     def __init__(
         self,
-        claims: Claims,
+        claims: PathLocks,
         stages: int,
         answered: Callable[[str, float], None],
         forgotten: Callable[[str], None],

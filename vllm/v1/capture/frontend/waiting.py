@@ -7,7 +7,7 @@ from contextlib import suppress
 from time import monotonic
 
 from vllm.logger import init_logger
-from vllm.v1.capture.frontend.request_tracker import RequestsUnderWay
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
 
 logger = init_logger(__name__)
 
@@ -18,10 +18,10 @@ LOOK_SECONDS = 1.0
 """So often one who waits looks whether the engine lives."""
 
 
-class ResultsAwaited:
+class ResultWaiter:
     """Ends when the results are there, or will not come."""
 
-    def __init__(self, requests: RequestsUnderWay, alive: Callable[[], bool]) -> None:
+    def __init__(self, requests: RequestTracker, alive: Callable[[], bool]) -> None:
         """Wait for results of `requests`, as long as the engine is `alive`."""
         self._requests = requests
         self._alive = alive

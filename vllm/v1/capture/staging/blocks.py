@@ -54,8 +54,8 @@ begin in the step's tensors. A plain tuple, as there are many in each step.
 """
 
 
-class Seat(NamedTuple):
-    """Where in a block a request's row goes while it decodes, and which row that is."""
+class BlockRow(NamedTuple):
+    """Where in a block the row of a decoding request goes, and which row that is."""
 
     group: int
     """Index among the request's local groups."""
@@ -68,7 +68,7 @@ class Block(NamedTuple):
     """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
 
     columns: tuple[int, ...]
-    seated: Mapping[str, Seat]
+    seated: Mapping[str, BlockRow]
     """By request: those that have a row of a step of one token."""
     picks: Sequence[Pick]
     """Rows of steps of several tokens."""

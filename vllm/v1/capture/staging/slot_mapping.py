@@ -16,7 +16,7 @@ MOST_VIEWS = 64
 """Views that are kept: making one takes as long as copying into it."""
 
 
-class Slots:
+class SlotMapping:
     """Of all taps of this process; -1 wherever nothing is captured."""
 
     def __init__(self, num_taps: int, most_tokens: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.capture.plan import OPEN_END, contains
-from vllm.v1.capture.staging.block_rows import Columns, Seating
+from vllm.v1.capture.staging.block_rows import BlockRows, Columns
 from vllm.v1.capture.staging.blocks import (
     Block,
     LocalGroup,
@@ -42,13 +42,13 @@ class Layout:
     launches: frozenset[int]
     """The ops that must launch, as in `Launch`."""
     row_of: Mapping[str, int]
-    """Where in the step's tensors the row of each request is that has a seat."""
+    """Where in the step's tensors the row of each decoding request is."""
     num_tokens: int
     """Of the step."""
     number: int
     changed: Collection[str]
-    """Who may have another seat than in the layout with the number before, or none;
-    anyone may if the blocks have other sizes."""
+    """Requests whose row index may differ from that in the layout with the number
+    before; all may if the blocks have other sizes."""
 
     def slots(self, columns: range, num_rows: int) -> npt.NDArray[np.int32]:
         """The slots `[len(columns), num_rows]` of some taps, all of these among them.
@@ -60,15 +60,15 @@ class Layout:
         return slots
 
 
-class Placed(NamedTuple):
-    """One step's layout, and what its seats' origins are counted from."""
+class PlacedStep(NamedTuple):
+    """One step's layout, and what the origins of its rows are counted from."""
 
     layout: Layout
     shift: int
-    """To be added to the origins of the layout's seats."""
+    """To be added to the origins of the layout's rows."""
 
 
-class Placement:
+class StepLayout:
     """The requests that are captured, and where a step's rows of them go."""
 
     def __init__(self, addresses: Sequence[int], most_rows: int) -> None:
@@ -80,7 +80,7 @@ class Placement:
 
         """
         self._addresses = addresses
-        self._seating = Seating(most_rows)
+        self._seating = BlockRows(most_rows)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._step = 0
         self._number = 0
@@ -116,14 +116,14 @@ class Placement:
         if req_id in self._origins:
             self._origins[req_id] = self._decoding = None
 
-    def place(self, view: StepView) -> Placed | None:
+    def place(self, view: StepView) -> PlacedStep | None:
         """What a step captures, None where no plan selects a row of it."""
         self._step += 1
         if not self._groups:
             return None
         if not self._continues(view):
             self._place_anew(view)
-        return None if self._layout is None else Placed(self._layout, self._step)
+        return None if self._layout is None else PlacedStep(self._layout, self._step)
 
     def _continues(self, view: StepView) -> bool:
         return (

@@ -11,7 +11,7 @@ STEPS_AT_ONCE = 128
 """Steps whose rows are handed on together, if they are small."""
 
 
-class Sending:
+class Offload:
     """Steps on their way to the dispatcher, on the engine's thread.
 
     First their rows are copied to the host, several steps at once; then the dispatcher

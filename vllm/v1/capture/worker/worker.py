@@ -37,12 +37,12 @@ from vllm.v1.capture.registry import (
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.staging.slot_mapping import Slots
-from vllm.v1.capture.staging.step_layout import Layout, Placed, Placement
+from vllm.v1.capture.staging.slot_mapping import SlotMapping
+from vllm.v1.capture.staging.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.capture.worker.offload import Sending
+from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView, TrueStarts
@@ -101,18 +101,18 @@ class WorkerCapture:
         self._first_row = 0
         """The staging row that the step's begin at."""
         self._view: StepView | None = None
-        self._slots = Slots(len(taps), max_rows, device)
+        self._slots = SlotMapping(len(taps), max_rows, device)
         self._vllm_config = vllm_config
         self.addresses = {
             tap: self._slots.of_taps[column].data_ptr()
             for tap, column in self._columns.items()
         }
         """What the op of each tap is known by, as in `Launch`."""
-        self._placement = Placement(list(self.addresses.values()), step_rows)
+        self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
         """The consumers here that must see what requests say to them."""
-        self._placed: Placed | None = None
+        self._placed: PlacedStep | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
         """Requests whose rows are wanted as steps compute them."""
@@ -142,7 +142,7 @@ class WorkerCapture:
             # Large packets in a small queue would let it hold more than it may.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
-        self._sending = Sending(self._staging, self._dispatcher)
+        self._sending = Offload(self._staging, self._dispatcher)
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,

@@ -3,7 +3,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.frontend.frontend import CaptureFrontend
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
@@ -104,6 +103,9 @@ def _call(core: Any, method: str, *args: Any) -> Any:
 
 def _admission(engine: Any) -> ReadoutAdmission:
     frontend = engine.capture
+    # It imports the admission of readouts.
+    from vllm.v1.capture.frontend.frontend import CaptureFrontend
+
     if not isinstance(frontend, CaptureFrontend):
         raise fail(
             "this server reads nothing out; start it with --enable-readouts, or "

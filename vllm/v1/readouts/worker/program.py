@@ -14,7 +14,7 @@ import torch
 
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.step_layout import Layout, Placed
+from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
 from vllm.v1.readouts.plan import Readout
 from vllm.v1.readouts.worker.layout import (
     Indices,
@@ -93,13 +93,13 @@ class Program:
     starts: dict[str, int]
     """Token position of each request's first row in the step."""
 
-    def fits(self, placed: Placed) -> bool:
+    def fits(self, placed: PlacedStep) -> bool:
         """Whether it is the program of a step as well."""
         return placed.layout is self.layout and placed.shift < self.until
 
 
 def make_program(
-    placed: Placed,
+    placed: PlacedStep,
     requests: Mapping[str, ReadingRequest],
     starts: Callable[[], Mapping[str, int]],
     to_device: Callable[[Indices], torch.Tensor],

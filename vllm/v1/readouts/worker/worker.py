@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import (
 from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.step_layout import Placed
+from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.plan import Readout, ReadoutPlan
 from vllm.v1.readouts.worker.custom import CustomReadouts
@@ -142,7 +142,7 @@ class WorkerReadouts:
         return "custom", readout.module, len(readout.taps)
 
     def run(
-        self, placed: Placed, view: StepView, staging: torch.Tensor, first_row: int
+        self, placed: PlacedStep, view: StepView, staging: torch.Tensor, first_row: int
     ) -> None:
         """The pass is queued on the device: answer from its rows, from `first_row` on.
 

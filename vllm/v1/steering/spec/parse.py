@@ -207,6 +207,24 @@ def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
         )
 
 
+def unpacked(layers: Any, at: str) -> dict[int, Any]:
+    """`{layer: entry}` of a hook point, whichever form it has.
+
+    Args:
+        layers: `{layer: entry}`, or the packed form.
+        at: the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: it is neither.
+
+    """
+    if isinstance(layers, Mapping) and "data" in layers:
+        return {layer: entries[0] for layer, entries in _unpack(layers, at)}
+    if not isinstance(layers, Mapping):
+        raise fail(f"{at} must map layers to vectors, or be packed", at, layers)
+    return {_layer_index(key, at): entry for key, entry in layers.items()}
+
+
 def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
     unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
     missing = sorted(PACKED_KEYS - {"scales"} - packed.keys())
