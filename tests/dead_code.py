@@ -28,8 +28,16 @@ IGNORED_NAMES = [
     "split_*",  # the weave writes calls of it
     "HostMemory",  # named by an entry point
     "to_numpy",  # for users
+    "ServedModel",  # for other libraries, as the three that follow
+    "boot",
+    "run_with_cache",
+    "supports",
     "sample_cosines",
     "save_translator",
+    "SteeringHookPacked",
+    "unpack_steering_vectors",
+    "min_captured_prompt_position",
+    "spec_touches_prompt",
     "load_module",
     "crc32c_reference",  # tests check other code with these
     "hang",

@@ -121,8 +121,10 @@ def _decode_step(report: Report) -> list[Panel]:
     several = len(variants) > 2  # more than upstream and one
     rows = []
     for name, variant in variants.items():
-        ranges = variant.get("range", {})
-        for case, by_batch in variant["ratio"].items():
+        # Without upstream in the run, over the fork's own plain steps.
+        measured = variant if "ratio" in variant else variant["over_own_plain"]
+        ranges = measured.get("range", {})
+        for case, by_batch in measured["ratio"].items():
             label = case if case != "plain" else "nobody captures or steers"
             if name == noise:
                 label = "upstream / upstream (noise)"
@@ -134,7 +136,9 @@ def _decode_step(report: Report) -> list[Panel]:
                 marks.append(Mark(ratio, low, high, label=f"batch {batch}"))
             goal = aims.get(case) if name != noise else None
             rows.append(Row(label, tuple(marks), goal))
-    return [Panel("GPU time of a decode step / upstream", tuple(rows))]
+    alone = all("ratio" not in variant for variant in variants.values())
+    base = "the fork's own plain step" if alone else "upstream"
+    return [Panel(f"GPU time of a decode step / {base}", tuple(rows))]
 
 
 def _serving(report: Report) -> list[Panel]:
@@ -190,10 +194,22 @@ def _bandwidth(report: Report) -> list[Panel]:
 
 def _storage(report: Report) -> list[Panel]:
     rows = [
-        Row(layout, (spread([one["ratio"] for one in rounds]),), goals.STORAGE[layout])
-        for layout, rounds in report["layouts"].items()
+        Row(
+            name,
+            (spread([one["ratio"] for one in rounds]),),
+            goals.STORAGE[name.partition(",")[0]],
+        )
+        for name, rounds in report["ways"].items()
     ]
     return [Panel("throughput / plain sequential writer", tuple(rows))]
+
+
+def _native(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (spread([case["gain"]]),), goals.NATIVE)
+        for name, case in report["cases"].items()
+    ]
+    return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
 
 
 def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
@@ -257,7 +273,8 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),
     "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
-    "storage": ("The filesystem consumer", _storage),
+    "storage": ("Consumers that write files", _storage),
+    "native": ("Native code on one thread", _native),
     "capture_cost": (
         "Capture on a CPU server",
         _cost(_CAPTURED, goals.CAPTURE_COST),

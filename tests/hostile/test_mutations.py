@@ -39,7 +39,6 @@ def survive(server: Server, client: Client, steerer: Client, count: int) -> list
     assert after.status == 200 and after.body["choices"] == before
     counters = client.get("/v1/capture").body["counters"]
     assert counters["requests_under_way"] == 0
-    assert "Traceback" not in server.log.read_text()
     return waits
 
 

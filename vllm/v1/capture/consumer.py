@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.failures import FAILURES, described
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -130,7 +131,10 @@ class BatchingSink:
             rows = ROWS.cat(chunks) if chunks else torch.empty(0, width)
             payload = self._consumer.on_capture(key, rows, finalize.sidecar)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            message = described(error)
+            if not finalize.sidecar.get("capture_error"):
+                name = self._consumer.instance_name or type(self._consumer).__name__
+                FAILURES.tell(name, key, error)
             self._results[key] = CaptureResult(key, "error", message)
             self._tell(key, message)
         else:

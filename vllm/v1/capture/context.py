@@ -4,7 +4,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.capture.types import (
+    CaptureContext,
+    VllmInternalRequestId,
+    capture_expert_parallel_size,
+)
 from vllm.v1.residual.sizes import torch_dtype
 
 if TYPE_CHECKING:
@@ -34,4 +38,6 @@ def capture_context(
         max_tokens=max_tokens,
         hook_points=dict(hook_points),
         num_samples=num_samples,
+        expert_parallel_size=capture_expert_parallel_size(parallel_config),
+        data_parallel_size=parallel_config.data_parallel_size,
     )

@@ -33,8 +33,7 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--capture-consumers",
-        nargs="+",
-        action="extend",
+        action="append",
         default=None,
         metavar="NAME[:key=value,...]",
         help="A consumer of captured activations, such as "
@@ -231,10 +230,12 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
 def _check_graphsafe_keys(keys: list[str]) -> None:
     for key in keys:
         layer, _, hook = key.partition(":")
-        if not (layer.isascii() and layer.isdigit()) or hook not in HOOK_NAMES:
+        is_layer = layer == "all" or (layer.isascii() and layer.isdigit())
+        if not is_layer or hook not in (*HOOK_NAMES, "all"):
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
-                f"3:post_block; the hook points are {list(HOOK_NAMES)}",
+                f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
+                "stands for each",
                 parameter="capture_graphsafe_key",
                 value=key,
             )

@@ -66,6 +66,46 @@ def is_by_tap(payload: Any) -> bool:
     )
 
 
+MAX_DEPTH = 64
+"""Of lists and objects in one another, in a payload."""
+
+
+MAX_CONTAINERS = 1 << 17
+"""Lists and objects; one that stands at several places counts at each."""
+
+
+def fault_of(payload: Any) -> str | None:
+    """Why a payload cannot travel: too deep, without end, or a number too large.
+
+    Args:
+        payload: what a consumer gave; what is not plain data is somebody else's to
+            check.
+
+    """
+    waiting = [(payload, 0)]
+    containers = 0
+    while waiting:
+        here, depth = waiting.pop()
+        if isinstance(here, int) and not -(1 << 63) <= here < 1 << 64:
+            return "holds a whole number of more than 64 bits; make it text"
+        if isinstance(here, dict):
+            inner = [*here.keys(), *here.values()]
+        elif isinstance(here, (list, tuple)):
+            inner = list(here)
+        else:
+            continue
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            return f"has more than {MAX_CONTAINERS} lists and objects"
+        if depth == MAX_DEPTH:
+            return (
+                f"is more than {MAX_DEPTH} lists and objects deep, or contains itself"
+            )
+        # One deeper than the rest of what waits: depth first finds cycles at once.
+        waiting += [(one, depth + 1) for one in inner]
+    return None
+
+
 def sendable(text: str) -> str:
     """`text` without what no encoding has, such as a file name's stray bytes."""
     return text.encode(errors="backslashreplace").decode()

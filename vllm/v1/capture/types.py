@@ -103,3 +103,44 @@ class CaptureContext:
     """The hook points that each layer of the loaded model has."""
     num_samples: int = 1
     """`n` of the request."""
+    expert_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+
+def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:
+    """The positions of prompt tokens that a spec captures, ascending."""
+    match spec.positions:
+        case "last_prompt":
+            return [num_prompt_tokens - 1]
+        case "all_prompt" | "all":
+            return list(range(num_prompt_tokens))
+        case str():
+            return []
+    listed = {p if p >= 0 else num_prompt_tokens + p for p in spec.positions}
+    return sorted(p for p in listed if 0 <= p < num_prompt_tokens)
+
+
+def min_captured_prompt_position(
+    spec: CaptureSpec, num_prompt_tokens: int
+) -> int | None:
+    """The first of them; None if no prompt token is captured."""
+    positions = captured_prompt_positions(spec, num_prompt_tokens)
+    return positions[0] if positions else None
+
+
+def spec_touches_prompt(spec: CaptureSpec, num_prompt_tokens: int) -> bool:
+    """Whether a spec captures a prompt token."""
+    return bool(captured_prompt_positions(spec, num_prompt_tokens))
+
+
+def capture_expert_parallel_size(parallel_config: Any = None) -> int:
+    """How many ranks share the experts; 1 without expert parallelism.
+
+    Args:
+        parallel_config: of the engine; without it there is no expert parallelism.
+
+    """
+    if parallel_config is None or not parallel_config.enable_expert_parallel:
+        return 1
+    ranks = parallel_config.tensor_parallel_size * parallel_config.data_parallel_size
+    return int(ranks)

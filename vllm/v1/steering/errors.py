@@ -3,7 +3,10 @@
 
 from typing import Any
 
-from vllm.exceptions import VLLMServerError, VLLMValidationError
+from vllm.exceptions import (
+    VLLMServerError,
+    VLLMValidationError,
+)
 from vllm.v1.residual.bounds import cut, shown
 
 
@@ -13,6 +16,10 @@ class SteeringValidationError(VLLMValidationError, ValueError):
     The message names the parameter, the value and the remedy. It is a
     `ValueError` too, which is what offline users catch.
     """
+
+
+class UnknownModuleError(SteeringValidationError):
+    """A name that shall be removed and that there is not (HTTP 404)."""
 
 
 class SteeringChangeError(VLLMServerError, RuntimeError):

@@ -59,7 +59,10 @@ def config(rows_per_step: int = 1000, chunked: bool = True) -> Any:
         readout_config=ReadoutConfig(),
         num_speculative_tokens=0,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_expert_parallel=False,
         ),
         model_config=SimpleNamespace(
             get_hidden_size=lambda: WIDTH, dtype=torch.float32
@@ -238,10 +241,14 @@ def test_rows_that_outputs_carry_are_read_once_more() -> None:
     assert made.instances == ("asking",)
 
 
-@pytest.mark.parametrize("capture", [{}, [], "asking", 3])
+@pytest.mark.parametrize("capture", [[], "asking", 3])
 def test_a_capture_that_is_no_object_is_refused(capture: Any) -> None:
-    with pytest.raises(CaptureValidationError, match="at least one consumer"):
+    with pytest.raises(CaptureValidationError, match="must map consumers"):
         plan(admission(), capture)
+
+
+def test_an_empty_capture_asks_for_nothing() -> None:
+    assert plan(admission(), {}) is None
 
 
 def test_more_taps_than_a_step_has_rows_are_refused() -> None:

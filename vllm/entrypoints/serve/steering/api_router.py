@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
-from vllm.v1.steering.errors import fail
+from vllm.v1.steering.errors import UnknownModuleError, fail
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 
 logger = init_logger(__name__)
@@ -61,7 +61,8 @@ async def not_open() -> None:
 @reading.get("")
 async def get_steering(request: Request) -> JSONResponse:
     """What steers every request, and how many configurations are in use."""
-    return JSONResponse(await _control(request).get())
+    told = await _control(request).get()
+    return JSONResponse({**told, "active_layers": _by_layer(told)})
 
 
 @reading.get("/layers")
@@ -76,7 +77,8 @@ async def get_layers(request: Request) -> JSONResponse:
 async def get_modules(request: Request) -> JSONResponse:
     """The named vectors."""
     control = _control(request)
-    return JSONResponse({"modules": await control.describe_modules()})
+    modules = await control.describe_modules()
+    return JSONResponse({"modules": modules, "count": len(modules)})
 
 
 @mutating.post("/set", openapi_extra=schema.SET)
@@ -86,7 +88,8 @@ async def set_steering(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         base, prefill, decode = map(body.get, names)
-        return await control.set(base, prefill, decode, _flag(body, "replace"))
+        told = await control.set(base, prefill, decode, _flag(body, "replace"))
+        return {**_done(told["applied"]), **told}
 
     return await _change(request, (*names, "replace"), change)
 
@@ -96,7 +99,7 @@ async def clear_steering(request: Request) -> JSONResponse:
     """Remove what steers every request; their own vectors stay."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        return await control.clear()
+        return {"status": "ok", **await control.clear()}
 
     return await _change(request, (), change)
 
@@ -109,9 +112,10 @@ async def register_module(request: Request) -> JSONResponse:
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
-        return await control.register(
+        told = await control.register(
             body.get("name"), vectors, _flag(body, "replace"), body.get("metadata")
         )
+        return {"status": "ok", **told}
 
     return await _change(request, ("name", *names, "metadata", "replace"), change)
 
@@ -122,9 +126,35 @@ async def unregister_module(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
-        return await control.unregister(body.get("name"))
+        try:
+            told = await control.unregister(body.get("name"))
+        except UnknownModuleError as error:
+            raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
+        return {"status": "ok", **told}
 
     return await _change(request, ("name",), change)
+
+
+def _by_layer(told: Answer) -> dict[str, dict[str, dict[str, Any]]]:
+    """`{layer: {hook: {"norm", "prefill_norm", "decode_norm"}}}`, where there are."""
+    names = {"vectors": "norm", "prefill_vectors": "prefill_norm"}
+    names["decode_vectors"] = "decode_norm"
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for tier, name in names.items():
+        for hook, layers in told.get(tier, {}).items():
+            for layer, one in layers.items():
+                if "norm" in one:
+                    found.setdefault(layer, {}).setdefault(hook, {})[name] = one["norm"]
+    return found
+
+
+def _done(applied: list[Answer]) -> Answer:
+    """What was changed, in the words of an earlier public fork."""
+    return {
+        "status": "ok",
+        "hook_points": sorted({one["hook"] for one in applied}),
+        "layers_updated": sorted({one["layer"] for one in applied}),
+    }
 
 
 async def _change(

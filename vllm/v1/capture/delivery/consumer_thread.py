@@ -11,6 +11,8 @@ from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.drops import DroppedRows
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening, Packet, PacketQueue
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
+from vllm.v1.capture.failures import FAILURES, described
+from vllm.v1.capture.payload import fault_of
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
@@ -30,6 +32,10 @@ RESULT_TIMEOUT = 60.0
 
 STALL_SECONDS = 90.0
 """Seconds that one call of a sink may take before its requests are given up."""
+
+
+SHUTDOWN_GRACE = 2.0
+"""Seconds that a sink's shutdown may take beyond what it is given."""
 
 
 class SinkLane:
@@ -139,10 +145,30 @@ class SinkLane:
             )
             for ending in endings:
                 self._give_up(ending, "the engine stopped before it was delivered")
+        self._shut_down(max(deadline - monotonic(), 0.0))
+
+    def _shut_down(self, timeout: float) -> None:
+        """Shut the sink down; one that does not come back is left behind."""
+        shutting = threading.Thread(
+            target=self._shutdown_sink,
+            args=(timeout,),
+            name=f"capture-{self.instance}-shutdown",
+            daemon=True,
+        )
+        shutting.start()
+        shutting.join(timeout + SHUTDOWN_GRACE)
+        if shutting.is_alive():
+            logger.error(
+                "Consumer %s did not shut down in %.0f s and is left behind",
+                self.instance,
+                timeout + SHUTDOWN_GRACE,
+            )
+
+    def _shutdown_sink(self, timeout: float) -> None:
         try:
-            self.sink.shutdown(max(deadline - monotonic(), 0.0))
-        except Exception:
-            logger.exception("Consumer %s failed to shut down", self.instance)
+            self.sink.shutdown(timeout)
+        except BaseException as error:
+            FAILURES.tell(self.instance, "its shutdown", error)
 
     def check(self) -> bool:
         """Whether the sink has not come back from a call for too long.
@@ -208,14 +234,8 @@ class SinkLane:
             self._begin_call()
             opening.tell()
         except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-            logger.error(
-                "Consumer %s failed on the spec of %s: %s",
-                self.instance,
-                opening.request_id,
-                message,
-            )
-            self._refusals[opening.request_id] = message
+            FAILURES.tell(self.instance, f"the spec of {opening.request_id}", error)
+            self._refusals[opening.request_id] = described(error)
 
     def _replay(self, packet: Packet | SpilledPacket) -> None:
         try:
@@ -252,14 +272,8 @@ class SinkLane:
                 self._fail(chunk.key, error)
 
     def _fail(self, key: CaptureKey, error: BaseException) -> None:
-        logger.error(
-            "Consumer %s failed on %s: %s: %s",
-            self.instance,
-            key,
-            type(error).__name__,
-            error,
-        )
-        self._failures[key] = f"{type(error).__name__}: {error}"
+        FAILURES.tell(self.instance, key, error)
+        self._failures[key] = described(error)
 
     def _end(self, ending: Ending) -> None:
         refusal = self._refusals.pop(ending.request_id, None)
@@ -341,6 +355,9 @@ class SinkLane:
             return CaptureResult(
                 key, "error", f"no result within {RESULT_TIMEOUT:.0f} s"
             )
+        fault = fault_of(result.payload)
+        if fault is not None:
+            return CaptureResult(key, "error", f"the consumer's payload {fault}")
         note = finalize.sidecar.get("capture_note")
         if note is not None and result.status == "ok":
             return CaptureResult(key, "partial_error", note, result.payload)

@@ -225,7 +225,7 @@ class Admission:
                     f"{listed(having)}. Start it with --capture-consumers NAME to add "
                     "one",
                     parameter="capture",
-                    value=shown(name),
+                    value=name,
                 )
             if not can.takes_requests:
                 raise CaptureValidationError(
@@ -247,10 +247,10 @@ class Admission:
         for name, raw in capture.items():
             try:
                 specs[name] = self.consumers[name].validate_client_spec(raw, ctx)
-            except CaptureValidationError:
+            except (CaptureValidationError, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                # A plug-in's own way of saying no.
+            except BaseException as error:
+                # A plug-in's own way of saying no, `SystemExit` included.
                 raise CaptureValidationError(
                     f"capture.{name}: {cut(str(error))}",
                     parameter=f"capture.{name}",

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Consumers that live in the front end's process, and how rows come to them."""
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.capabilities import consumer_capabilities
-from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.delivery.consumer_thread import SHUTDOWN_GRACE, SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.stats import LaneCounters
@@ -90,11 +92,23 @@ class DriverLanes:
         return {name: lane.counters() for name, lane in self._lanes.items()}
 
     def close(self, timeout: float) -> None:
-        """Stop listening and shut the consumers down."""
+        """Stop listening and shut the consumers down, all at once.
+
+        Args:
+            timeout: seconds for what waits; one that hangs is left behind after them.
+
+        """
         for inbox in self._inboxes:
             inbox.close()
-        for lane in self._lanes.values():
-            lane.close(timeout)
+        deadline = monotonic() + timeout
+        closing = [
+            threading.Thread(target=lane.close, args=(timeout,), daemon=True)
+            for lane in self._lanes.values()
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(max(deadline - monotonic(), 0.0) + 2 * SHUTDOWN_GRACE)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, ChunksMessage):

@@ -154,8 +154,12 @@ def _plain(payload: Any, path: str, show: Show) -> Any:
         return payload
     if isinstance(payload, bytes):
         return base64.b64encode(payload).decode()
-    text = isinstance(payload, (str, Path))
-    return sendable(str(payload) if text else repr(payload))
+    if isinstance(payload, (str, Path)):
+        return sendable(str(payload))
+    try:
+        return sendable(repr(payload))
+    except Exception:  # A class of a plug-in.
+        return f"<{type(payload).__name__}>"
 
 
 def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:

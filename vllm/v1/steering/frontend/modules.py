@@ -5,7 +5,11 @@ import threading
 from typing import Any, NamedTuple
 
 from vllm.v1.residual.bounds import listed, shown
-from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.errors import (
+    SteeringValidationError,
+    UnknownModuleError,
+    fail,
+)
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.provenance import Provenance
 
@@ -89,11 +93,14 @@ class SteeringModules:
         """Refuse a name that there is not.
 
         Raises:
-            SteeringValidationError: naming the parameter, the value and the remedy.
+            UnknownModuleError: naming the parameter, the value and the remedy.
 
         """
         if not isinstance(name, str) or name not in self._modules:
-            raise self._unknown(name, "name")
+            unknown = self._unknown(name, "name")
+            raise UnknownModuleError(
+                unknown.args[0], parameter="name", value=unknown.value
+            )
 
     def get(self, name: Any) -> SteeringTiers:
         """The named set.

@@ -2,6 +2,7 @@
 """The consumer that writes rows to files."""
 
 from vllm.v1.capture.consumers.filesystem.consumer import FilesystemConsumer
+from vllm.v1.capture.consumers.filesystem.entries import CaptureEntry
 from vllm.v1.capture.consumers.filesystem.reader import (
     read_packed,
     read_per_file,
@@ -12,6 +13,7 @@ from vllm.v1.capture.consumers.filesystem.store import CaptureStore
 from vllm.v1.capture.consumers.filesystem.types import FilesystemCaptureRequest
 
 __all__ = [
+    "CaptureEntry",
     "CaptureStore",
     "FilesystemCaptureRequest",
     "FilesystemConsumer",

@@ -18,6 +18,7 @@ OWN = re.compile(
     rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})|packed{_STAGE})\.(?:bin|json)"
 )
 """In the folder of one request."""
+PACKED = re.compile(rf"packed{_STAGE}\.json")
 
 
 def files_of(folder: str | Path, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:

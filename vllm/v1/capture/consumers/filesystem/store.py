@@ -263,10 +263,29 @@ def _scan(root: Path) -> Iterator[StoredRows]:
             found += own_indices(own)
         # What was written later replaces what there was of a request.
         for path, index in sorted(found, key=lambda one: one[0].stat().st_mtime_ns):
+            _check_whole(path, index)
             requests = index.get("requests")
             for entry in index.get("entries", [{"offset": 0, **index}]):
                 facts = index if requests is None else requests[entry["request"]]
                 yield _stored(folder.name, path, facts, entry)
+
+
+def _check_whole(path: Path, index: dict[str, Any]) -> None:
+    """Refuse files whose keys are in pieces, as an earlier public fork writes them.
+
+    Raises:
+        ValueError: names the file, and what reads it.
+
+    """
+    keys = [
+        (e.get("request_id"), e.get("request"), e["layer"], e["hook"])
+        for e in index.get("entries", ())
+    ]
+    if len(set(keys)) < len(keys):
+        raise ValueError(
+            f"{path} has keys in several pieces, which CaptureStore does not join; "
+            "read_request and read_sharded do"
+        )
 
 
 def _stored(
@@ -274,7 +293,7 @@ def _stored(
 ) -> StoredRows:
     return StoredRows(
         tag=tag,
-        request_id=facts["request_id"],
+        request_id=entry.get("request_id") or facts["request_id"],
         layer=entry["layer"],
         hook=entry["hook"],
         path=path.with_suffix(".bin"),
