@@ -182,8 +182,7 @@ def main() -> None:
         for case in cases
     }
     report = {**head, "rounds": options.rounds, "cases": found}
-    reports.save({**report, "machine": reports.machine(load)}, options.out)
-    print(f"Written to {options.out}")
+    reports.write({**report, "machine": reports.machine(load)}, options.out)
 
 
 if __name__ == "__main__":

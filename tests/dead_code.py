@@ -30,6 +30,10 @@ IGNORED_NAMES = [
     "to_numpy",  # for users
     "sample_cosines",
     "save_translator",
+    "SteeringHookPacked",
+    "unpack_steering_vectors",
+    "min_captured_prompt_position",
+    "spec_touches_prompt",
     "load_module",
     "crc32c_reference",  # tests check other code with these
     "hang",

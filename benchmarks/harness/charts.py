@@ -190,10 +190,22 @@ def _bandwidth(report: Report) -> list[Panel]:
 
 def _storage(report: Report) -> list[Panel]:
     rows = [
-        Row(layout, (spread([one["ratio"] for one in rounds]),), goals.STORAGE[layout])
-        for layout, rounds in report["layouts"].items()
+        Row(
+            name,
+            (spread([one["ratio"] for one in rounds]),),
+            goals.STORAGE[name.partition(",")[0]],
+        )
+        for name, rounds in report["ways"].items()
     ]
     return [Panel("throughput / plain sequential writer", tuple(rows))]
+
+
+def _native(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (spread([case["gain"]]),), goals.NATIVE)
+        for name, case in report["cases"].items()
+    ]
+    return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
 
 
 def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
@@ -257,7 +269,8 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),
     "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
-    "storage": ("The filesystem consumer", _storage),
+    "storage": ("Consumers that write files", _storage),
+    "native": ("Native code on one thread", _native),
     "capture_cost": (
         "Capture on a CPU server",
         _cost(_CAPTURED, goals.CAPTURE_COST),

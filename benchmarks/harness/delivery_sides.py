@@ -7,7 +7,6 @@ imports only what its own environment has.
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -136,9 +135,11 @@ class Engine:
         return total if total else _bytes_below(self._folder)
 
     def _clear(self) -> None:
-        """Files of a turn would fill the disk; not part of its time."""
-        for path in self._folder.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+        """Files of a turn would fill the disk; not part of its time.
+
+        Folders stay: the consumers have made some of them at their start.
+        """
+        for path in self._folder.rglob("*"):
             with suppress(OSError):
                 path.unlink()
         os.sync()

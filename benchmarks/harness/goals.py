@@ -79,10 +79,16 @@ PREFILL = Goal(0.90, at_most=False)
 
 STORAGE = {
     "per_file": Goal(0.40, at_most=False),
-    "packed": Goal(0.70, at_most=False),
-    "sharded": Goal(0.70, at_most=False),
+    "packed": Goal(0.90, at_most=False),
+    "sharded": Goal(0.90, at_most=False),
+    "safetensors": Goal(0.90, at_most=False),
+    "ipc": Goal(0.80, at_most=False),
+    "parquet": Goal(0.35, at_most=False),
 }
-"""Throughput over that of a plain sequential writer, by layout."""
+"""Throughput over that of a plain sequential writer, by kind of file."""
+
+NATIVE = Goal(1.3, at_most=False)
+"""Throughput of what is in `csrc/` over that of the best Python code."""
 
 CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
 """Time over that of a server without capture, at most."""

@@ -15,8 +15,8 @@ from tests.v1.capture.consumers._drive import context, deliver, rows_of
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.delivery import consumer_thread
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
-from vllm.v1.capture.delivery.failures import Failures
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.failures import Failures
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.payload import fault_of
@@ -125,7 +125,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.v1.capture.delivery.failures")
+    logger = logging.getLogger("vllm.v1.capture.failures")
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)

@@ -15,6 +15,9 @@ class SteeringConfig:
     max_configs: int = Field(default=4, gt=0)
     """How many different steering configurations a batch may hold. A request
     that would exceed it waits."""
+    max_operations: int = Field(default=8, gt=0)
+    """How many operations may act on one token at one hook point, for each of the
+    engine's own and a request's. Those with positions count where they may meet."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of vectors: name -> file."""
 

@@ -33,6 +33,24 @@ def along(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     return x + (change(c) - c) * U
 
 
+READ, WRITE = (torch.stack([vector(i), vector(i + 1)]) for i in (20, 30))
+MASK = (torch.arange(_models.HIDDEN) % 3) / 2
+
+
+def rotated(x: torch.Tensor, degrees: float) -> torch.Tensor:
+    """The part in the plane of V and W at an angle from V, as long as it was."""
+    second = W.double() - (W.double() @ U) * U
+    second = second / second.norm()
+    angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
+    inside = torch.stack([x @ U, x @ second])
+    turned = inside.norm() * (angle.cos() * U + angle.sin() * second)
+    return x - inside[0] * U - inside[1] * second + turned
+
+
+def jumped(y: torch.Tensor) -> torch.Tensor:
+    return torch.where(y > torch.tensor([-0.1, 0.3]), y, 0.0)
+
+
 TIERS: dict[str, Callable[[int], bool]] = {
     "steering_vectors": lambda position: True,
     "prefill_steering_vectors": lambda position: position < SIZE,
@@ -57,6 +75,48 @@ ENTRIES: dict[str, tuple[dict[str, Any], Row]] = {
     "clamp from below": (
         {"vector": V, "op": "clamp", "min": 3},
         lambda x: along(x, lambda c: c.clamp(min=3)),
+    ),
+    "clamp to a value, half": (
+        {"vector": V, "op": "clamp", "value": 2, "strength": 0.5},
+        lambda x: along(x, lambda c: c + 0.5 * (2 - c)),
+    ),
+    "swap": (
+        {"vector": V, "op": "swap", "target": W},
+        lambda x: x + (x @ U) * ((W / W.norm()).double() - U),
+    ),
+    "rotate": (
+        {"op": "rotate", "plane": torch.stack([V, W]), "degrees": 120},
+        lambda x: rotated(x, 120),
+    ),
+    "low_rank": (
+        {
+            "op": "low_rank",
+            "read": READ,
+            "write": WRITE,
+            "bias": [0.1, -0.2],
+            "activation": "relu",
+            "scale": 0.5,
+        },
+        lambda x: (
+            x
+            + 0.5
+            * (READ.double() @ x + torch.tensor([0.1, -0.2])).relu()
+            @ WRITE.double()
+        ),
+    ),
+    "low_rank, jumprelu": (
+        {
+            "op": "low_rank",
+            "read": READ,
+            "write": WRITE,
+            "threshold": [-0.1, 0.3],
+            "activation": "jumprelu",
+        },
+        lambda x: x + jumped(READ.double() @ x) @ WRITE.double(),
+    ),
+    "replace, mixed and masked": (
+        {"vector": V, "op": "replace", "alpha": 0.5, "mask": MASK},
+        lambda x: (1 - 0.5 * MASK.double()) * x + 0.5 * MASK.double() * V.double(),
     ),
     "replace": ({"vector": V, "op": "replace", "scale": 2}, lambda x: 2 * V.double()),
     "replace by nothing": ({"vector": V * 0, "op": "replace"}, lambda x: x * 0),
@@ -131,6 +191,10 @@ def test_an_operation_does_what_its_formula_says(
         ([0, 3, SIZE + 1], {0, 3, SIZE + 1}),
         ([-1, -4], {SIZE - 1, SIZE - 4}),
         ({"last": 3}, {SIZE - 3, SIZE - 2, SIZE - 1}),
+        ({"ranges": [[2, 4], [SIZE, SIZE + 1]]}, {2, 3, 4, SIZE, SIZE + 1}),
+        ({"ranges": [[-3, -2]]}, {SIZE - 3, SIZE - 2}),
+        ("last_prompt", {SIZE - 1}),
+        ("all_prompt", set(range(SIZE))),
     ],
 )
 def test_positions_are_absolute_or_from_the_prompts_end(
@@ -199,8 +263,80 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": []}, "at least one"),
     ({"positions": [1.5]}, "at least one"),
     ({"positions": {"last": 0}}, "last"),
-    ({"positions": "all"}, "list"),
+    ({"positions": "everything"}, "list"),
+    ({"positions": "last_generated"}, "not known before"),
+    ({"positions": "all_generated"}, "decode_steering_vectors"),
+    ({"positions": {"ranges": [[5, 2]]}}, "first <= last"),
+    ({"positions": {"ranges": [[-2, 2]]}}, "both"),
+    ({"op": "clamp", "value": 1, "min": 0}, "at once"),
+    ({"op": "clamp", "value": 1, "strength": "x"}, "finite"),
+    ({"op": "replace", "alpha": 1.5}, "between 0 and 1"),
+    ({"op": "replace", "mask": [2.0] * _models.HIDDEN}, "between 0 and 1"),
+    ({"op": "replace", "mask": [1.0]}, "hidden size|numbers"),
+    ({"alpha": 0.5}, "goes with"),
+    ({"op": "swap"}, "target is missing"),
+    ({"op": "swap", "target": [0.0] * _models.HIDDEN}, "no direction"),
 ]
+
+BAD_WHOLE: list[tuple[dict[str, Any], str]] = [
+    ({"op": "rotate", "plane": torch.stack([V, V * 2]), "degrees": 90}, "parallel"),
+    ({"op": "rotate", "plane": [V.tolist()], "degrees": 90}, "2 rows"),
+    ({"op": "rotate", "plane": torch.stack([V, W])}, "degrees is missing"),
+    ({"op": "low_rank", "read": [V.tolist()]}, "write is missing"),
+    ({"op": "low_rank", "read": [V.tolist()] * 17, "write": [[0.0]]}, "at most 16"),
+    ({"op": "low_rank", "read": [V.tolist()], "write": [[1.0]]}, "1 rows of"),
+    (
+        {"op": "low_rank", "read": [V.tolist()], "write": [V.tolist()], "bias": [1, 2]},
+        "1 finite numbers",
+    ),
+    (
+        {
+            "op": "low_rank",
+            "read": [V.tolist()],
+            "write": [V.tolist()],
+            "activation": "jumprelu",
+        },
+        "threshold",
+    ),
+    ({"op": "add"}, "vector is missing"),
+    ({"vector": V, "op": "project_out", "positions": [4000]}, "nothing is ever at"),
+]
+
+
+@pytest.mark.parametrize(("entry", "said"), BAD_WHOLE, ids=range(len(BAD_WHOLE)))
+def test_bad_operations_are_refused(steered: Any, entry: Any, said: str) -> None:
+    llm, _ = steered
+    with pytest.raises(ValueError, match=said):
+        generate(llm, [PROMPT], [params(steering_vectors={"post_block": {1: entry}})])
+
+
+def test_more_operations_than_allowed_are_refused(steered: Any) -> None:
+    llm, _ = steered
+
+    def asked(count: int, **where: Any) -> Any:
+        entries = [{"vector": V, "op": "project_out", **where} for _ in range(count)]
+        return params(1, steering_vectors={"post_block": {1: entries}})
+
+    with pytest.raises(ValueError, match="--max-steering-ops allows 8"):
+        generate(llm, [PROMPT], [asked(9)])
+    generate(llm, [PROMPT], [asked(8)])
+    with pytest.raises(ValueError, match="--max-steering-ops"):
+        generate(llm, [PROMPT], [asked(9, positions="last_prompt")])
+
+
+def test_a_whole_prompt_is_replaced_position_by_position(steered: Any) -> None:
+    """More entries than may meet at one token: each acts at another one."""
+    llm, reference = steered
+    rows = torch.stack([vector(50 + i) for i in range(SIZE)])
+    entries = [
+        {"vector": rows[i], "op": "replace", "positions": [i]} for i in range(SIZE)
+    ]
+
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows, stream[SIZE:]])
+
+    case = {"patched": (entries, changed)}
+    check(llm, reference, "steering_vectors", (1, "post_block"), case)
 
 
 @pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.positions import (
     counts_back,
+    joined,
     last_of,
     missed,
+    most_at_once,
     selected,
     spans_of,
     told,
 )
+from vllm.v1.steering.spec.entry import parse_positions
 
 lists = st.lists(st.integers(-12, 20), min_size=1, max_size=12)
 prompts = st.integers(0, 10)
@@ -48,3 +53,31 @@ def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
     assert told(spans) == {"last": 2**30}
     assert told(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
     assert missed(spans, 10, range(10)) is None
+
+
+@given(st.lists(lists, max_size=4))
+def test_as_many_meet_as_are_at_one_position(several: list[list[int]]) -> None:
+    counts = [
+        Counter(p for one in several for p in set(one) if (p < 0) == from_end)
+        for from_end in (False, True)
+    ]
+    expected = sum(max(c.values(), default=0) for c in counts)
+    assert most_at_once(spans_of(one) for one in several) == expected
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 4)), min_size=1))
+def test_spans_that_meet_become_one(given_spans: list[tuple[int, int]]) -> None:
+    kept = [(a, a + n) for a, n in given_spans if a >= 0 or a + n <= 0]
+    expected = spans_of(p for first, stop in kept for p in range(first, stop))
+    assert joined(kept) == expected
+
+
+def test_selectors_are_taken_by_their_names() -> None:
+    assert parse_positions("all", "positions") is None
+    for name, positions in (("last_prompt", [4]), ("all_prompt", [0, 1, 2, 3, 4])):
+        spans = parse_positions(name, "positions")
+        assert spans is not None
+        assert selected(spans, 5, 0, 9) == positions
+        assert missed(spans, 5, range(5)) is None
+    ranges = parse_positions({"ranges": [[2, 3], [-2, -1]]}, "positions")
+    assert ranges == ((-2, 0), (2, 4))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine is asked under each setting: likelihoods, distributions, answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from vllm.steering.pairs import Pair, Prompt
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-Steering = Mapping[str, Any] | None
+Steering = dict[str, Any] | None
 """`steering_vectors` of a request, or nothing."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.failures import FAILURES, described
+from vllm.v1.capture.failures import FAILURES, described
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.types import (
     CaptureChunk,

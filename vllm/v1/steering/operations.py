@@ -6,19 +6,52 @@ the rest of steering, because `vllm.sampling_params` imports it.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.steering.positions import Spans, last_of, selected
+from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
-OpName: TypeAlias = Literal["add", "project_out", "clamp", "replace"]
+OpName: TypeAlias = Literal[
+    "replace", "add", "project_out", "swap", "rotate", "low_rank", "clamp"
+]
 
-OP_NAMES: tuple[OpName, ...] = ("replace", "add", "project_out", "clamp")
+OP_NAMES: tuple[OpName, ...] = (
+    "replace",
+    "add",
+    "project_out",
+    "swap",
+    "rotate",
+    "low_rank",
+    "clamp",
+)
 """In the order in which they are carried out at one hook point."""
+
+
+class Details(msgspec.Struct, frozen=True, array_like=True):
+    """What only some operations have."""
+
+    strength: float = 1.0
+    """Of a clamp: how far the way to its bounds."""
+    alpha: float = 1.0
+    """Of a replacement: the share of the vector in the result."""
+    degrees: float = 0.0
+    """Of a rotation."""
+    activation: str = "identity"
+    """Of `low_rank`."""
+    arrays: tuple[tuple[str, bytes], ...] = ()
+    """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
+
+    def array(self, name: str) -> npt.NDArray[np.float32] | None:
+        """An array, flat; None if there is none of this name."""
+        data = dict(self.arrays).get(name)
+        return None if data is None else np.frombuffer(data, dtype=np.float32)
+
+
+NO_DETAILS = Details()
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +61,8 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     hook: str
     op: OpName
     data: bytes
-    """The vector as given: float32 `[hidden_size]`."""
+    """The vector as given: float32 `[hidden_size]`; `[2, hidden_size]` for a plane, and
+    `[rank, hidden_size]` for what `low_rank` reads."""
     scale: float
     low: float | None
     high: float | None
@@ -38,6 +72,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     """Token positions, negative ones from the prompt's end; None for all."""
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
+    details: Details = NO_DETAILS
 
     @property
     def tap(self) -> tuple[int, str]:
@@ -46,13 +81,19 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def vector(self) -> npt.NDArray[np.float32]:
-        """`[hidden_size]`, a view of the data."""
+        """`[hidden_size]`, or all rows flat; a view of the data."""
         return np.frombuffer(self.data, dtype=np.float32)
 
     def last(self, num_prompt: int) -> int:
         """The last position that it names; without positions none is the last."""
         assert self.positions is not None, "it acts everywhere"
         return last_of(self.positions, num_prompt)
+
+    def ranges(self, num_prompt: int, start: int, stop: int) -> list[range]:
+        """The positions in `[start, stop)` that it acts on; they may overlap."""
+        if self.positions is None:
+            return [range(start, stop)]
+        return list(absolute(self.positions, num_prompt, start, stop))
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` that it acts on, ascending."""
@@ -69,12 +110,22 @@ def operation(
     bounds: tuple[float | None, float | None],
     norm_match: bool,
     positions: Spans | None,
+    details: Details = NO_DETAILS,
 ) -> Operation:
     """An operation with its digest."""
     data = vector.astype("<f4").tobytes()
-    what = repr((tap, op, scale, bounds, norm_match)).encode()
+    what = repr((tap, op, scale, bounds, norm_match, details)).encode()
     digest = hashlib.sha256(what + data).hexdigest()
-    return Operation(*tap, op, data, scale, *bounds, norm_match, positions, digest)
+    return Operation(
+        *tap, op, data, scale, *bounds, norm_match, positions, digest, details
+    )
+
+
+def packed_arrays(
+    arrays: Mapping[str, npt.NDArray[np.float32]],
+) -> tuple[tuple[str, bytes], ...]:
+    """Arrays in the form that travels."""
+    return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
 
 
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:

@@ -30,6 +30,19 @@ def spans_of(positions: Iterable[int]) -> Spans:
     return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
+def joined(found: Iterable[tuple[int, int]]) -> Spans:
+    """The same positions in as few spans as can be."""
+    made: list[tuple[int, int]] = []
+    for first, stop in sorted(found):
+        last = made[-1] if made else None
+        # Those from the end of a prompt stay apart from those from its start.
+        if last and first <= last[1] and (first < 0) == (last[0] < 0):
+            made[-1] = last[0], max(last[1], stop)
+        else:
+            made.append((first, stop))
+    return tuple(made)
+
+
 def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
     """The parts of some spans that lie in `[start, stop)`; some may overlap.
 
@@ -98,3 +111,33 @@ def told(spans: Spans | None) -> object:
     if counts_back(spans):
         return {"last": -spans[0][0]}
     return {"ranges": [[first, stop - 1] for first, stop in spans]}
+
+
+FARTHEST = 2**31
+"""No position is farther from the start, or from the end, of a prompt."""
+
+NAMED: dict[str, Spans | None] = {
+    "all": None,
+    "last_prompt": ((-1, 0),),
+    "all_prompt": ((-FARTHEST, 0),),
+}
+"""What selectors stand for; None: every token."""
+
+
+def most_at_once(several: Iterable[Spans]) -> int:
+    """How many of these may act at one token, whatever the length of the prompt.
+
+    Positions from the start and from the end of the prompt may always meet.
+    """
+    ends: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for spans in several:
+        for first, stop in spans:
+            ends[first < 0] += [(first, 1), (stop, -1)]
+    total = 0
+    for of_kind in ends.values():
+        depth = most = 0
+        for _, change in sorted(of_kind):
+            depth += change
+            most = max(most, depth)
+        total += most
+    return total

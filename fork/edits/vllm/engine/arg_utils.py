@@ -36,6 +36,7 @@ readout_modules: dict[str, str] | list[str] | None = None
 sae: dict[str, str] | list[str] | None = None
 enable_steering: bool = False
 max_steering_configs: int = 4
+max_steering_ops: int = 8
 steering_modules: dict[str, str] | list[str] | None = None
 steering_api_key: list[str] | None = None
 """,

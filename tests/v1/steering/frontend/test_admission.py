@@ -161,7 +161,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "steering_vectors.post_attn.1.max",
     ),
     (
-        {BASE: at({"vector": ONE, "op": "rotate"})},
+        {BASE: at({"vector": ONE, "op": "spin"})},
         "not one of",
         "steering_vectors.post_attn.1.op",
     ),
@@ -172,12 +172,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {BASE: edited({"last": True})},
-        "list or",
+        "must be a list",
         "steering_vectors.post_attn.1.positions",
     ),
     (
         {BASE: edited({"last": BIG})},
-        "list or",
+        "must be a list",
         "steering_vectors.post_attn.1.positions",
     ),
     (

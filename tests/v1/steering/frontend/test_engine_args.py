@@ -44,6 +44,7 @@ def test_modules_may_be_a_mapping() -> None:
     arguments = SimpleNamespace(
         enable_steering=True,
         max_steering_configs=1,
+        max_steering_ops=8,
         steering_modules={"a": "1.json"},
         steering_api_key=None,
     )
@@ -59,6 +60,7 @@ def test_a_key_without_its_list_is_one_key() -> None:
     arguments = SimpleNamespace(
         enable_steering=True,
         max_steering_configs=1,
+        max_steering_ops=8,
         steering_modules=None,
         steering_api_key="abc",
     )
@@ -90,6 +92,7 @@ def test_engines_that_join_later_are_refused() -> None:
         enable_steering=True,
         enable_elastic_ep=True,
         max_steering_configs=1,
+        max_steering_ops=8,
         steering_modules=None,
         steering_api_key=None,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.config.steering import SteeringConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.steering.errors import (
     SteeringChangeError,
@@ -60,7 +61,7 @@ def test_of_several_modules_a_wrong_one_is_named(
     config: Any = SimpleNamespace(
         capture_config=SimpleNamespace(hook_points={0: ("pre_attn",)}),
         model_config=SimpleNamespace(get_hidden_size=lambda: 2, dtype=torch.float32),
-        steering_config=SimpleNamespace(modules={"fine": str(good), name: str(bad)}),
+        steering_config=SteeringConfig(modules={"fine": str(good), name: str(bad)}),
     )
     text: Any = SimpleNamespace(architectures=None, model_type="", num_hidden_layers=1)
     text.hidden_size, text.get_text_config = 2, lambda: text

@@ -8,36 +8,55 @@ full at admission: this is for clients, and for fuzzing.
 from typing import Any
 
 from vllm.v1.steering.operations import OP_NAMES
-from vllm.v1.steering.spec.entry import KEYS
+from vllm.v1.steering.positions import NAMED
+from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
 from vllm.v1.steering.spec.parse import _PACKED_DTYPES, HOOKS, PACKED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
 
 Schema = dict[str, Any]
 
 NUMBERS: Schema = {"type": "array", "items": {"type": "number"}, "minItems": 1}
+MATRIX: Schema = {"type": "array", "items": NUMBERS, "minItems": 1}
+NUMBER: Schema = {"type": "number"}
+
+
+def _only(**properties: Schema) -> Schema:
+    """An object with just these keys."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+RANGE: Schema = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "minItems": 2,
+    "maxItems": 2,
+}
 POSITIONS: Schema = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {
-            "type": "object",
-            "properties": {"last": {"type": "integer", "minimum": 1}},
-            "required": ["last"],
-            "additionalProperties": False,
-        },
+        {"enum": list(NAMED)},
+        _only(last={"type": "integer", "minimum": 1}),
+        _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
 ENTRY: Schema = {
     "type": "object",
     "properties": {
-        "vector": NUMBERS,
-        "scale": {"type": "number"},
         "op": {"enum": list(OP_NAMES)},
-        "min": {"type": "number"},
-        "max": {"type": "number"},
-        "norm_match": {"type": "boolean"},
         "positions": POSITIONS,
+        **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), NUMBERS),
+        **dict.fromkeys(("plane", "read", "write"), MATRIX),
+        **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
+        "alpha": {"type": "number", "minimum": 0, "maximum": 1},
+        "degrees": NUMBER,
+        "activation": {"enum": list(ACTIVATIONS)},
+        "norm_match": {"type": "boolean"},
     },
-    "required": ["vector"],
     "additionalProperties": False,
 }
 BY_LAYER: Schema = {

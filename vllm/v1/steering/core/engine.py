@@ -16,6 +16,7 @@ from vllm.v1.steering.global_vectors import merged
 from vllm.v1.steering.plan import SteeringTiers, tiers_of
 from vllm.v1.steering.spec.describe import describe
 from vllm.v1.steering.spec.limits import (
+    check_operations,
     check_with_requests,
     find_overflow,
     too_much_with_shared,
@@ -115,6 +116,7 @@ def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> Steeri
     requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
     check_with_requests(new, own, torch_dtype(core.vllm_config.model_config))
+    check_operations(new, core.vllm_config.steering_config.max_operations, "vectors")
     return new
 
 

@@ -14,6 +14,7 @@ from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
 from vllm.v1.steering.spec import describe
 from vllm.v1.steering.spec.limits import (
+    check_operations,
     check_positions,
     check_sums,
     check_with_shared,
@@ -76,6 +77,7 @@ class SteeringAdmission:
         if params.steering_name is not None:
             tiers = self._with_named(params.steering_name, tiers)
         first = next(name for name in FIELDS if getattr(params, name) is not None)
+        check_operations(tiers, self.model.max_operations, first)
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         for name in FIELDS:
             setattr(params, name, None)
@@ -147,6 +149,7 @@ class SteeringAdmission:
         """
         tiers = packed(parsed, keep_zeros)
         check_sums(tiers, self.model.dtype, "vectors")
+        check_operations(tiers, self.model.max_operations, "vectors")
         return tiers
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:

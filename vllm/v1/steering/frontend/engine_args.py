@@ -38,6 +38,13 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "requests wait.",
     )
     group.add_argument(
+        "--max-steering-ops",
+        type=int,
+        default=8,
+        help="How many operations a request may have at one token and hook point; "
+        "plain additions are one sum and do not count.",
+    )
+    group.add_argument(
         "--steering-modules",
         nargs="+",
         action="extend",
@@ -85,6 +92,12 @@ def steering_config(
             "max_steering_configs",
             args.max_steering_configs,
         )
+    if args.max_steering_ops < 1:
+        raise fail(
+            "--max-steering-ops must be at least 1",
+            "max_steering_ops",
+            args.max_steering_ops,
+        )
     if args.enable_steering and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
@@ -109,6 +122,7 @@ def steering_config(
     return SteeringConfig(
         enabled=args.enable_steering,
         max_configs=args.max_steering_configs,
+        max_operations=args.max_steering_ops,
         modules=modules,
     )
 

@@ -111,6 +111,7 @@ class SteeringFrontend(NoSteering):
             points,
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config.model_config),
+            vllm_config.steering_config.max_operations,
         )
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)

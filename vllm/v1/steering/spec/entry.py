@@ -10,15 +10,47 @@ import numpy as np
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import OP_NAMES, Operation, OpName, operation
-from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.positions import Spans, spans_of
+from vllm.v1.steering.operations import (
+    OP_NAMES,
+    Details,
+    Operation,
+    OpName,
+    operation,
+    packed_arrays,
+)
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.positions import FARTHEST, NAMED, Spans, joined, spans_of
+from vllm.v1.steering.spec.arrays import Tensors
 
-KEYS = ("vector", "scale", "op", "min", "max", "norm_match", "positions")
+COMMON = ("op", "positions")
+KEYS_OF: dict[OpName, tuple[str, ...]] = {
+    "replace": ("vector", "scale", "norm_match", "alpha", "mask"),
+    "add": ("vector", "scale", "norm_match"),
+    "project_out": ("vector", "scale"),
+    "swap": ("vector", "target"),
+    "rotate": ("plane", "degrees"),
+    "low_rank": (
+        "read",
+        "write",
+        "bias",
+        "activation",
+        "threshold",
+        "min",
+        "max",
+        "scale",
+    ),
+    "clamp": ("vector", "min", "max", "value", "strength"),
+}
+"""What an entry may hold besides, by its operation."""
+NEEDED: dict[OpName, tuple[str, ...]] = {
+    "swap": ("vector", "target"),
+    "rotate": ("plane", "degrees"),
+    "low_rank": ("read", "write"),
+}
+"""What it must hold, where that is not the vector alone."""
+KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
+ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
 MAX_POSITIONS = 65536
-"""Of a list. Many that follow one another cost as little as one."""
-FARTHEST = 2**31
-"""No position is farther from the start, or from the end, of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +62,25 @@ class VectorUse:
     high: float | None = None
     norm_match: bool = False
     positions: Spans | None = None
+    strength: float = 1.0
+    alpha: float = 1.0
+    degrees: float = 0.0
+    activation: str = "identity"
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the addition at every token, which tables carry out."""
         return self == PLAIN
 
-    def operation(self, tap: Tap, vector: Vector, scale: float, at: str) -> Operation:
+    def operation(self, tap: Tap, tensors: Tensors, scale: float, at: str) -> Operation:
         """The operation at a tap.
 
         Raises:
             SteeringValidationError: the vector is zero where a direction is needed.
 
         """
-        if (self.norm_match or self.op in ("project_out", "clamp")) and (
-            not vector.any()
-        ):
+        directed = self.norm_match or self.op in ("project_out", "clamp", "swap")
+        if directed and not tensors.main.any():
             raise fail(
                 f"{at}: a vector of zeros has no direction, which "
                 f"{'norm_match' if self.norm_match else self.op} needs",
@@ -55,11 +90,18 @@ class VectorUse:
         return operation(
             tap,
             self.op,
-            vector,
+            tensors.main,
             scale,
             (self.low, self.high),
             self.norm_match,
             self.positions,
+            Details(
+                self.strength,
+                self.alpha,
+                self.degrees,
+                self.activation,
+                packed_arrays(tensors.others),
+            ),
         )
 
 
@@ -73,35 +115,109 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    unknown = sorted(str(name) for name in entry if name not in KEYS)
-    if unknown or "vector" not in entry:
+    op = _op(entry, at)
+    low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
+    if entry.get("value") is not None:
+        low, high = _one_bound(entry, at)
+    activation = _activation(entry, at)
+    _check_bounds(op, low, high, activation, at)
+    norm_match = entry.get("norm_match", False)
+    if not isinstance(norm_match, bool):
+        raise fail(f"{at}.norm_match is true or false", f"{at}.norm_match", norm_match)
+    alpha = _number(entry, "alpha", 1.0, at)
+    if not 0 <= alpha <= 1:
+        raise fail(f"{at}.alpha must be between 0 and 1", f"{at}.alpha", alpha)
+    return VectorUse(
+        op,
+        low,
+        high,
+        norm_match,
+        parse_positions(entry.get("positions"), f"{at}.positions"),
+        _number(entry, "strength", 1.0, at),
+        alpha,
+        _number(entry, "degrees", 0.0, at),
+        activation,
+    )
+
+
+def _op(entry: Mapping[str, Any], at: str) -> OpName:
+    """The operation, if all keys of the entry go with it."""
+    op = entry.get("op", "add")
+    if not isinstance(op, str) or op not in KEYS_OF:
         raise fail(
-            f"{at}: an entry is a vector, or an object with the keys {list(KEYS)}; "
+            f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
+        )
+    unknown = sorted(str(name) for name in entry if name not in KEYS)
+    missing = [name for name in NEEDED.get(op, ("vector",)) if name not in entry]
+    if unknown or missing:
+        keys = [*KEYS_OF[op], *COMMON]
+        raise fail(
+            f'{at}: an entry is a vector, or an object, with "op": "{op}" of the keys '
+            f"{keys}; "
             + (
-                f"it has no key {shown(unknown[0])}" if unknown else "vector is missing"
+                f"it has no key {shown(unknown[0])}"
+                if unknown
+                else f"{missing[0]} is missing"
             ),
             at,
             sorted(map(str, entry)),
         )
-    op = entry.get("op", "add")
-    if not isinstance(op, str) or op not in OP_NAMES:
+    if op == "clamp" and "scale" in entry:
         raise fail(
-            f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
+            f"{at}: clamp takes no scale; its strength says how much of the way to "
+            "the bounds",
+            at,
+            entry["scale"],
         )
-    low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
-    _check_bounds(op, low, high, "scale" in entry, at)
-    norm_match = entry.get("norm_match", False)
-    if not isinstance(norm_match, bool) or (norm_match and op not in _MATCHES):
-        raise fail(
-            f"{at}.norm_match is true or false, and goes with {list(_MATCHES)}",
-            f"{at}.norm_match",
-            norm_match,
-        )
-    positions = parse_positions(entry.get("positions"), f"{at}.positions")
-    return VectorUse(op, low, high, norm_match, positions)
+    for name in entry:
+        if name not in KEYS_OF[op] and name not in COMMON:
+            goes = [other for other, keys in KEYS_OF.items() if name in keys]
+            raise fail(
+                f'{at}.{name} goes with "op" {" or ".join(goes)}, not with {op}',
+                f"{at}.{name}",
+                op,
+            )
+    return op
 
 
-_MATCHES = ("add", "replace")
+def _number(entry: Mapping[str, Any], name: str, default: float, at: str) -> float:
+    found = entry.get(name, default)
+    if not is_finite(found):
+        raise fail(f"{at}.{name} must be a finite number", f"{at}.{name}", found)
+    return float(found)
+
+
+def _one_bound(entry: Mapping[str, Any], at: str) -> tuple[float, float]:
+    """Both bounds of a clamp that has a value."""
+    if entry.get("min") is not None or entry.get("max") is not None:
+        raise fail(
+            f"{at}: value is min and max at once; leave these out, or it",
+            f"{at}.value",
+            entry["value"],
+        )
+    value = _number(entry, "value", 0.0, at)
+    return value, value
+
+
+def _activation(entry: Mapping[str, Any], at: str) -> str:
+    found = entry.get("activation", "identity")
+    if not isinstance(found, str) or found not in ACTIVATIONS:
+        raise fail(
+            f"{at}.activation: {shown(found)} is not one of {list(ACTIVATIONS)}",
+            f"{at}.activation",
+            found,
+        )
+    has_threshold = entry.get("threshold") is not None
+    if has_threshold != (found == "jumprelu") and not (
+        has_threshold and found == "step"
+    ):
+        raise fail(
+            f"{at}: jumprelu needs a threshold, step may have one, and no other "
+            "activation has",
+            f"{at}.threshold",
+            found,
+        )
+    return found
 
 
 def _bound(raw: Any, at: str) -> float | None:
@@ -123,46 +239,106 @@ def is_finite(value: Any) -> bool:
 
 
 def _check_bounds(
-    op: str, low: float | None, high: float | None, has_scale: bool, at: str
+    op: str, low: float | None, high: float | None, activation: str, at: str
 ) -> None:
     given = low is not None or high is not None
-    if op != "clamp":
-        if given:
-            raise fail(f'{at}: min and max go with "op": "clamp"', at, op)
-        return
-    if not given or has_scale or (low is not None and high is not None and low > high):
+    if given != (op == "clamp" or activation == "clip"):
         raise fail(
-            f"{at}: clamp needs min or max, min not above max, and takes no scale",
+            f"{at}: clamp needs min or max, or a value; clip needs min or max, and no "
+            "other activation has them",
             at,
             {"min": low, "max": high},
         )
+    if low is not None and high is not None and low > high:
+        raise fail(f"{at}: min is not above max", at, {"min": low, "max": high})
 
 
 def parse_positions(raw: Any, at: str) -> Spans | None:
-    """A list of positions, negative ones from the prompt's end, or `{"last": k}`.
+    """Where an entry acts; None for every token.
+
+    Args:
+        raw: a list of positions, negative ones from the prompt's end; `{"last": k}`,
+            the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`, both
+            included; or `"all"`, `"last_prompt"`, `"all_prompt"`, `"all_generated"`.
+        at: its name in messages.
 
     Raises:
-        SteeringValidationError: it is neither, or empty.
+        SteeringValidationError: it is none of that, or empty.
 
     """
     if raw is None:
         return None
+    if isinstance(raw, str):
+        return _named_positions(raw, at)
     if isinstance(raw, Mapping):
-        given = raw.get("last")
-        last = int(given) if given is not None and _is_index(given) else 0
-        if raw.keys() != {"last"} or last < 1:
-            raise fail(f'{at} must be a list or {{"last": k}}', at, raw)
-        return ((-last, 0),)
+        return _ranges(raw, at)
     if isinstance(raw, (list, tuple)) and len(raw) > MAX_POSITIONS:
         raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
     if not isinstance(raw, (list, tuple)) or not raw or not all(map(_is_index, raw)):
         raise fail(
             f"{at} must list at least one token position (negative ones count from "
-            'the prompt\'s end), or be {"last": k} for the last k prompt tokens',
+            "the prompt's end), or be one of "
+            f'{list(NAMED)}, {{"last": k}} for the last k prompt tokens, or '
+            '{"ranges": [[first, last], ...]}',
             at,
             raw,
         )
-    return spans_of(raw)
+    return spans_of(int(position) for position in raw)
+
+
+def _named_positions(raw: str, at: str) -> Spans | None:
+    if raw == "last_generated":
+        raise fail(
+            f"{at}: which generated token is the last is not known before it is; name "
+            "its position, or capture it",
+            at,
+            raw,
+        )
+    if raw == "all_generated":
+        raise fail(
+            f"{at}: the generated tokens have a tier of their own: move the entry to "
+            "decode_steering_vectors, or decode_vectors",
+            at,
+            raw,
+        )
+    if raw not in NAMED:
+        raise fail(f"{at} must be a list, an object, or one of {list(NAMED)}", at, raw)
+    return NAMED[raw]
+
+
+def _ranges(raw: Mapping[str, Any], at: str) -> Spans:
+    if raw.keys() == {"last"} and _is_index(raw["last"]) and raw["last"] >= 1:
+        return ((-int(raw["last"]), 0),)
+    pairs = raw.get("ranges")
+    if raw.keys() != {"ranges"} or not isinstance(pairs, (list, tuple)) or not pairs:
+        raise fail(
+            f'{at} must be a list, {{"last": k}} with k from 1, or '
+            '{"ranges": [[first, last], ...]}',
+            at,
+            raw,
+        )
+    if len(pairs) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} ranges", at, len(pairs))
+    found = []
+    for pair in pairs:
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(map(_is_index, pair)) or pair[0] > pair[1]:
+            raise fail(
+                f"{at}.ranges: a range is [first, last] with first <= last, both "
+                "included",
+                f"{at}.ranges",
+                pair,
+            )
+        first, last = int(pair[0]), int(pair[1])
+        if (first < 0) != (last < 0):
+            raise fail(
+                f"{at}.ranges: both ends count from the prompt's start, or both, "
+                "negative, from its end",
+                f"{at}.ranges",
+                pair,
+            )
+        found.append((first, last + 1))
+    return joined(found)
 
 
 def _is_index(value: Any) -> bool:

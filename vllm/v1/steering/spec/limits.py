@@ -9,7 +9,8 @@ import torch
 
 from vllm.v1.steering import positions
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import SteeringTiers, total
+from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import SteeringTiers, Tap, total
 from vllm.v1.steering.spec.parse import Parsed
 
 
@@ -92,6 +93,38 @@ def check_work(parsed: Parsed, name: str) -> None:
             name,
             spans,
         )
+
+
+def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
+    """Refuse more operations at one token and hook point than allowed.
+
+    Those with positions count where they may meet: a hundred entries at a hundred
+    tokens are one.
+
+    Args:
+        tiers: all that a request, or the engine, does.
+        most: `--max-steering-ops`.
+        parameter: for the message.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    for operations in (tiers.prefill_operations, tiers.decode_operations):
+        at: dict[Tap, list[Operation]] = {}
+        for one in operations:
+            at.setdefault(one.tap, []).append(one)
+        for (layer, hook), these in at.items():
+            placed = [one.positions for one in these if one.positions is not None]
+            count = len(these) - len(placed) + positions.most_at_once(placed)
+            if count > most:
+                raise fail(
+                    f"{parameter}: {count} operations may act on one token at {hook} "
+                    f"of layer {layer}, and --max-steering-ops allows {most}; send "
+                    "fewer, or at positions that do not meet",
+                    parameter,
+                    count,
+                )
 
 
 class Overflow(NamedTuple):

@@ -14,6 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.spec.arrays import check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
@@ -21,7 +22,7 @@ HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 MAX_ROWS = 4096
 """Of one packed form."""
 
-MAX_ENTRIES = 16
+MAX_ENTRIES = 4096
 """Entries of one tier at one hook point of one layer."""
 
 PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
@@ -37,6 +38,8 @@ class SteeredModel:
     hidden_size: int
     dtype: torch.dtype
     """Of the residual stream."""
+    max_operations: int = 8
+    """How many operations may act on one token at one hook point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Entry:
 
     tap: Tap
     vector: Vector
-    """Not scaled."""
+    """Not scaled; the first row of what has several."""
     scale: float
     manner: VectorUse
 
@@ -119,16 +122,17 @@ def _take(
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
     scale = entry.get("scale", 1.0)
-    vector = _vector(entry["vector"], model, at)
-    scaled = _scaled(vector, scale, model, at)
-    parsed.entries.append(Entry(tap, vector, float(scale), manner))
+    tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
+    scaled = _scaled(tensors.main, scale, model, at)
+    first = tensors.main.reshape(-1, model.hidden_size)[0]
+    parsed.entries.append(Entry(tap, first, float(scale), manner))
     if manner.is_plain:
         before = parsed.vectors.get(tap)
         if before is not None:
-            scaled = _finite(before + scaled, model, at)
+            scaled = check_finite(before + scaled, model.dtype, at)
         parsed.vectors[tap] = scaled
         return
-    operation = manner.operation(tap, vector, float(scale), at)
+    operation = manner.operation(tap, tensors, float(scale), at)
     if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
         parsed.operations.append(operation)
 
@@ -306,53 +310,10 @@ def _packed_rows(packed: Mapping[str, Any], at: str) -> Vector:
     return rows.reshape(shape)
 
 
-def _vector(raw: Any, model: SteeredModel, at: str) -> Vector:
-    vector = _as_array(raw, at)
-    if vector.shape != (model.hidden_size,):
-        raise fail(
-            f"{at}: a vector of this model has {model.hidden_size} numbers, this "
-            f"one has the shape {list(vector.shape)}",
-            at,
-            list(vector.shape),
-        )
-    return _finite(vector, model, at)
-
-
 def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:
     if not is_finite(scale):
         raise fail(f"{at}.scale must be a finite number", f"{at}.scale", scale)
     if scale == 1.0:
         return vector
     with np.errstate(over="ignore"):
-        return _finite(vector * np.float32(scale), model, at)
-
-
-def _finite(vector: Vector, model: SteeredModel, at: str) -> Vector:
-    """The vector, if the model's dtype can hold it."""
-    largest = float(np.abs(vector).max())
-    # NaN compares false too.
-    if not largest <= torch.finfo(model.dtype).max:
-        raise fail(
-            f"{at}: the scaled vector must be finite in {model.dtype}; its largest "
-            f"magnitude is {largest}",
-            at,
-            largest,
-        )
-    return vector
-
-
-def _as_array(raw: Any, at: str) -> Vector:
-    try:
-        if isinstance(raw, torch.Tensor) and not raw.is_complex():
-            raw = raw.detach().to("cpu", torch.float32).numpy()
-        array = np.asarray(raw)
-        if array.dtype.kind not in "fiu":
-            raise TypeError("it must hold real numbers only")
-        with np.errstate(over="ignore"):
-            return np.ascontiguousarray(array, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise fail(
-            f"{at} must be a list of numbers, a numpy array or a tensor: {error}",
-            at,
-            type(raw).__name__,
-        ) from None
+        return check_finite(vector * np.float32(scale), model.dtype, at)

@@ -17,6 +17,7 @@ import torch
 
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.model_executor.layers.residual.program import (
+    Activation,
     Flag,
     Instruction,
     Kind,
@@ -49,7 +50,8 @@ Programs = dict[Tap, Placed]
 class _Vectors:
     """Distinct vectors of a phase, which go to the device together."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self.width = width
         self._numbers: dict[bytes, int] = {}
         self._rows: list[Vector] = []
 
@@ -60,6 +62,12 @@ class _Vectors:
             self._numbers[data] = len(self._rows)
             self._rows.append(vector)
         return self._numbers[data]
+
+    def add_rows(self, rows: npt.NDArray[np.float32]) -> int:
+        """The number of the first of several, which stay together."""
+        first = len(self._rows)
+        self._rows.extend(rows)
+        return first
 
     def upload(self, device: torch.device) -> torch.Tensor:
         """All of them, float32 `[vectors, H]`."""
@@ -86,8 +94,12 @@ def _draft_sum(vector: Vector, vectors: _Vectors) -> Draft:
 
 def _draft(one: Operation, vectors: _Vectors) -> Draft:
     """What carries an operation out."""
+    if one.op in _OTHERS:
+        return _OTHERS[one.op](one, vectors)
     directed = one.norm_match or one.op in ("project_out", "clamp")
     vector = _unit(one.vector) if directed else np.asarray(one.vector)
+    mask = one.details.array("mask")
+    masked = None if mask is None else vectors.add(mask)
     at = vectors.add(vector)
     low = -np.inf if one.low is None else one.low
     high = np.inf if one.high is None else one.high
@@ -98,15 +110,88 @@ def _draft(one: Operation, vectors: _Vectors) -> Draft:
         if one.op == "project_out":
             return Instruction(Kind.LINEAR, read, flags=Flag.DOT, c2=-one.scale)
         if one.op == "clamp":
+            strength = one.details.strength
             return Instruction(
-                Kind.LINEAR, read, flags=Flag.DOT, c3=1.0, low=low, high=high
+                Kind.LINEAR, read, flags=Flag.DOT, c3=strength, low=low, high=high
             )
         if one.op == "replace":
-            flags = Flag.SAVE_NORM if one.norm_match else Flag.NONE
-            return Instruction(Kind.REPLACE, read, flags=flags, c0=plain, c1=matched)
+            return Instruction(
+                Kind.REPLACE,
+                read,
+                flags=Flag.SAVE_NORM if one.norm_match else Flag.NONE,
+                c0=plain,
+                c1=matched,
+                alpha=one.details.alpha,
+                mask=None if masked is None else table[masked],
+            )
         return Instruction(Kind.LINEAR, read, c0=plain, c1=matched)
 
     return make
+
+
+def _draft_swap(one: Operation, vectors: _Vectors) -> Draft:
+    target = one.details.array("target")
+    assert target is not None
+    read, wanted = _unit(one.vector), _unit(target)
+    at, to = vectors.add(read), vectors.add(wanted - read)
+    return lambda table: Instruction(
+        Kind.LINEAR,
+        table[at : at + 1],
+        write=table[to : to + 1],
+        flags=Flag.DOT,
+        c2=1.0,
+    )
+
+
+def _draft_rotate(one: Operation, vectors: _Vectors) -> Draft:
+    first, second = one.vector.reshape(2, -1)
+    at, to = vectors.add(first), vectors.add(second)
+    angle = np.deg2rad(one.details.degrees)
+    return lambda table: Instruction(
+        Kind.ROTATE,
+        table[at : at + 1],
+        write=table[to : to + 1],
+        c0=float(np.cos(angle)),
+        c1=float(np.sin(angle)),
+    )
+
+
+def _draft_low_rank(one: Operation, vectors: _Vectors) -> Draft:
+    details = one.details
+    write = details.array("write")
+    assert write is not None
+    bias, threshold = details.array("bias"), details.array("threshold")
+    width = vectors.width
+    at = vectors.add_rows(one.vector.reshape(-1, width))
+    to = vectors.add_rows(write.reshape(-1, width))
+    rank = len(write) // width
+
+    def make(table: torch.Tensor) -> Instruction:
+        def numbers(found: Vector | None) -> torch.Tensor | None:
+            if found is None:
+                return None
+            return async_tensor_h2d(found.copy(), table.device, torch.float32)
+
+        return Instruction(
+            Kind.LOW_RANK,
+            table[at : at + rank],
+            write=table[to : to + rank],
+            c1=one.scale,
+            low=-np.inf if one.low is None else one.low,
+            high=np.inf if one.high is None else one.high,
+            activation=Activation[details.activation.upper()],
+            bias=numbers(bias),
+            threshold=numbers(threshold),
+        )
+
+    return make
+
+
+_OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
+    "swap": _draft_swap,
+    "rotate": _draft_rotate,
+    "low_rank": _draft_low_rank,
+}
 
 
 class Phase:
@@ -117,6 +202,7 @@ class Phase:
         operations: Iterable[Operation],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
+        width: int,
         device: torch.device,
     ) -> None:
         """Put it on the device.
@@ -125,6 +211,7 @@ class Phase:
             operations: all that act in the phase, the engine's before a request's.
             added: what is added at each token beside them, by hook point.
             taps: the hook points of this process.
+            width: of the stream.
             device: of the stream.
 
         """
@@ -132,7 +219,7 @@ class Phase:
         self.taps = frozenset(one.tap for one in self._operations)
         """Where programs also add what is added."""
         self._device = device
-        vectors = _Vectors()
+        vectors = _Vectors(width)
         drafts = [_draft(one, vectors) for one in self._operations]
         sums = {
             tap: _draft_sum(vector, vectors)
@@ -199,7 +286,7 @@ def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
     }
 
 
-NO_PHASE = Phase((), {}, (), torch.device("cpu"))
+NO_PHASE = Phase((), {}, (), 0, torch.device("cpu"))
 
 
 class ProgramIndex:
@@ -269,8 +356,8 @@ def special_rows(
     """
     acts = np.zeros((stop - start, len(phase.positioned)), dtype=bool)
     for column, (_, one) in enumerate(phase.positioned):
-        places = one.selected(prompt_length, start, stop)
-        acts[np.array(places, dtype=np.intp) - start, column] = True
+        for places in one.ranges(prompt_length, start, stop):
+            acts[places.start - start : places.stop - start, column] = True
     found = np.full(stop - start, -1, dtype=np.intp)
     anywhere = np.flatnonzero(acts.any(axis=1))
     if not len(anywhere):

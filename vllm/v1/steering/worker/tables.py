@@ -165,5 +165,6 @@ class SteeringTables:
         operations = [one for part in parts if part for one in part.operations]
         if not operations:
             return Row(added, NO_PHASE)
-        phase = Phase(operations, added, self._columns, self._table.device)
+        width, device = self._table.shape[2], self._table.device
+        phase = Phase(operations, added, self._columns, width, device)
         return Row({t: v for t, v in added.items() if t not in phase.taps}, phase)

@@ -20,8 +20,9 @@ from vllm.v1.capture.consumers.storage.quantize import (
     encode_topk8,
     topk8_record,
 )
-from vllm.v1.capture.delivery.row_bytes import Bytes, raw_bytes
+from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.native import Bytes
 
 CODECS = ("raw", "zstd", "full8", "rp8", "topk8")
 

@@ -10,7 +10,8 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from vllm.v1.capture.delivery.row_bytes import Bytes, write_all
+from vllm.v1.capture.delivery.row_bytes import write_all
+from vllm.v1.capture.native import Bytes
 
 ASIDE = ".incomplete"
 """The folder below the root where files grow. Readers skip names with a dot."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.delivery.row_bytes import Bytes, raw_bytes
-from vllm.v1.capture.native import DTYPES, library
+from vllm.v1.capture.delivery.row_bytes import raw_bytes
+from vllm.v1.capture.native import DTYPES, Bytes, library
 
 Array = np.ndarray[Any, Any]
 

@@ -21,6 +21,7 @@ from vllm.v1.capture.types import (
     CaptureKey,
     CaptureResult,
 )
+from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +74,7 @@ def default_buffer(given: int | None, vllm_config: "VllmConfig | None") -> int:
         return most
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
-    row = model.get_hidden_size() * model.dtype.itemsize
+    row = row_bytes(model)
     request = model.max_model_len * layers * row
     return min(max(REQUESTS_HELD * writer_threads() * request, LEAST_BUFFER), most)
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real model, for the examples of this folder."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "real_model"))
+
+from convert import checkpoint
+
+HAPPY = """I love this, it is wonderful!
+What a happy and joyful day.
+She laughed with delight.
+The party was fantastic and fun.
+I am so glad and grateful.
+Everything went perfectly, great news!
+The sunshine made us smile.
+He was proud and cheerful.""".splitlines()
+SAD = """I hate this, it is terrible!
+What a sad and miserable day.
+She cried with grief.
+The funeral was awful and grim.
+I am so sorry and hopeless.
+Everything went wrong, bad news!
+The storm made us weep.
+He was ashamed and gloomy.""".splitlines()
+
+
+def model(**options: Any) -> LLM:
+    """SmolLM2 in an engine that captures and steers."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return LLM(
+        str(checkpoint()),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        capture_consumers=["inline"],
+        enable_steering=True,
+        **options,
+    )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of 25 lines on the real model."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "tasks"
+TASKS = ("steer", "ablate", "patch")
+sys.path.insert(0, str(FOLDER))  # the examples are scripts
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    real = importlib.import_module("real")
+    opened = real.model()
+    yield opened
+    opened.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def run(llm: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(name: str) -> list[str]:
+        importlib.import_module(name).main(llm)
+        return capsys.readouterr().out.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_at_most_25_lines(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 25
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_steering_changes_the_answer(run: Any) -> None:
+    lines = run("steer")
+    assert [line[:2] for line in lines] == ["-2", "+0", "+2"]
+    assert len({line[3:] for line in lines}) == 3
+    assert re.search("glad|happy|excited", lines[2])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_ablation_takes_the_mood_out(run: Any) -> None:
+    happy, ablated = (line.lower() for line in run("ablate"))
+    assert re.search("glad|happy|love", happy)
+    assert not re.search("glad|happy|love", ablated)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_patching_moves_the_fact_until_it_has_moved_on(run: Any) -> None:
+    words = [line.split()[1] for line in run("patch")]
+    assert words[0] == "Tokyo" and words[-1] == "Paris"
