@@ -294,6 +294,29 @@ def test_bad_requests_are_refused_with_a_reason(
     assert said in response.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_that_overflows_is_an_error_and_harms_nobody(
+    client: httpx.Client, stream: bool
+) -> None:
+    words = " ".join(["dog"] * 61)
+    plain = answer(complete(client, prompt=words))
+    huge = np.full(HIDDEN, 3e38)
+    vectors = {"post_block": {str(n): huge.tolist() for n in (1, 2)}}
+    lost = complete(client, prompt=words, steering_vectors=vectors, stream=stream)
+    if stream:
+        (error,) = (one["error"] for one in events(lost))
+    else:
+        assert lost.status_code == 400
+        error = lost.json()["error"]
+    assert error["code"] == 400 and error["param"] == "steering_vectors"
+    assert "reached the attention of layer 3; " in error["message"]
+    others = [" ".join(["cat"] * number) for number in (5, 33, 61)]
+    for other in [words, *others]:
+        _, numbers = found = answer(complete(client, prompt=other))
+        assert np.isfinite(numbers).all()
+        assert other != words or found == plain
+
+
 def test_other_requests_refuse_the_fields(client: httpx.Client) -> None:
     body = {"model": "m", "prompt": "x", "steering_name": "loud"}
     assert client.post("/tokenize", json=body).status_code == 400

@@ -34,6 +34,7 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
 from vllm.v1.steering.worker.worker import WorkerSteering
+from vllm.v1.worker.lost_rows import clear_lost_rows
 from vllm.v1.worker.residual_graphs import (
     NOTHING,
     GraphFamilies,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         BatchExecutionDescriptor,
         ModelCudaGraphManager,
     )
+    from vllm.v1.worker.gpu.input_batch import InputBatch as DeviceBatch
     from vllm.v1.worker.gpu.model_runner import BatchReqState
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -64,9 +66,24 @@ class ResidualStream:
     def __init__(self, hook_points: HookPoints) -> None:
         self.hook_points = hook_points
         """The hook points of this process's layers, by layer index."""
+        self.checks_streams = False
+        """Whether this step's logits are looked through for NaN."""
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
+        self.checks_streams = scheduler_output.checks_streams
+
+    def clear_lost(
+        self, hidden: torch.Tensor, batch: "DeviceBatch"
+    ) -> torch.Tensor | None:
+        """Find, for the V2 runner, requests whose last row is not finite `[R]`.
+
+        With drafts a request has several rows; the first of them is no draft's.
+        """
+        if not self.checks_streams:
+            return None
+        firsts = batch.cu_num_logits[: batch.num_reqs]
+        return clear_lost_rows(hidden, batch.logits_indices, firsts)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
         """Find out what the step does; most need not even be looked at."""
@@ -131,6 +148,7 @@ class OpenResidualStream(ResidualStream):
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of new and ended requests."""
+        super().update(scheduler_output)
         begun = scheduler_output.scheduled_new_reqs
         finished, steps = scheduler_output.finished_req_ids, scheduler_output.steering
         if self.steering is not None and (begun or finished or steps is not None):
@@ -403,6 +421,20 @@ def _starts_on_device(
     """Positions with the drafts that were rejected taken off `[num_reqs]`."""
     known = req_states.num_computed_tokens.gpu
     return known[async_tensor_h2d(batch.idx_mapping_np, device=known.device)]
+
+
+def first_rows(
+    logits: torch.Tensor | None,
+    input_batch: "InputBatch",
+    scheduler_output: "SchedulerOutput",
+) -> torch.Tensor | None:
+    """One row of logits for each request of the V1 runner: that of no draft."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if logits is None or not drafts:
+        return logits
+    counts = [1 + len(drafts.get(req_id, ())) for req_id in input_batch.req_ids]
+    first = np.cumsum([0, *counts[:-1]])
+    return logits[torch.from_numpy(first).to(logits.device)]
 
 
 def with_readouts(worker: Any, grammar_output: Any) -> Any:

@@ -5,6 +5,10 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.residual import lost_streams",
+        why="Requests whose stream is no longer finite.",
+    ),
+    add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
         why="What the methods below do.",
     ),
@@ -80,6 +84,8 @@ self.input_processor.steering.admit(sampling_params, 1, resumable=True)
         insert="""
 if steering_refusals.is_refused(out):
     await steering_serving.raise_refusal(self, q.request_id, out, sampling_params)
+if lost_streams.is_lost(out):
+    await lost_streams.raise_error(self, q.request_id, out, sampling_params)
 if out.capture_id is not None:
     await self.capture.complete(out, sampling_params)
 """,

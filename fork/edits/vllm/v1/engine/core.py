@@ -5,6 +5,10 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.residual import lost_streams, suspect_blocks",
+        why="Requests whose stream is no longer finite.",
+    ),
+    add_import(
         "from vllm.v1.capture.core import engine as capture_engine",
         why="What the calls below do.",
     ),
@@ -84,5 +88,27 @@ if method_name == "end_captures":
         call="EngineCoreReadyResponse",
         argument="hook_points=self.vllm_config.capture_config.hook_points",
         why="Tells the front ends.",
+    ),
+    after(
+        scope="EngineCore._initialize_kv_caches",
+        anchor="""
+kv_cache_configs = get_kv_cache_configs(
+    vllm_config, kv_cache_specs, available_gpu_memory
+)
+""",
+        insert="suspect_blocks.mark(vllm_config, kv_cache_configs)",
+        why="Before the scheduler's and the workers' are made of them.",
+    ),
+    after(
+        scope="EngineCore.step",
+        anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
+        insert="lost_streams.explain(self, engine_core_outputs)",
+        why="Their blocks still hold what they left.",
+    ),
+    after(
+        scope="EngineCore.step_with_batch_queue",
+        anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
+        insert="lost_streams.explain(self, engine_core_outputs)",
+        why="Their blocks still hold what they left.",
     ),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V1 runner gives access to the residual stream."""
 
-from fork.language import add_import, after, before
+from fork.language import add_import, after, before, replace
 
 EDITS = [
     add_import(
@@ -45,5 +45,25 @@ self.residual.begin_step(num_tokens_padded)
         anchor='with record_function_or_nullcontext("gpu_model_runner: postprocess"):',
         insert="self.residual.end_step()",
         why="The forward pass is queued on the device.",
+    ),
+    replace(
+        scope="GPUModelRunner._bookkeeping_sync",
+        anchor="envs.VLLM_COMPUTE_NANS_IN_LOGITS",
+        by="envs.VLLM_COMPUTE_NANS_IN_LOGITS or self.residual.checks_streams",
+        why="A request that is given vectors ends when its stream is lost.",
+    ),
+    replace(
+        scope="GPUModelRunner._bookkeeping_sync",
+        anchor="count_nans_per_row(logits)",
+        by="count_nans_per_row("
+        "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
+        why="With drafts a request has several rows.",
+    ),
+    replace(
+        scope="GPUModelRunner._bookkeeping_sync",
+        anchor="self._get_nans_in_logits(logits)",
+        by="self._get_nans_in_logits("
+        "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
+        why="With drafts a request has several rows.",
     ),
 ]

@@ -15,6 +15,8 @@ capture_ends: list | None = None
 capture_reforwarded: int = 0
 # Steered requests that begin, and slots to load: SteeringStep
 steering: Any = None
+# Whether a request runs that is given vectors or embeddings
+checks_streams: bool = False
 """,
         why="Reaches every worker after the steps that computed the rows.",
     ),

@@ -5,6 +5,14 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.residual.lost_streams import LostStreams",
+        why="Requests whose stream is no longer finite.",
+    ),
+    add_import(
+        "from vllm.v1.residual.suspect_blocks import SuspectBlocks",
+        why="Blocks that may hold what such requests left.",
+    ),
+    add_import(
         "from vllm.v1.capture.core.scheduler import "
         "capture_scheduling, loadable_tokens",
         why="The scheduler's part of capture.",
@@ -202,5 +210,81 @@ if ext_tokens and not loadable_tokens(request, block_aligned_local, ext_tokens):
         scope="Scheduler._update_request_as_session",
         insert="self.steering.continued(session)",
         why="Before the blocks of the next part are hashed.",
+    ),
+    last(
+        scope="Scheduler.__init__",
+        insert="""
+self.suspects = SuspectBlocks(
+    kv_cache_config.has_mamba_layers or kv_cache_config.has_mixed_precision_kv_cache
+)
+self.lost_streams = LostStreams(self.suspects, self.kv_cache_manager.get_block_ids)
+""",
+        why="What one request left in a block must not reach the next one.",
+    ),
+    after(
+        scope="Scheduler.schedule",
+        anchor="self.kv_cache_manager.new_step_starts()",
+        insert="if self.steering.tiers:\n    self.suspects.begin_all(self.running)",
+        why="Global vectors change the streams of all.",
+    ),
+    before(
+        scope="Scheduler.schedule",
+        anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
+        insert="self.suspects.begin(request, bool(self.steering.tiers))",
+        why="Vectors and embeddings may make its stream overflow.",
+    ),
+    add_argument(
+        scope="Scheduler.schedule",
+        call="SchedulerOutput",
+        argument="checks_streams=self.suspects.any_running",
+        why="The workers look for NaN in steps in which there may be some.",
+    ),
+    after(
+        scope="Scheduler._get_new_block_ids_to_zero",
+        anchor="new_block_ids_to_zero = self.kv_cache_manager.take_new_block_ids()",
+        insert="""
+new_block_ids_to_zero = self.suspects.to_clear(new_block_ids_to_zero)
+""",
+        why="Only those that may hold what is not finite.",
+    ),
+    after(
+        scope="Scheduler.update_from_output",
+        anchor="status_before_stop = request.status",
+        insert="""
+if self.lost_streams.add(request, num_nans_in_logits):
+    new_token_ids = []
+""",
+        why="A token of no meaning is not given to the client.",
+    ),
+    before(
+        scope="Scheduler.update_from_output",
+        anchor="routed_experts = None",
+        insert="""
+if self.lost_streams.has(request):
+    request.status = RequestStatus.FINISHED_ERROR
+    request.resumable = False
+    stopped = True
+""",
+        why="A request whose stream is not finite ends.",
+    ),
+    first(
+        scope="Scheduler._free_request",
+        insert="""
+if self.suspects.concerns(request):
+    self.suspects.end(
+        request, self.kv_cache_manager.get_block_ids(request.request_id)
+    )
+""",
+        why="Before its blocks are given back.",
+    ),
+    first(
+        scope="Scheduler._preempt_request",
+        insert="""
+if self.suspects.concerns(request):
+    self.suspects.end(
+        request, self.kv_cache_manager.get_block_ids(request.request_id)
+    )
+""",
+        why="Before its blocks are given back.",
     ),
 ]

@@ -63,4 +63,27 @@ self.residual.plan_step(
         insert="self.residual.end_step()",
         why="The forward pass is queued on the device.",
     ),
+    before(
+        scope="GPUModelRunner.sample_tokens",
+        anchor="""
+sampler_output, num_sampled, num_rejected = self.sample(
+    hidden_states, input_batch, grammar_output
+)
+""",
+        insert="lost_streams = self.residual.clear_lost(hidden_states, input_batch)",
+        why="Samplers are not made for NaN.",
+    ),
+    after(
+        scope="GPUModelRunner.sample_tokens",
+        anchor="""
+sampler_output, num_sampled, num_rejected = self.sample(
+    hidden_states, input_batch, grammar_output
+)
+""",
+        insert="""
+if lost_streams is not None:
+    sampler_output.num_nans = lost_streams
+""",
+        why="Goes to the host with the tokens, as upstream's counts of NaN do.",
+    ),
 ]
