@@ -23,8 +23,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 MODEL = Path(__file__).parents[1] / "examples" / "demo_model" / "weights"
-BLOCK = 16
-SHARED, QUESTION, REQUESTS = 432, 8, 64
+BLOCK = 32
+SHARED, QUESTION, REQUESTS = 480, 8, 64
 
 
 def steering(kind: str, seed: int, width: int) -> dict[str, Any]:
