@@ -39,7 +39,7 @@ class Path:
         self.scheduling = SteeringScheduling(4)
         taps = [(layer, hook) for layer in points for hook in HOOKS]
         cpu = torch.device("cpu")
-        self.tables = SteeringTables(taps, 11, WIDTH, torch.bfloat16, cpu)
+        self.tables = SteeringTables(taps, 11, WIDTH, torch.bfloat16, cpu, PROMPT)
         self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(SamplingParams)
 
