@@ -84,4 +84,4 @@ def _parses(code: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(unused()))
+    sys.exit("\n".join(unused()) or None)
