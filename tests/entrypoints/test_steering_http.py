@@ -241,7 +241,10 @@ def test_layers_of_the_model_are_told(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("what", ["set", "clear", "modules/register"])
-@pytest.mark.parametrize("key", [None, "wrong", SERVER_KEY, "öld"])
+@pytest.mark.parametrize(
+    "key",
+    [None, "wrong", pytest.param(SERVER_KEY, id="the server's"), "öld"],
+)
 def test_changes_need_a_steering_key_before_the_body_is_read(
     client: httpx.Client, what: str, key: str | None
 ) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.residual.addresses import parse_address
 
@@ -79,6 +80,6 @@ def prompt_rows(
     params = SamplingParams(
         max_tokens=1, temperature=0, detokenize=False, capture=capture_spec(taps)
     )
-    prompts = [{"prompt_token_ids": list(ids)} for ids in tokens]
+    prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in tokens]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [rows_of(output) for output in outputs]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.inputs import TokensPrompt
 from vllm.interop.prompt_rows import Tap, capture_spec, rows_of
 from vllm.sampling_params import SamplingParams
 
@@ -28,7 +29,7 @@ NAMES = {
 }
 """Our hook points under TransformerLens' names: the bridge's, then the older ones."""
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "capture_consumers": ["inline"],
     "enable_steering": True,
     "max_logprobs": -1,
@@ -121,7 +122,7 @@ class EngineDriver:
             capture=capture_spec(list(taps.values())) if taps else None,
             steering_vectors=self._interventions(intervene or {}),
         )
-        prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
+        prompts = [TokensPrompt(prompt_token_ids=row.tolist()) for row in ids]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         rows = [rows_of(output) for output in outputs] if taps else []
         return ForwardResult(
@@ -186,7 +187,7 @@ def boot(model: "LLM | str", **engine: Any) -> Any:
 
     llm = LLM(model, **ENGINE | engine) if isinstance(model, str) else model
     config = llm.llm_engine.vllm_config.model_config
-    architecture = config.hf_config.architectures[0]
+    architecture: str = (config.hf_config.architectures or [""])[0]
     bridge_config = build_bridge_config_from_hf(
         config.hf_config, architecture, config.model, config.dtype
     )
@@ -268,9 +269,12 @@ def _sequence(output: "RequestOutput", vocabulary: int) -> torch.Tensor:
     The engine lists those that predict prompt tokens 1 to P-1, then those that the
     first generated token was read from.
     """
-    predicted = [*(output.prompt_logprobs or [])[1:], output.outputs[0].logprobs[0]]
+    generated = output.outputs[0].logprobs
+    assert generated, "logprobs were asked for"
+    predicted = [*(output.prompt_logprobs or [])[1:], generated[0]]
     logits = torch.full((len(predicted), vocabulary), -torch.inf)
     for row, tokens in zip(logits, predicted):
+        assert tokens is not None, "only the first prompt token has none"
         ids = torch.tensor(list(tokens))
         row[ids] = torch.tensor([entry.logprob for entry in tokens.values()])
     return logits

@@ -62,7 +62,7 @@ class LLM(EngineLLM):
         outputs = super().generate(prompts, self._capturing(sampling_params), **more)
         return [attach(output, self.probe) for output in outputs]
 
-    def chat(
+    def chat(  # type: ignore[override]  # the rest is passed on by name
         self, messages: Any, sampling_params: Params = None, **more: Any
     ) -> list[RequestOutput]:
         """As vLLM's `chat`, with hidden states on each output."""

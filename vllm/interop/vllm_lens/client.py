@@ -125,10 +125,8 @@ class VLLMLensClient:
         if hooks:
             args["apply_hooks"] = "[]"  # the server says what to use instead
         if layers is not None:
-            whole = isinstance(layers, bool)
-            args["output_residual_stream"] = json.dumps(
-                layers if whole else list(layers)
-            )
+            wanted = layers if isinstance(layers, bool) else list(layers)
+            args["output_residual_stream"] = json.dumps(wanted)
         if vectors:
             dumped = [vector.model_dump() for vector in vectors]
             args["apply_steering_vectors"] = json.dumps(dumped)
