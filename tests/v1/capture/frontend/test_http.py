@@ -142,14 +142,15 @@ def test_nothing_captured_is_no_field() -> None:
     assert response_results([output(), None]) is None
 
 
-def test_only_the_last_chunk_is_stamped() -> None:
+def test_the_last_part_of_an_output_with_results_is_stamped() -> None:
     chunk = SimpleNamespace(capture_results=None)
     ending = output(files=result())
     ending.outputs = first, last = [SimpleNamespace(), SimpleNamespace()]
     stamp(chunk, ending, first)
-    ending.finished = False
-    stamp(chunk, ending, last)
     assert chunk.capture_results is None
-    ending.finished = True
+    before = output()
+    before.outputs, before.finished = [last], False
+    stamp(chunk, before, last)
+    assert chunk.capture_results is None
     stamp(chunk, ending, last)
     assert chunk.capture_results["files"]["status"] == "ok"
