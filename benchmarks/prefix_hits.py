@@ -15,9 +15,14 @@ its question's tokens; `own`: a vector of each request's own at all tokens.
 import argparse
 import json
 import os
-import platform
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `benchmarks`
+
+from benchmarks.harness import reports
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -72,6 +77,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     from vllm import LLM
 
+    load = os.getloadavg()
     llm = LLM(
         str(MODEL),
         enable_steering=True,
@@ -85,6 +91,8 @@ def main() -> None:
     kinds = ("none", "decode", "prompt", "question", "own")
     rates = {kind: round(rate(llm, kind, width), 4) for kind in kinds}
     found = {
+        "command": "python benchmarks/prefix_hits.py",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "what": "share of prompt tokens found in the prefix cache",
         "requests": REQUESTS,
         "shared_tokens": SHARED,
@@ -95,10 +103,10 @@ def main() -> None:
             4,
         ),
         "rates": rates,
-        "machine": platform.machine(),
+        "machine": reports.machine(load),
     }
-    out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
+    reports.write(found, out)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,11 @@ def _native(report: Report) -> list[Panel]:
     return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
 
 
+def _prefix_hits(report: Report) -> list[Panel]:
+    rows = [Row(kind, (spread([rate]),)) for kind, rate in report["rates"].items()]
+    return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
+
+
 def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
     def make(report: Report) -> list[Panel]:
         panels = []
@@ -275,6 +280,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
     "storage": ("Consumers that write files", _storage),
     "native": ("Native code on one thread", _native),
+    "prefix_hits": ("Prefix cache under four kinds of steering", _prefix_hits),
     "capture_cost": (
         "Capture on a CPU server",
         _cost(_CAPTURED, goals.CAPTURE_COST),
