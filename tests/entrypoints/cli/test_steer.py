@@ -269,4 +269,11 @@ def test_every_command_is_there(tmp_path: Path) -> None:
         [*command, "show", file], capture_output=True, text=True, check=True
     )
     assert "3  post_block  5\n" in done.stdout and "hidden_size: 2" in done.stdout
-    assert set(COMMANDS) == {"extract", "apply", "sweep", "convert", "show"}
+    assert set(COMMANDS) == {
+        "extract",
+        "apply",
+        "sweep",
+        "eval",
+        "convert",
+        "show",
+    }

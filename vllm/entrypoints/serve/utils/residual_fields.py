@@ -41,6 +41,7 @@ _NO_PATCH = "patching is not implemented; the operation replace sets rows to a v
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
 )
+_LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
 FOREIGN: dict[str, str] = {
     # Of the public fork whose names are ours too; not implemented, or not here.
@@ -62,8 +63,9 @@ FOREIGN: dict[str, str] = {
     "capture_consumers": "the server is started with --capture-consumers; a request "
     "says capture: {CONSUMER: {...}}",
     # Of vllm-lens, as keys of vllm_xargs and extra_args, and of its client.
-    "output_residual_stream": _CAPTURE_ALL,
-    "apply_steering_vectors": "use steering_vectors: {HOOK: {LAYER: vector}}",
+    "output_residual_stream": f"{_LENS}; or {_CAPTURE_ALL}",
+    "apply_steering_vectors": f"{_LENS}; or use steering_vectors: {{HOOK: {{LAYER: "
+    "vector}}",
     "apply_hooks": "hooks that are code are not run; use steering_vectors and capture",
     "capture_layers": _CAPTURE_ALL,
 }

@@ -251,7 +251,7 @@ def test_requests_under_way_are_bounded_together(served: Served) -> None:
     *good, refused = served.loop.run_until_complete(three())
     assert [len(payload(o, "small")[0, "post_block"]) for o in good] == [25, 25]
     assert isinstance(refused, ValueError)
-    message = f"may hold {size} bytes of rows, and those under way may hold {2 * size}"
+    message = f"may hold {size} bytes of rows, and those in flight may hold {2 * size}"
     assert message in str(refused)
     again = served.all(prompt(10, seed=10), asked)[-1]
     assert len(payload(again, "small")[0, "post_block"]) == 25
