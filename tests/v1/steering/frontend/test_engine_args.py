@@ -45,6 +45,7 @@ def test_modules_may_be_a_mapping() -> None:
         enable_steering=True,
         max_steering_configs=1,
         max_steering_ops=8,
+        vllm_lens_api=False,
         steering_modules={"a": "1.json"},
         steering_api_key=None,
     )
@@ -61,6 +62,7 @@ def test_a_key_without_its_list_is_one_key() -> None:
         enable_steering=True,
         max_steering_configs=1,
         max_steering_ops=8,
+        vllm_lens_api=False,
         steering_modules=None,
         steering_api_key="abc",
     )
@@ -93,6 +95,7 @@ def test_engines_that_join_later_are_refused() -> None:
         enable_elastic_ep=True,
         max_steering_configs=1,
         max_steering_ops=8,
+        vllm_lens_api=False,
         steering_modules=None,
         steering_api_key=None,
     )
