@@ -24,6 +24,7 @@ class Feature:
         self.wanted = False
         self.memory = self.planned = NOTHING
         self.calls = 0
+        self.readouts = None
 
     @property
     def is_idle(self) -> bool:

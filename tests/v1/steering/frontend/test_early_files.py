@@ -25,6 +25,8 @@ def arguments(path: str) -> Any:
     return SimpleNamespace(
         enable_steering=True,
         max_steering_configs=1,
+        max_steering_ops=8,
+        vllm_lens_api=False,
         steering_modules={"calm": path},
         steering_api_key=None,
     )

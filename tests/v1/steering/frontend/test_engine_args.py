@@ -19,6 +19,7 @@ from vllm.v1.steering.frontend.engine_args import (
 def config(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_steering_arguments(parser)
+    parser.set_defaults(vllm_lens_api=False)  # declared with capture's
     return steering_config(parser.parse_args(arguments))  # type: ignore[arg-type]
 
 
