@@ -112,7 +112,7 @@ def test_many_operations_at_the_end_of_a_prompt_cost_what_the_prompt_has(
     client: Client,
 ) -> None:
     entry = {"vector": ONE, "op": "project_out", "positions": {"last": 65536}}
-    spec = {hook: {str(n): [entry] * 16 for n in range(3)} for hook in
+    spec = {hook: {str(n): [entry] * 8 for n in range(3)} for hook in
             ("pre_attn", "post_attn", "post_block")}  # fmt: skip
     body = BASE | {"steering_vectors": spec, "decode_steering_vectors": None}
     reply = client.post("/v1/completions", body)
