@@ -19,6 +19,7 @@ ENTRY_POINTS = {
         "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
+        "memory": "vllm.v1.capture.consumers.memory:MemoryConsumer",
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
     }
 }

@@ -60,6 +60,11 @@ assert (ours == rows).all() and len(rows) > 10
     assert "status='ok'" in printed
 
 
+def test_the_guide_to_rows_that_stay(tmp_path: Path) -> None:
+    printed = run(tmp_path, *blocks(ROOT / "docs" / "capture-memory.md", "python"))
+    assert printed.count("torch.Size([1, 192])") == 2 and "held_bytes" in printed
+
+
 def test_the_guide_to_rows_in_the_response(tmp_path: Path) -> None:
     offline, live, read = blocks(ROOT / "docs" / "capture-rows.md", "python")
     check = """

@@ -25,7 +25,7 @@ def capture_server(capture_model: Path, capture_root: Path) -> Iterator[Server]:
         capture_model,
         *("--capture-consumers", f"filesystem:root={capture_root}"),
         *("--capture-consumers", 'logging:hooks={"post_block":[0,2]}'),
-        *("--capture-consumers", "inline"),
+        *("--capture-consumers", "inline", "--capture-consumers", "memory"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
         "--enable-scale-out",

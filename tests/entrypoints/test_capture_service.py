@@ -93,11 +93,11 @@ def test_the_server_tells_its_consumers_limits_and_counters(
     assert {entry["name"]: entry for entry in reply["consumers"]} == {
         name: {
             "name": name,
-            "location": "worker",
+            "location": "driver" if name == "memory" else "worker",
             "takes_requests": True,
             "captures_every_request": name == "logging",
         }
-        for name in ("filesystem", "inline", "logging")
+        for name in ("filesystem", "inline", "logging", "memory")
     }
     assert reply["limits"]["overload_policy"] == "block"
     assert reply["limits"]["rows_per_step"] == 2**28 // (64 * 4) // 2
@@ -109,7 +109,7 @@ def test_the_server_tells_its_consumers_limits_and_counters(
 def test_the_log_tells_the_budget_once(capture_server: Server) -> None:
     lines = capture_server.log.read_text().splitlines()
     (line,) = [line for line in lines if "Residual stream:" in line]
-    assert "capture by ['filesystem', 'inline', 'logging']" in line
+    assert "capture by ['filesystem', 'inline', 'logging', 'memory']" in line
     assert "rows a step in 256 MiB of staging memory" in line
     assert "1024 packets of rows with 256 MiB may wait, then block" in line
 

@@ -5,6 +5,10 @@ from fork.language import add_import, last
 
 EDITS = [
     add_import(
+        "from vllm.v1.capture.consumers.memory import api as kept_rows_api",
+        why="What the methods below do.",
+    ),
+    add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
         why="What the methods below do.",
     ),
@@ -15,13 +19,18 @@ EDITS = [
     last(
         scope="LLM",
         insert="""
+captured = kept_rows_api.captured
+drop_captured = kept_rows_api.drop_captured
 register_readout_module = readouts_api.register
-unregister_readout_module = readouts_api.unregister
+uncaptured = kept_rows_api.captured
+drop_captured = kept_rows_api.drop_captured
+register_readout_module = readouts_api.unregister
 get_readouts = readouts_api.get
 set_steering = steering_api.set_steering
 clear_steering = steering_api.clear_steering
 get_steering = steering_api.get_steering
 """,
-        why="Vectors that steer every request, and modules that requests name.",
+        why="Rows that are kept, vectors that steer every request, and modules that "
+        "requests name.",
     ),
 ]

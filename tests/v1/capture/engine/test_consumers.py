@@ -92,6 +92,7 @@ def several(
         capture_consumers=[
             f"filesystem:root={root}",
             {"name": "mean", "instance_name": "twice", "params": {"scale": 2}},
+            "memory",
             STREAM,
             Nothing(),
         ],
@@ -117,6 +118,20 @@ def test_a_global_spec_captures_of_every_request(several: CapturedEngine) -> Non
     assert {n: r.status for n, r in results(output).items()} == {"keeper": "ok"}
     assert list(several.rows(output)) == [(0, "post_block")]
     several.check(output, [8])
+
+
+def test_rows_stay_until_they_are_dropped(several: CapturedEngine) -> None:
+    prompts = [prompt(n, seed=n) for n in (5, 7)]
+    spec = {"hooks": {"post_block": [1]}, "positions": "all_prompt"}
+    several.run(prompts, params(memory=spec | {"name": "kept"}))
+    kept = several.llm.captured("kept")
+    for one, tokens in zip(kept, prompts, strict=True):
+        expected = several.reference.stream(tokens)[1, "post_block"]
+        assert relative_error(one.rows[1, "post_block"], expected) < 1e-4
+    assert several.llm.captured()["names"]["kept"]["requests"] == 2
+    assert several.llm.drop_captured("kept")["rows"] == 12
+    with pytest.raises(ValueError, match="no rows are kept under this name"):
+        several.llm.captured("kept")
 
 
 def test_a_request_overrides_the_global_spec(several: CapturedEngine) -> None:

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes below `/v1/capture`."""
 
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
+from vllm.entrypoints.serve.capture.answers import answer
+from vllm.v1.capture.consumers.memory.api import drop as drop_kept
+from vllm.v1.capture.consumers.memory.api import read
+from vllm.v1.capture.consumers.memory.store import selected
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.disabled import NoCapture
+from vllm.v1.capture.frontend.http import deferred
+from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
+from vllm.v1.capture.types import CaptureResult
+from vllm.v1.residual.bounds import cut
 
 router = APIRouter(prefix="/v1/capture")
 
@@ -23,12 +35,113 @@ async def get_capture(request: Request) -> JSONResponse:
 
     Workers report their counters about once a second.
     """
+    capture = _capture(request)
+    engine = request.app.state.engine_client
+    await capture.listen(getattr(engine, "engine_core", None))
+    return JSONResponse(capture.describe())
+
+
+class KeptRows(BaseModel):
+    """The rows of a name, in the form of a completion's results."""
+
+    object: Literal["capture.rows"] = "capture.rows"
+    name: str
+    requests: list[dict[str, Any]]
+    capture_results: dict[str, Any]
+    """By `request id/sample index`."""
+
+
+@router.get("/memory")
+async def list_kept(request: Request, instance: str | None = None) -> JSONResponse:
+    """The names under which the consumer `memory` keeps rows, and how much."""
+    return JSONResponse(_refusing(read, _capture(request), None, instance))
+
+
+@router.get("/memory/{name}")
+async def get_kept(
+    request: Request,
+    name: str,
+    instance: str | None = None,
+    request_id: str | None = None,
+    layers: str | None = None,
+    hook: str | None = None,
+    start: int = 0,
+    stop: int = OPEN_END,
+    transport: Literal["http", "shm"] = "http",
+    drop: bool = False,
+) -> Response:
+    """The rows of a name, or the part that the query selects.
+
+    The form is what `Accept` says: JSON, safetensors, an Arrow stream or multipart.
+    """
+    capture = _capture(request)
+    chosen = _layers(layers)
+    found = {}
+    kept = _refusing(read, capture, name, instance)
+    for one in kept:
+        if request_id in (None, one.request_id):
+            rows = selected(one.rows, chosen, hook, start, stop)
+            rows.transport = transport
+            key = (one.request_id, -1, "*")
+            result = CaptureResult(key, "ok", payload=rows)  # type: ignore[arg-type]
+            found[f"{one.request_id}/{one.sample_index}"] = (one, result)
+    if not found:
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND, f"request_id={request_id!r}: {name!r} has no such"
+        )
+    response = KeptRows(
+        name=name,
+        requests=[
+            {
+                "request_id": one.request_id,
+                "sample_index": one.sample_index,
+                "num_prompt_tokens": one.num_prompt_tokens,
+            }
+            for one, _ in found.values()
+        ],
+        capture_results=deferred({key: result for key, (_, result) in found.items()}),
+    )
+    answered = await answer(response, request, None)
+    if drop:
+        _refusing(drop_kept, capture, name, instance)
+    return answered
+
+
+@router.delete("/memory/{name}")
+async def delete_kept(
+    request: Request, name: str, instance: str | None = None
+) -> JSONResponse:
+    """Forget the rows of a name; answers that are being sent stay whole."""
+    dropped = _refusing(drop_kept, _capture(request), name, instance)
+    return JSONResponse({"dropped": name, **dropped})
+
+
+def _refusing(
+    work: Callable[..., Any], capture: NoCapture, name: str | None, instance: str | None
+) -> Any:
+    try:
+        return work(capture, name, instance)
+    except CaptureValidationError as error:
+        raise HTTPException(HTTPStatus.NOT_FOUND, str(error)) from error
+
+
+def _layers(text: str | None) -> list[int] | None:
+    """`"0,2"` as `[0, 2]`."""
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise HTTPException(
+            HTTPStatus.BAD_REQUEST,
+            f"layers={cut(text or '')!r}: write layer numbers with commas, as in 0,2",
+        ) from None
+
+
+def _capture(request: Request) -> NoCapture:
     engine = getattr(request.app.state, "engine_client", None)
     capture = getattr(engine, "capture", None)
     if not isinstance(capture, NoCapture):
         raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
-    await capture.listen(getattr(engine, "engine_core", None))
-    return JSONResponse(capture.describe())
+    return capture
 
 
 @router.delete("/shm/{token}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer that returns rows with the request's own output."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -41,21 +42,7 @@ class InlineParams:
             CaptureValidationError: naming the parameter, the value, the remedy.
 
         """
-        known = [field.name for field in fields(cls)]
-        for name, value in raw.items():
-            where = f"capture_consumers.inline.{name}"
-            if name not in known:
-                raise CaptureValidationError(
-                    f"{where}: there is no such parameter; there are {known}",
-                    parameter=where,
-                    value=value,
-                )
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CaptureValidationError(
-                    f"{where}={value!r}: it must be a whole number of bytes above 0",
-                    parameter=where,
-                    value=value,
-                )
+        check_byte_limits("inline", raw, [field.name for field in fields(cls)])
         inflight = raw.get("max_inflight_bytes", host_bytes)
         limits = {"max_request_bytes": max(inflight // 2, 1)} | raw
         return cls(**limits | {"max_inflight_bytes": inflight})
@@ -108,16 +95,12 @@ class InlineConsumer(CaptureConsumer):
         return spec
 
     def _check_size(self, spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
-        rows = count_rows(resolve_positions(spec.positions, ctx, where), ctx, where)
-        taps = sum(len(layers) for layers in spec.hooks.values())
-        row_bytes = ctx.hidden_size * ctx.element_size_bytes
-        size = rows * taps * row_bytes * ctx.num_samples
+        size, what = most_bytes(spec, ctx, where)
         if size > self._params.max_request_bytes:
             raise fail(
-                f"{where}: {rows} positions at {taps} hook points with {row_bytes} "
-                f"bytes each, for {ctx.num_samples} samples, may take {size} bytes; "
-                f"at most {self._params.max_request_bytes} are allowed "
-                "(max_request_bytes). Capture fewer layers or positions, lower "
+                f"{where}: {what}, may take {size} bytes; at most "
+                f"{self._params.max_request_bytes} are allowed (max_request_bytes). "
+                "Capture fewer layers or positions, lower "
                 "max_tokens, use a consumer that writes to files, or start with "
                 f"--capture-consumers {self.instance_name or 'inline'}:"
                 f"max_request_bytes={size} and, if need be, a larger "
@@ -142,6 +125,36 @@ class InlineConsumer(CaptureConsumer):
         dtype = getattr(torch, sidecar["dtype"])
         payload.put((key[1], key[2]), tensor.to(dtype), facts)
         return payload
+
+
+def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) -> None:
+    """Check parameters of a consumer that are numbers of bytes.
+
+    Raises:
+        CaptureValidationError: naming the parameter, the value, the remedy.
+
+    """
+    for name, value in raw.items():
+        where = f"capture_consumers.{consumer}.{name}"
+        problem = None
+        if name not in known:
+            problem = f": there is no such parameter; there are {list(known)}"
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problem = f"={value!r}: it must be a whole number of bytes above 0"
+        if problem is not None:
+            raise CaptureValidationError(where + problem, parameter=where, value=value)
+
+
+def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:
+    """The most bytes that the rows of a request can take, and of what they are made."""
+    rows = count_rows(resolve_positions(spec.positions, ctx, where), ctx, where)
+    taps = sum(len(layers) for layers in spec.hooks.values())
+    row_bytes = ctx.hidden_size * ctx.element_size_bytes
+    what = (
+        f"{rows} positions at {taps} hook points with {row_bytes} bytes each, for "
+        f"{ctx.num_samples} samples"
+    )
+    return rows * taps * row_bytes * ctx.num_samples, what
 
 
 def count_rows(ranges: Ranges, ctx: CaptureContext, where: str) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front end of an engine without consumers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.selectors import fail
@@ -78,6 +78,10 @@ class NoCapture:
 
     async def listen(self, core: Any) -> None:
         """There is nothing to hear."""
+
+    def consumers(self) -> Mapping[str, Any]:
+        """The instances here, by name; there are none."""
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """Consumers, limits and counters, as plain data."""

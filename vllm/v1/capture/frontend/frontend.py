@@ -2,7 +2,7 @@
 """Capture in the front end: admission, the ends of requests, and their results."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +258,10 @@ class CaptureFrontend(NoCapture):
             while self._status.num_workers() < workers and monotonic() < deadline:
                 await asyncio.sleep(0.05)
             self._introduced = True
+
+    def consumers(self) -> Mapping[str, Any]:
+        """The instances of this process, by name."""
+        return self._admission.consumers
 
     def describe(self) -> dict[str, Any]:
         """Consumers, limits and counters, as plain data."""

@@ -9,6 +9,10 @@ EDITS = [
         why="Requests whose stream is no longer finite.",
     ),
     add_import(
+        "from vllm.v1.capture.consumers.memory import api as kept_rows_api",
+        why="What the methods below do.",
+    ),
+    add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
         why="What the methods below do.",
     ),
@@ -35,14 +39,18 @@ EDITS = [
     last(
         scope="AsyncLLM",
         insert="""
+captured = kept_rows_api.async_captured
+drop_captured = kept_rows_api.async_drop_captured
 register_readout_module = readouts_api.async_register
-unregister_readout_module = readouts_api.async_unregister
+uncaptured = kept_rows_api.async_captured
+drop_captured = kept_rows_api.async_drop_captured
+register_readout_module = readouts_api.async_unregister
 get_readouts = readouts_api.async_get
 set_steering = steering_api.async_set_steering
 clear_steering = steering_api.async_clear_steering
 get_steering = steering_api.async_get_steering
 """,
-        why="Vectors that steer every request.",
+        why="Rows that are kept, and vectors that steer every request.",
     ),
     before(
         scope="AsyncLLM.__init__",

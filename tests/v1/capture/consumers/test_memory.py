@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.v1.capture.consumers._drive import context, deliver, rows_of
+from vllm.v1.capture.capabilities import consumer_capabilities
+from vllm.v1.capture.consumer import BatchingSink
+from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
+from vllm.v1.capture.consumers.memory.store import selected
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.payload import RowsByTap
+
+TAPS = {(0, "pre_attn"): 3, (2, "post_block"): 5}
+ROWS = {tap: rows_of(n, 8, n, torch.bfloat16) for tap, n in TAPS.items()}
+SIZE = sum(rows.nbytes for rows in ROWS.values())
+
+
+def keeping(**params: Any) -> MemoryConsumer:
+    return MemoryConsumer(None, params)
+
+
+def test_rows_of_several_requests_are_found_by_name_as_often_as_wanted() -> None:
+    consumer = keeping()
+    given_rows = {"a": ROWS, "b": ROWS}
+    results = deliver(BatchingSink(consumer), given_rows, client_spec={"name": "train"})
+    assert {r.status for r in results.values()} == {"ok"}
+    for _ in range(2):
+        one, other = consumer.store.get("train")
+        assert (one.request_id, other.request_id) == ("a", "b")
+        for tap, rows in ROWS.items():
+            assert torch.equal(one.rows[tap], rows)
+            assert other.rows.token_ids[tap] == [100 + i for i in range(len(rows))]
+    told = {"requests": 2, "rows": 16, "bytes": 2 * SIZE}
+    assert consumer.store.describe()["names"] == {"train": told}
+    assert consumer.store.drop("train") == told
+    assert consumer.store.free_bytes == consumer.store.max_bytes
+    assert torch.equal(one.rows[0, "pre_attn"], ROWS[0, "pre_attn"])
+
+
+def test_without_a_name_a_request_is_kept_under_its_id() -> None:
+    consumer = keeping()
+    deliver(BatchingSink(consumer), {"a/b c": ROWS})
+    assert len(consumer.store.get(path_safe("a/b c"))) == 1
+
+
+def test_what_does_not_fit_is_refused_or_said() -> None:
+    consumer = keeping(max_bytes=SIZE)
+    raw = {"hooks": {"post_block": [0]}, "positions": "all"}
+    assert consumer_capabilities(consumer).takes_requests
+    with pytest.raises(CaptureValidationError, match="Drop names"):
+        consumer.validate_client_spec(raw, context(num_prompt_tokens=1000))
+    with pytest.raises(CaptureValidationError, match="1 to 128 letters"):
+        consumer.validate_client_spec(raw | {"name": "a/b"}, context())
+    # Both were admitted when there was room for either.
+    results = deliver(BatchingSink(consumer), {"a": ROWS, "b": ROWS})
+    assert results["a"].status == "ok"
+    assert results["b"].status == "error"
+    assert "raise max_bytes" in str(results["b"].error)
+    assert consumer.store.describe()["held_bytes"] == SIZE
+
+
+@pytest.mark.parametrize("wrong", [{"max_byte": 3}, {"max_bytes": 0}])
+def test_parameters_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(CaptureValidationError, match="capture_consumers.memory"):
+        keeping(**wrong)
+
+
+@given(
+    st.lists(st.integers(0, 30), unique=True, max_size=9).map(sorted),
+    st.integers(-1, 32),
+    st.integers(-1, 32),
+)
+def test_a_part_is_what_lies_between_two_positions(
+    positions: list[int], start: int, stop: int
+) -> None:
+    rows = RowsByTap()
+    facts = {"positions": positions, "token_ids": positions, "encoding": None}
+    tensor = torch.tensor(positions, dtype=torch.float32).reshape(-1, 1)
+    rows.put((3, "post_block"), tensor, facts)
+    part = selected(rows, [3], "post_block", start, stop)
+    expected = [p for p in positions if start <= p < stop]
+    assert part[3, "post_block"].flatten().tolist() == expected
+    assert part.positions[3, "post_block"] == expected
+    assert not selected(rows, [2]) and not selected(rows, None, "pre_attn")

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer that keeps rows in memory, under names, to be read later."""
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.consumers.inline import check_byte_limits, most_bytes
+from vllm.v1.capture.consumers.memory.store import RowStore
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.selectors import fail, parse_spec, plain
+from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class MemoryConsumer(CaptureConsumer):
+    """Keeps rows beside the `LLM` or API server until they are dropped.
+
+    A request says `{"hooks": ..., "positions": ..., "name": "train"?}`. Requests of one
+    name are kept together; without a name, a request is kept under its own id. Rows
+    are read with `LLM.captured`, `AsyncLLM.captured` or `GET /v1/capture/memory/NAME`
+    as often as they are wanted, and dropped with `LLM.drop_captured` or `DELETE`. A
+    request that can have more rows than fit is refused.
+    """
+
+    location: Literal["worker", "driver"] = "driver"
+    reads_client_spec: ClassVar[bool] = True
+    remembers_specs: ClassVar[bool] = False
+
+    def __init__(
+        self, vllm_config: "VllmConfig | None", params: dict[str, Any]
+    ) -> None:
+        check_byte_limits("memory", params, ["max_bytes"])
+        host_bytes = BUDGET.limit
+        if vllm_config is not None:
+            host_bytes = vllm_config.capture_config.host_memory_bytes
+            servers = vllm_config.parallel_config._api_process_count
+            if servers > 1:
+                raise CaptureValidationError(
+                    f"capture_consumers.memory: with {servers} API servers each would "
+                    "hold the rows of its own requests only; start one "
+                    "(--api-server-count 1), or use the filesystem consumer",
+                    parameter="capture_consumers.memory",
+                    value=servers,
+                )
+        self.store = RowStore(params.get("max_bytes", max(host_bytes // 2, 1)))
+
+    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
+        """Check the spec and the name, and that there is room for the rows."""
+        instance = self.instance_name or "memory"
+        where = f"capture.{instance}"
+        raw = plain(raw)
+        spec = parse_spec(raw, ctx, where, ("name",))
+        name = raw.get("name")
+        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise fail(
+                f"{where}.name must be 1 to 128 letters, digits, dots, dashes or "
+                "underscores",
+                f"{where}.name",
+                name,
+            )
+        size, what = most_bytes(spec, ctx, where)
+        if size > self.store.free_bytes:
+            raise fail(
+                f"{where}: {what}, may take {size} bytes; {self.store.free_bytes} of "
+                f"{self.store.max_bytes} (max_bytes) are free. Drop names that are no "
+                "longer needed, capture less, or start with --capture-consumers "
+                f"{instance}:max_bytes=BYTES",
+                where,
+                size,
+            )
+        return spec
+
+    def on_capture(
+        self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
+    ) -> dict[str, str]:
+        """Keep the rows of a key; the payload is `{"name": ...}`, where they are."""
+        spec = sidecar.get("client_spec") or {}
+        name = spec.get("name") or path_safe(sidecar["client_request_id"])
+        rows = tensor.to(getattr(torch, sidecar["dtype"]))
+        self.store.put(name, key, rows, sidecar)
+        return {"name": name}
+
+
+def path_safe(request_id: str) -> str:
+    """A request id as a name: what cannot stand in one is `_`."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", request_id)[:128] or "_"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of `LLM` and `AsyncLLM` for the rows that are kept."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.consumers.memory import MemoryConsumer
+from vllm.v1.capture.consumers.memory.store import KeptRequest, RowStore
+from vllm.v1.capture.selectors import fail
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+    from vllm.v1.capture.frontend.disabled import NoCapture
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def captured(
+    self: "LLM", name: str | None = None, *, instance: str | None = None
+) -> Any:
+    """Rows that the consumer `memory` keeps.
+
+    Args:
+        self: the engine.
+        name: what the requests called their rows; without it, what there is.
+        instance: which consumer, where several keep rows.
+
+    Returns:
+        With a name, a list with one `KeptRequest` for each sample of each request:
+        `request_id`, `sample_index`, `num_prompt_tokens` and `rows`, which maps
+        `(layer, hook)` to a tensor `[rows, hidden_size]`. They stay until
+        `drop_captured`. Without a name, `{"max_bytes", "held_bytes", "names"}`.
+
+    Raises:
+        CaptureValidationError: there is no such name or consumer.
+
+    """
+    return read(self.llm_engine.capture, name, instance)
+
+
+def drop_captured(
+    self: "LLM", name: str, *, instance: str | None = None
+) -> dict[str, Any]:
+    """Forget the rows of a name; tensors that were read stay whole.
+
+    Returns:
+        How much was held: `requests`, `rows`, `bytes`.
+
+    Raises:
+        CaptureValidationError: there is no such name or consumer.
+
+    """
+    return drop(self.llm_engine.capture, name, instance)
+
+
+async def async_captured(
+    self: "AsyncLLM", name: str | None = None, *, instance: str | None = None
+) -> Any:
+    """As `LLM.captured`."""
+    return read(self.capture, name, instance)
+
+
+async def async_drop_captured(
+    self: "AsyncLLM", name: str, *, instance: str | None = None
+) -> dict[str, Any]:
+    """As `LLM.drop_captured`."""
+    return drop(self.capture, name, instance)
+
+
+def read(
+    capture: "NoCapture", name: str | None, instance: str | None = None
+) -> dict[str, Any] | list[KeptRequest]:
+    """What a name holds, or without one what there is."""
+    store = store_of(capture, instance)
+    if name is None:
+        return store.describe()
+    try:
+        return store.get(name)
+    except KeyError:
+        raise _unknown(store, name) from None
+
+
+def drop(
+    capture: "NoCapture", name: str, instance: str | None = None
+) -> dict[str, Any]:
+    """Forget a name."""
+    store = store_of(capture, instance)
+    try:
+        return store.drop(name)
+    except KeyError:
+        raise _unknown(store, name) from None
+
+
+def store_of(capture: "NoCapture", instance: str | None = None) -> RowStore:
+    """The rows of the consumer `memory`.
+
+    Raises:
+        CaptureValidationError: there is none, or there are several and `instance`
+            does not say which.
+
+    """
+    keeping = keepers(capture)
+    if not keeping:
+        raise fail(
+            "captured: this engine keeps no rows; start it with --capture-consumers "
+            "memory, or LLM(capture_consumers=['memory']) offline",
+            "captured",
+            instance,
+        )
+    if instance is None and len(keeping) == 1:
+        return next(iter(keeping.values())).store
+    if instance not in keeping:
+        raise fail(f"instance must be one of {sorted(keeping)}", "instance", instance)
+    return keeping[instance].store
+
+
+def keepers(capture: "NoCapture") -> dict[str, MemoryConsumer]:
+    """The consumers that keep rows, by the names of their instances."""
+    return {
+        name: consumer
+        for name, consumer in capture.consumers().items()
+        if isinstance(consumer, MemoryConsumer)
+    }
+
+
+def _unknown(store: RowStore, name: str) -> Exception:
+    names = sorted(store.describe()["names"])
+    shown = ", ".join(names[:8]) or "none"
+    return fail(f"no rows are kept under this name; there are: {shown}", "name", name)

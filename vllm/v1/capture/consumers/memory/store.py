@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows by name, bounded."""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.types import CaptureKey
+
+
+@dataclass(slots=True)
+class KeptRequest:
+    """The rows of one sample of a request."""
+
+    request_id: str
+    """As the client knows it."""
+    sample_index: int
+    num_prompt_tokens: int
+    rows: RowsByTap = field(default_factory=RowsByTap)
+
+
+@dataclass(slots=True)
+class KeptName:
+    """The requests of one name, by the id that the engine gave each sample."""
+
+    requests: dict[str, KeptRequest] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """How much there is, as plain data."""
+        taps = [tap for one in self.requests.values() for tap in one.rows.values()]
+        return {
+            "requests": len(self.requests),
+            "rows": sum(len(rows) for rows in taps),
+            "bytes": self.num_bytes,
+        }
+
+
+class RowStore:
+    """Rows by name, bounded; safe to use from several threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Hold at most `max_bytes` bytes of rows."""
+        self.max_bytes = max_bytes
+        self._names: dict[str, KeptName] = {}
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes of rows still fit."""
+        return self.max_bytes - self._held
+
+    def put(
+        self, name: str, key: CaptureKey, rows: torch.Tensor, sidecar: Mapping[str, Any]
+    ) -> None:
+        """Add the rows of one key.
+
+        Args:
+            name: to find them by.
+            key: `(request id, layer, hook)`.
+            rows: `[rows, hidden_size]` on the CPU; they are kept, not copied.
+            sidecar: of the key.
+
+        Raises:
+            RuntimeError: they do not fit; nothing was kept of them.
+
+        """
+        with self._lock:
+            if rows.nbytes > self.free_bytes:
+                raise RuntimeError(
+                    f"{rows.nbytes} bytes of rows do not fit the {self.free_bytes} "
+                    f"that are free of max_bytes={self.max_bytes}; drop names that "
+                    "are no longer needed, or raise max_bytes"
+                )
+            kept = self._names.setdefault(name, KeptName())
+            request = kept.requests.setdefault(
+                key[0],
+                KeptRequest(
+                    sidecar["client_request_id"],
+                    sidecar["sample_index"],
+                    sidecar["num_prompt_tokens"],
+                ),
+            )
+            facts = {
+                "positions": sidecar["positions"],
+                "token_ids": sidecar["token_ids"],
+                "encoding": None,
+            }
+            request.rows.put((key[1], key[2]), rows, facts)
+            kept.num_bytes += rows.nbytes
+            self._held += rows.nbytes
+
+    def get(self, name: str) -> list[KeptRequest]:
+        """The requests of a name, in the order in which they were captured.
+
+        Raises:
+            KeyError: there is none of this name.
+
+        """
+        with self._lock:
+            return list(self._names[name].requests.values())
+
+    def drop(self, name: str) -> dict[str, Any]:
+        """Forget a name; rows that a reader still has stay whole.
+
+        Returns:
+            How much it held.
+
+        Raises:
+            KeyError: there is none of this name.
+
+        """
+        with self._lock:
+            kept = self._names.pop(name)
+            self._held -= kept.num_bytes
+            return kept.describe()
+
+    def describe(self) -> dict[str, Any]:
+        """What is held, as plain data."""
+        with self._lock:
+            return {
+                "max_bytes": self.max_bytes,
+                "held_bytes": self._held,
+                "names": {name: kept.describe() for name, kept in self._names.items()},
+            }
+
+
+def selected(
+    rows: RowsByTap,
+    layers: Collection[int] | None = None,
+    hook: str | None = None,
+    start: int = 0,
+    stop: int = OPEN_END,
+) -> RowsByTap:
+    """A part of a request's rows, as views.
+
+    Args:
+        rows: of a request.
+        layers: which; all without it.
+        hook: which hook point; all without it.
+        start: the first token position.
+        stop: the position after the last one.
+
+    """
+    found = RowsByTap()
+    for tap, tensor in rows.items():
+        if (layers is None or tap[0] in layers) and hook in (None, tap[1]):
+            facts = rows.facts_of(tap)
+            positions = facts["positions"]  # ascending
+            part = slice(bisect_left(positions, start), bisect_left(positions, stop))
+            facts["positions"] = positions[part]
+            facts["token_ids"] = facts["token_ids"][part]
+            found.put(tap, tensor[part], facts)
+    return found
