@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm.entrypoints.serve.capture.sending import counting_unsent
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
 from vllm.entrypoints.serve.utils.json_reader import INLINE_BYTES, read_json
 from vllm.entrypoints.serve.utils.json_structure import (
@@ -108,13 +109,15 @@ async def read_body(request: Request) -> bytes:
 def bound_bodies(app: FastAPI, args: Namespace) -> None:
     """Let every route that is mounted read its bodies within the limits.
 
+    Rows in their responses count until these are sent.
     Without capture and steering a server reads them as upstream does.
     """
     if not captures_or_steers(args):
         return
     for route in app.routes:
         if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-            route.app = request_response(_bounded(route.get_route_handler()))
+            handle = request_response(_bounded(route.get_route_handler()))
+            route.app = counting_unsent(handle)
 
 
 def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:

@@ -2,7 +2,7 @@
 """How many bytes of rows the requests under way will bring back to their front end.
 
 Rows that return with a request's output lie in the front end's memory until the
-client has them, so all requests together are bounded, not just each of them.
+client has read them, so all requests together are bounded, not just each of them.
 """
 
 import weakref
@@ -142,8 +142,9 @@ class InflightLimit:
         if held + size > limit:
             raise NoRoomNowError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
-                f"those in flight may hold {held}; together at most {limit} are "
-                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                f"those in flight may hold {held}, responses that are not read "
+                f"yet included; together at most {limit} are allowed "
+                "(max_inflight_bytes). Send it again when others have ended, "
                 "capture less, or start with a larger --capture-consumers "
                 f"{name}:max_inflight_bytes=...",
                 parameter=f"capture.{name}",

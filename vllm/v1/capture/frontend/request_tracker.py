@@ -7,6 +7,7 @@ from time import monotonic
 
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.tracking import Sample, Tracked
+from vllm.v1.capture.frontend.unsent import UnsentRows
 from vllm.v1.capture.types import CaptureResult
 
 KEPT_RESULTS = 4096
@@ -44,6 +45,7 @@ class RequestTracker:
         self._stages = stages
         self._answered = answered
         self._forgotten = forgotten
+        self._unsent = UnsentRows()
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
@@ -69,6 +71,12 @@ class RequestTracker:
             sample = tracked.samples[owner[1]]
             sample.ended_at = monotonic()
             return sample
+
+    def abandon(self, parent: str) -> None:
+        """Nobody comes for the results any more."""
+        with self.changed:
+            if parent in self._tracked:
+                self._tracked[parent].aborted = True
 
     def owner_of(self, request_id: str) -> Owner | None:
         """Whose rows carry this id."""
@@ -105,6 +113,7 @@ class RequestTracker:
                 return None
             if tracked.complete():
                 self._forget(parent)
+                self._unsent.hold(tracked.held)
             return tracked.merged(request_id)
 
     def is_complete(self, parent: str) -> bool:
@@ -136,12 +145,16 @@ class RequestTracker:
             return sum(not tracked.complete() for tracked in self._tracked.values())
 
     def held_bytes(self, instance: str, aborted: bool) -> int:
-        """Bytes that the requests may bring back; the lock is held."""
-        return sum(
+        """Bytes that the requests may bring back; the lock is held.
+
+        Those that lie in responses count with the requests that were not aborted.
+        """
+        held = sum(
             tracked.held.get(instance, 0)
             for tracked in self._tracked.values()
             if tracked.aborted == aborted
         )
+        return held if aborted else held + self._unsent.bytes_for(instance)
 
     def forget_aborted(self, instance: str, size: int) -> None:
         """Forget results that nobody may come for, until `size` bytes are free."""
