@@ -57,9 +57,8 @@ class Deaf:
         """Whether the response carries anything but an error."""
         deadline = monotonic() + 120
         while monotonic() < deadline:
-            head, _, body = self.socket.recv(2000, socket.MSG_PEEK).partition(
-                b"\r\n" * 2
-            )
+            seen = self.socket.recv(2000, socket.MSG_PEEK)
+            body = seen.partition(b"\r\n\r\n")[2]
             if len(body) > 100:
                 return b'"error"' not in body
             sleep(0.05)
