@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables by which other systems capture: refused where they are set."""
+"""Environment variables of other capture systems, refused if set."""
 
 import os
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ FOREIGN_VARIABLES = {
     "and send capture: {...} with a request, or name what every request captures in "
     "the consumer's global_hooks",
 }
-"""Environment variables that make another system capture."""
+"""Environment variables that enable capture in another system; the remedy for each."""
 
 
 def refuse_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where a variable asks another system to capture.
+    """Refuse to start if a variable of another capture system is set.
+
+    Otherwise its user would get no captures and no message.
 
     Raises:
-        CaptureValidationError: names the variable.
+        CaptureValidationError: one is set; the message names it and the remedy.
 
     """
     for name, remedy in FOREIGN_VARIABLES.items():
