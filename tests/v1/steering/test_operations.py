@@ -136,7 +136,9 @@ SURE: dict[str, tuple[dict[str, Any], Row]] = ENTRIES | {
         ENTRIES["low_rank"][0] | {"bias": [5, -0.2]},
         lambda x: (
             x
-            + 0.5 * (READ.double() @ x + torch.tensor([5, -0.2])).relu() @ WRITE.double()
+            + 0.5
+            * (READ.double() @ x + torch.tensor([5, -0.2])).relu()
+            @ WRITE.double()
         ),
     ),
     "low_rank, jumprelu": (

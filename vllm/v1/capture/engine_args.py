@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.capabilities import name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.foreign_variables import refuse_variables
+from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
@@ -122,8 +122,7 @@ def capture_config(
             a consumer, or an option is invalid.
 
     """
-    refuse_variables()
-    entries: list[Any] = []
+    entries: list[Any] = [*consumers_of_variables()]
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
     for entry in given if isinstance(given, (list, tuple)) else [given]:
