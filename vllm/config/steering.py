@@ -18,6 +18,9 @@ class SteeringConfig:
     max_operations: int = Field(default=8, gt=0)
     """How many operations may act on one token at one hook point, for each of the
     engine's own and a request's. Those with positions count where they may meet."""
+    bank_mib: int = Field(default=256, ge=0)
+    """Device memory for the vectors of operations, in MiB, counted with the model's.
+    A request whose vectors find no room there waits."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of vectors: name -> file."""
 
@@ -25,6 +28,11 @@ class SteeringConfig:
     def max_steering_configs(self) -> int:
         """`max_configs`, by its option's name."""
         return self.max_configs
+
+    @property
+    def bank_bytes(self) -> int:
+        """`bank_mib`, in bytes."""
+        return self.bank_mib << 20
 
     @property
     def num_rows(self) -> int:
