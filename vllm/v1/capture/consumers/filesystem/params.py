@@ -43,7 +43,7 @@ class FilesystemParams:
     timeout_seconds: float = 60.0
     """How long the rows of a request may take to be written, from its end."""
     coalesce_max_bytes: int = 32 * MIB
-    """Bytes that one system call writes at most."""
+    """Bytes that one system call writes at most; 0 is the default."""
     buffer_bytes: int | None = None
     """Rows in memory over all requests; more are spilled. None: room for several of
     the largest requests, and an eighth of the machine's memory at most."""
@@ -76,6 +76,8 @@ class FilesystemParams:
         options.choice("on_collision", COLLISIONS)
         for name in ("fsync", "atomic_publish"):
             options.boolean(name)
+        if options.values.get("coalesce_max_bytes") == 0:
+            del options.values["coalesce_max_bytes"]  # The default, elsewhere too.
         for name in (
             "queue_size",
             "coalesce_max_bytes",

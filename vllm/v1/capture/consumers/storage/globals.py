@@ -16,6 +16,8 @@ def global_spec(
 ) -> CaptureSpec | None:
     """The spec that `global_hooks` and `global_positions` stand for.
 
+    `global_hooks` may be the text `HOOK:LAYER` or `HOOK:all`.
+
     Only the front end asks for it, where the model's hook points are known; in
     a worker the selectors stay as they are.
 
@@ -26,6 +28,9 @@ def global_spec(
     if hooks is None:
         return None
     hooks = plain(hooks)
+    if isinstance(hooks, str) and ":" in hooks:
+        hook, _, layers = hooks.partition(":")
+        hooks = {hook: [int(layers)] if layers.isdecimal() else layers}
     if not isinstance(hooks, dict):
         raise CaptureValidationError(
             f"{where}.global_hooks must map hook points to layers, for example "

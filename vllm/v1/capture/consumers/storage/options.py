@@ -57,8 +57,10 @@ class Options:
             raise self.wrong(name, value, f"it must be one of {list(allowed)}")
 
     def boolean(self, name: str) -> None:
-        """True or false."""
+        """True or false, as JSON or as Python writes it."""
         value = self.values.get(name, True)
+        if value in ("True", "False"):
+            self.values[name] = value = value == "True"
         if not isinstance(value, bool):
             raise self.wrong(name, value, "it must be true or false")
 
