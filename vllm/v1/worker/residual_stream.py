@@ -30,6 +30,7 @@ from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
@@ -118,6 +119,9 @@ class ResidualStream:
 
     def report_captures_to(self, address: str) -> None:
         """A front end wants to hear how captures are doing."""
+
+    def before_sleep(self) -> None:
+        """Device memory is about to go to the host."""
 
     def close(self) -> None:
         """Flush and release."""
@@ -236,6 +240,11 @@ class OpenResidualStream(ResidualStream):
         if self._capture is not None:
             self._capture.report_to(address)
 
+    def before_sleep(self) -> None:
+        """Send the rows that are still on the device: requests may end meanwhile."""
+        if self._capture is not None:
+            self._capture.send()
+
     def close(self) -> None:
         """Flush what is under way."""
         if self._capture is not None:
@@ -252,6 +261,13 @@ def open_residual_stream(
             does not allow it; the message says why.
 
     """
+    with kept_memory(vllm_config.model_config):
+        return _open(vllm_config, model, device)
+
+
+def _open(
+    vllm_config: "VllmConfig", model: nn.Module, device: torch.device
+) -> ResidualStream:
     config = vllm_config.capture_config
     enabled = config.enabled or vllm_config.steering_config.enabled
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -481,6 +497,11 @@ def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:
 def report_captures_to(worker: Any, address: str) -> None:
     """For `collective_rpc`: a front end wants to hear how captures are doing."""
     worker.model_runner.residual.report_captures_to(address)
+
+
+def before_sleep(worker: Any) -> None:
+    """A worker is about to give its device memory up."""
+    worker.model_runner.residual.before_sleep()
 
 
 def close(worker: Any) -> None:

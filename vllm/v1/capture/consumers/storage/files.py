@@ -10,6 +10,10 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
+from vllm.v1.capture.consumers.storage.folder_lock import (
+    FolderLock,
+    remove_abandoned,
+)
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.native import Bytes
 
@@ -40,8 +44,10 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._prefix = f"{socket.gethostname()}-{os.getpid()}-"
-        self.own: Path = root / ASIDE / f"{self._prefix}{uuid4().hex[:8]}"
+        # Host and process are for people who look; the lock says whether it runs.
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex}"
+        self.own: Path = root / ASIDE / name
+        self._lock = FolderLock(self.own)
         self._numbers = count()
         self._made: set[Path] = set()
 
@@ -57,14 +63,14 @@ class Workspace:
         parent = self.own.parent
         with contextlib.suppress(FileExistsError):
             parent.mkdir()
+        self._lock.acquire()
         self.own.mkdir()
-        for other in parent.iterdir():
-            if _is_abandoned(other.name):
-                shutil.rmtree(other, ignore_errors=True)
+        remove_abandoned(parent)
 
     def close(self) -> None:
         """Remove the directory with all incomplete files."""
         shutil.rmtree(self.own, ignore_errors=True)
+        self._lock.release()
         with contextlib.suppress(OSError):
             self.own.parent.rmdir()
 
@@ -195,16 +201,3 @@ def _sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _is_abandoned(name: str) -> bool:
-    host, _, rest = name.rpartition("-")[0].rpartition("-")
-    if host != socket.gethostname() or not rest.isdigit():
-        return False
-    try:
-        os.kill(int(rest), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
