@@ -13,12 +13,14 @@ from vllm.v1.steering.frontend.admission import (
 )
 from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
+from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
 from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.model_identity import identity_of
 from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.spec.placement import placement_of
 from vllm.v1.steering.spec.provenance import (
     Provenance,
     Source,
@@ -112,6 +114,8 @@ class SteeringFrontend(NoSteering):
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config.model_config),
             vllm_config.steering_config.max_operations,
+            NamedFiles(vllm_config.readout_config.described),
+            placement_of(vllm_config),
         )
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)

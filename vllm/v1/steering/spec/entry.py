@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import (
     OP_NAMES,
@@ -22,7 +23,7 @@ from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.positions import FARTHEST, NAMED, Spans, joined, spans_of
 from vllm.v1.steering.spec.arrays import Tensors
 
-COMMON = ("op", "positions")
+COMMON = ("op", "positions", "when")
 KEYS_OF: dict[OpName, tuple[str, ...]] = {
     "replace": ("vector", "scale", "norm_match", "alpha", "mask"),
     "add": ("vector", "scale", "norm_match"),
@@ -66,6 +67,7 @@ class VectorUse:
     alpha: float = 1.0
     degrees: float = 0.0
     activation: str = "identity"
+    when: Condition | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -101,6 +103,7 @@ class VectorUse:
                 self.degrees,
                 self.activation,
                 packed_arrays(tensors.others),
+                self.when,
             ),
         )
 

@@ -4,7 +4,7 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
+from vllm.v1.steering.spec.named import NONE_NAMED, Named
+from vllm.v1.steering.spec.placement import ONE_RANK, Placement
+from vllm.v1.steering.spec.when import parse_when
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -40,6 +43,9 @@ class SteeredModel:
     """Of the residual stream."""
     max_operations: int = 8
     """How many operations may act on one token at one hook point."""
+    named: Named = NONE_NAMED
+    """What entries may refer to."""
+    placement: Placement = ONE_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,9 @@ def _take(
 ) -> None:
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
+    if entry.get("when") is not None:
+        condition = parse_when(entry["when"], tap, model, f"{at}.when")
+        manner = replace(manner, when=condition)
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)

@@ -7,7 +7,7 @@ program, so that the order of operations holds. Operations at single positions m
 further programs, of tokens at which they act.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,11 +26,15 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.steering.operations import Operation, in_order
+from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
-
-GATES = 4
-"""Columns of the gates: a multiple of four, so that all is aligned."""
+from vllm.v1.steering.worker.gates import (
+    GATES,
+    Gate,
+    column_of,
+    in_columns,
+    probe_of,
+)
 
 
 class Placed(NamedTuple):
@@ -194,16 +198,22 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 }
 
 
+def _read_by(gate: Gate | None) -> frozenset[Tap]:
+    """Where the probe of a gate reads."""
+    return frozenset() if gate is None else frozenset({gate.condition.tap})
+
+
 class Phase:
     """What the tokens of one phase of a configuration go through beyond additions."""
 
     def __init__(
         self,
-        operations: Iterable[Operation],
+        operations: Sequence[Operation],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
         width: int,
         device: torch.device,
+        gates: Sequence[Gate | None] = (),
     ) -> None:
         """Put it on the device.
 
@@ -213,21 +223,37 @@ class Phase:
             taps: the hook points of this process.
             width: of the stream.
             device: of the stream.
+            gates: of each operation; empty if none has any.
 
         """
-        self._operations = in_order(one for one in operations if one.tap in taps)
-        self.taps = frozenset(one.tap for one in self._operations)
+        pairs = zip(operations, gates or [None] * len(operations), strict=True)
+        here = [(one, gate) for one, gate in pairs if one.tap in taps]
+        here.sort(key=lambda pair: place_of(pair[0]))
+        self._operations = [one for one, _ in here]
+        self._gates = [gate for _, gate in here]
+        self.taps = frozenset(one.tap for one in self._operations).union(
+            *(_read_by(gate) for gate in self._gates)
+        )
         """Where programs also add what is added."""
         self._device = device
         vectors = _Vectors(width)
         drafts = [_draft(one, vectors) for one in self._operations]
+        probes = {
+            gate: vectors.add(gate.condition.vector) for gate in in_columns(self._gates)
+        }
         sums = {
             tap: _draft_sum(vector, vectors)
             for tap, vector in added.items()
             if tap in self.taps
         }
         table = vectors.upload(device)
-        self._instructions = [draft(table) for draft in drafts]
+        self._instructions = [
+            replace(draft(table), gate=column_of(gate))
+            for draft, gate in zip(drafts, self._gates, strict=True)
+        ]
+        self._probes = {
+            gate: probe_of(gate, table[at : at + 1]) for gate, at in probes.items()
+        }
         self._sums = {tap: draft(table) for tap, draft in sums.items()}
         self.positioned = [
             (number, one)
@@ -242,7 +268,9 @@ class Phase:
     def at_positions(self, active: frozenset[int]) -> Programs:
         """What tokens go through at which some positioned operations act, by number."""
         if active not in self._special:
-            taps = {self._operations[number].tap for number in active}
+            taps = {self._operations[number].tap for number in active}.union(
+                *(_read_by(self._gates[number]) for number in active)
+            )
             placed = self.fixed | self._placed(taps, active)
             self._special[active] = placed
         return self._special[active]
@@ -256,11 +284,24 @@ class Phase:
         return place({t: p for t, p in programs.items() if p}, self._device)
 
     def _program(self, tap: Tap, active: frozenset[int]) -> Program:
-        """In order, with the norm saved before the first addition if one needs it."""
-        acting = [
-            (one, self._instructions[number])
+        """In order, with the norm saved before the first addition if one needs it.
+
+        Probes come first: they see the stream as a capture at this point does.
+        """
+        numbers = [
+            number
             for number, one in enumerate(self._operations)
-            if one.tap == tap and (one.positions is None or number in active)
+            if one.positions is None or number in active
+        ]
+        probes = [
+            self._probes[gate]
+            for gate in in_columns(self._gates[number] for number in numbers)
+            if gate.condition.tap == tap
+        ]
+        acting = [
+            (self._operations[number], self._instructions[number])
+            for number in numbers
+            if self._operations[number].tap == tap
         ]
         replaces = [made for one, made in acting if one.op == "replace"]
         adds = [self._sums[tap]] if tap in self._sums else []
@@ -268,7 +309,7 @@ class Phase:
         if any(made.c1 for made in adds):
             adds[0] = replace(adds[0], flags=adds[0].flags | Flag.SAVE_NORM)
         others = [made for one, made in acting if one.op not in ("replace", "add")]
-        return (*replaces, *adds, *others)
+        return (*probes, *replaces, *adds, *others)
 
 
 def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
