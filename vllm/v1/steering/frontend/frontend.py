@@ -109,12 +109,15 @@ class SteeringFrontend(NoSteering):
 
         """
         points = vllm_config.capture_config.hook_points or {}
+        described = vllm_config.readout_config.described
+        self.named = NamedFiles(lambda: described)
+        """The probes and SAEs that entries may refer to."""
         model = SteeredModel(
             points,
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config.model_config),
             vllm_config.steering_config.max_operations,
-            NamedFiles(vllm_config.readout_config.described),
+            self.named,
             placement_of(vllm_config),
         )
         self.modules = SteeringModules()

@@ -2,7 +2,8 @@
 """The probes and SAEs of a server, as entries refer to them."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from vllm.v1.readouts.modules import ModuleInfo, ProbeModule, load_module
@@ -18,11 +19,21 @@ class NamedFiles:
     the server started, or when it was registered, so that it is what it says.
     """
 
-    def __init__(self, described: Mapping[str, Mapping[str, Any]]) -> None:
-        """Know the modules that the server was started with."""
-        self._lock = threading.Lock()
-        self._infos = {name: ModuleInfo(**info) for name, info in described.items()}
+    def __init__(self, described: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin; `described` gives the modules of the start, once one is asked for."""
+        self._lock = threading.RLock()
+        self._described = described
         self._probes: dict[str, NamedProbe] = {}
+
+    @cached_property
+    def _infos(self) -> dict[str, ModuleInfo]:
+        return {name: ModuleInfo(**info) for name, info in self._described().items()}
+
+    @property
+    def modules(self) -> dict[str, ModuleInfo]:
+        """The modules by name."""
+        with self._lock:
+            return dict(sorted(self._infos.items()))
 
     def put(self, info: ModuleInfo) -> None:
         """A module was registered."""
