@@ -361,7 +361,8 @@ def test_the_client_package_steers_by_packed_vectors_and_by_name(
 ) -> None:
     import clearbox_client
 
-    vectors = clearbox_client.pack({"post_block": {2: VECTOR}})
+    # So large that no text stays as it is.
+    vectors = clearbox_client.pack({"post_block": {2: VECTOR * 10}})
     greedy: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     url = str(client.base_url)
     with clearbox_client.Client(url, api_key=SERVER_KEY) as asked:

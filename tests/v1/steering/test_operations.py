@@ -127,6 +127,28 @@ ENTRIES: dict[str, tuple[dict[str, Any], Row]] = {
 }
 
 
+SURE: dict[str, tuple[dict[str, Any], Row]] = ENTRIES | {
+    "clamp": (
+        {"vector": V, "op": "clamp", "min": 3, "max": 4},
+        lambda x: along(x, lambda c: c.clamp(3, 4)),
+    ),
+    "low_rank": (
+        ENTRIES["low_rank"][0] | {"bias": [5, -0.2]},
+        lambda x: (
+            x
+            + 0.5
+            * (READ.double() @ x + torch.tensor([5, -0.2])).relu()
+            @ WRITE.double()
+        ),
+    ),
+    "low_rank, jumprelu": (
+        ENTRIES["low_rank, jumprelu"][0] | {"bias": [5, 0]},
+        lambda x: x + jumped(READ.double() @ x + torch.tensor([5, 0])) @ WRITE.double(),
+    ),
+}
+"""Entries that change any row: one row alone may lie between a clamp's bounds."""
+
+
 @pytest.fixture(scope="module", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any
@@ -205,7 +227,7 @@ def test_positions_are_absolute_or_from_the_prompts_end(
             {**entry, "positions": positions},
             at_rows(change, lambda p: p in chosen),
         )
-        for name, (entry, change) in ENTRIES.items()
+        for name, (entry, change) in SURE.items()
     }
     check(*steered, "steering_vectors", (1, "post_block"), cases)
 

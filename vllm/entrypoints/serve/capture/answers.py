@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that carry rows: in the form that the client accepts, as fast as it reads.
+"""Responses that carry captured rows, in the format that the client accepts.
 
-Rows are encoded on threads and written piece by piece, so that other requests' tokens
-wait for no answer.
+Rows are encoded on threads and sent in pieces, so that they do not delay the responses
+to other requests.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from vllm.v1.capture.types import CaptureResult
 logger = init_logger(__name__)
 
 STALL_SECONDS = 120.0
-"""A client that reads nothing for so long is given up, and its rows are freed."""
+"""A client that reads nothing for this long is disconnected and its rows are freed."""
 
 _threads = ThreadPoolExecutor(2, "capture-answer")
 
 
 def carries_rows(response: Any) -> bool:
-    """Whether a response, or a chunk of one, has rows in its results."""
+    """Whether a response, or a streamed chunk, has rows in its results."""
     results = response.capture_results
     return results is not None and any(
         isinstance(result, Deferred) for result in results.values()
@@ -41,7 +41,14 @@ def carries_rows(response: Any) -> bool:
 
 
 class Document:
-    """A response whose results' rows are told apart from it."""
+    """A response split into JSON fields and the rows of its results.
+
+    Args:
+        response: a response or chunk with `capture_results`.
+        exclude: names of fields to leave out.
+        exclude_unset: whether to leave out fields that were not set.
+
+    """
 
     def __init__(
         self,
@@ -49,7 +56,6 @@ class Document:
         exclude: Collection[str] = (),
         exclude_unset: bool = False,
     ) -> None:
-        """Read `response`; the rest says which of its fields are left out."""
         self._response = response.model_dump(
             exclude={"capture_results", *exclude}, exclude_unset=exclude_unset
         )
@@ -64,7 +70,7 @@ class Document:
         self._handout: Handout | None = None
 
     def hand_out(self) -> None:
-        """Put rows that are wanted in shared memory there; takes as long as a copy."""
+        """Copy the rows requested in shared memory to it. Blocking."""
         shared = [part for part in self.parts if part.transport == "shm"]
         if shared:
             self._handout = HANDOUTS.make(shared)
@@ -72,7 +78,12 @@ class Document:
             self.parts = [part for part in self.parts if part.transport != "shm"]
 
     def tell(self, reference: Reference) -> Mapping[str, Any]:
-        """All of it, with references to the parts."""
+        """The whole response as JSON-serialisable data.
+
+        Args:
+            reference: makes the object that stands for a part.
+
+        """
         handout = self._handout
 
         def refer(part: Part) -> dict[str, Any]:
@@ -88,7 +99,7 @@ class Document:
 
 
 def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
-    """The parts of the payload that is found at `path`."""
+    """The parts of one payload; `path` is the name of its result."""
     result = CaptureResult(("", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
     return parts_of({path: result})
 
@@ -96,7 +107,7 @@ def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
 async def answer(
     response: Any, request: Request, headers: Mapping[str, str] | None
 ) -> StreamingResponse:
-    """The response to a request whose results carry rows."""
+    """The HTTP response to a request whose results carry rows."""
     document = Document(response)
     await _on_thread(document.hand_out)
     form = form_for(request.headers.get("accept", ""), document.parts)
@@ -112,7 +123,7 @@ async def answer(
 async def event(
     chunk: Any, exclude: Collection[str] = (), exclude_unset: bool = False
 ) -> AsyncIterator[Piece]:
-    """A chunk of a stream of server-sent events whose results carry rows."""
+    """A server-sent event whose results carry rows."""
     document = Document(chunk, exclude, exclude_unset)
     await _on_thread(document.hand_out)
     body = await _on_thread(partial(as_json, document.tell, document.parts))
@@ -123,7 +134,7 @@ async def event(
 
 
 async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
-    """The same pieces; the event loop makes none of them."""
+    """Yield the same pieces, each produced on a thread instead of the event loop."""
     while (piece := await _on_thread(partial(next, pieces, None))) is not None:
         if len(piece):
             yield piece
@@ -134,10 +145,10 @@ async def _on_thread(work: Callable[[], Any]) -> Any:
 
 
 class Answer(StreamingResponse):
-    """A response that is given up where its client reads nothing any more."""
+    """A response that is aborted after `STALL_SECONDS` without progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
 
         async def send_soon(message: Any) -> None:
             try:

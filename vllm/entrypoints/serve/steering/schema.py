@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of the routes as OpenAPI tells them.
+"""OpenAPI schemas of the request bodies of `/v1/steering`.
 
-The routes read their bodies themselves, after the key is checked, and check them in
-full at admission: this is for clients, and for fuzzing.
+For clients and fuzzing only: the routes read their bodies themselves, after checking
+the key, and validate them in full at admission.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ NUMBER: Schema = {"type": "number"}
 
 
 def _only(**properties: Schema) -> Schema:
-    """An object with just these keys."""
+    """An object with exactly these keys."""
     return {
         "type": "object",
         "properties": properties,
@@ -116,7 +116,7 @@ assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
 
 
 def body(*required: str, **properties: Schema) -> Schema:
-    """For `openapi_extra`: a route's JSON body, and what else it may answer."""
+    """The `openapi_extra` of a route: its JSON body and its error responses."""
     content = {
         "type": "object",
         "properties": properties,

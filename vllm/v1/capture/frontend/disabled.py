@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end of an engine without consumers."""
+"""The front end of an engine without consumers: a null object."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NoCapture:
-    """Refuses what wants something captured, otherwise does nothing."""
+    """Refuses requests that ask for captures or readouts; otherwise does nothing."""
 
     def admit(
         self,
@@ -24,10 +24,10 @@ class NoCapture:
         num_prompt_tokens: int,
         resumable: bool = False,
     ) -> None:
-        """Refuse a request that wants something captured.
+        """Refuse a request that asks for captures or readouts.
 
         Raises:
-            CaptureValidationError: there is nobody to capture for.
+            CaptureValidationError: it does; the message names the option to start with.
 
         """
         for name in ("readouts", "stop_when"):
@@ -39,7 +39,7 @@ class NoCapture:
                     getattr(params, name),
                 )
         if params.capture == {}:
-            params.capture = None  # Nothing is asked for.
+            params.capture = None  # Asks for nothing.
         if params.capture is not None:
             raise fail(
                 "capture: this server has no capture consumers; start it with "

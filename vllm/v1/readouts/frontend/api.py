@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of `LLM` and `AsyncLLM`: named modules, and what was read out."""
+"""Methods of `LLM` and `AsyncLLM` that manage readout modules."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_NAME = 128
+"""Characters of a module's name."""
 
 
 def register(
@@ -26,18 +27,21 @@ def register(
     hook: str = "post_block",
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Load a probe, a translator or an SAE under a name.
+    """Register a probe, a translator or an SAE under a name.
 
     Args:
         self: the engine.
-        name: that readouts will use.
-        path: a file or folder that the workers can read.
-        layer: where an SAE reads that does not say it itself.
-        hook: the hook point there.
-        replace: whether a module of this name may be replaced.
+        name: the name by which readouts refer to the module.
+        path: a file or folder that the front end and the workers can read.
+        layer: 0-based layer of an SAE that does not state its own.
+        hook: hook point of that layer.
+        replace: whether to replace a module of the same name.
+
+    Returns:
+        The module's description, see `ModuleInfo.describe`.
 
     Raises:
-        ReadoutValidationError: nothing has changed; the message says why.
+        ReadoutValidationError: an argument or the file is invalid; nothing changed.
 
     """
     engine = self.llm_engine
@@ -48,10 +52,10 @@ def register(
 
 
 def unregister(self: "LLM", name: str) -> None:
-    """Forget a module; requests in flight that have begun keep it.
+    """Unregister a module. Requests that have already started keep it.
 
     Raises:
-        ReadoutValidationError: there is none of this name.
+        ReadoutValidationError: no module has this name.
 
     """
     engine = self.llm_engine
@@ -61,7 +65,7 @@ def unregister(self: "LLM", name: str) -> None:
 
 
 def get(self: "LLM") -> dict[str, Any]:
-    """The modules, and what was read out so far."""
+    """The registered modules, counters by kind of readout, and limits."""
     engine = self.llm_engine
     return _described(engine, _call(engine.engine_core, "readout_status"))
 
@@ -75,7 +79,7 @@ async def async_register(
     replace: bool = False,
     kind: str = "",
 ) -> dict[str, Any]:
-    """As `register`; `kind` refuses what is of another one, `sae` or `module`."""
+    """As `register`; `kind` may restrict the module to `sae` or `module`."""
     info = _checked(self, name, path, _tap(layer, hook), replace, kind)
     await self.engine_core.call_utility_async(
         "load_readout_module", name, path, info.tap
@@ -97,7 +101,7 @@ async def async_get(self: "AsyncLLM") -> dict[str, Any]:
 
 
 def _call(core: Any, method: str, *args: Any) -> Any:
-    """A method of the engine core, in this process or another."""
+    """Call a method of the engine core, in this process or another."""
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
@@ -105,7 +109,7 @@ def _call(core: Any, method: str, *args: Any) -> Any:
 
 def _admission(engine: Any) -> ReadoutAdmission | None:
     """What knows the modules for readouts, where requests can read out."""
-    # It imports the admission of readouts.
+    # Imported late: that module imports ours.
     from vllm.v1.capture.frontend.frontend import CaptureFrontend
 
     frontend = engine.capture
