@@ -19,6 +19,9 @@ class SteeringConfig:
     """Maximum number of operations on one token at one hook point, separately for
     global operations and those of a request. Operations that are limited to positions
     count together where their positions may overlap."""
+    bank_mib: int = Field(default=256, ge=0)
+    """Device memory for the vectors of operations, in MiB, counted with the model's.
+    A request whose vectors find no room there waits."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of steering vectors: name -> file."""
 
@@ -26,6 +29,11 @@ class SteeringConfig:
     def max_steering_configs(self) -> int:
         """`max_configs` under the name of its option."""
         return self.max_configs
+
+    @property
+    def bank_bytes(self) -> int:
+        """`bank_mib`, in bytes."""
+        return self.bank_mib << 20
 
     @property
     def num_rows(self) -> int:

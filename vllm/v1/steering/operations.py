@@ -76,6 +76,14 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
     details: Details = NO_DETAILS
+    num_rows: int = 0
+    """Where each position has a vector of its own: how many rows `data` holds, in the
+    order of the positions. 0: one vector, at all positions."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its vectors, in float32."""
+        return len(self.data) + sum(len(data) for _, data in self.details.arrays)
 
     @property
     def tap(self) -> tuple[int, str]:
@@ -114,13 +122,24 @@ def operation(
     norm_match: bool,
     positions: Spans | None,
     details: Details = NO_DETAILS,
+    num_rows: int = 0,
 ) -> Operation:
     """An operation with its digest."""
     data = vector.astype("<f4").tobytes()
-    what = repr((tap, op, scale, bounds, norm_match, details)).encode()
-    digest = hashlib.sha256(what + data).hexdigest()
+    what = repr((tap, op, scale, bounds, norm_match, details, num_rows))
+    digest = hashlib.sha256(what.encode())
+    digest.update(data)
     return Operation(
-        *tap, op, data, scale, *bounds, norm_match, positions, digest, details
+        *tap,
+        op,
+        data,
+        scale,
+        *bounds,
+        norm_match,
+        positions,
+        digest.hexdigest(),
+        details,
+        num_rows,
     )
 
 

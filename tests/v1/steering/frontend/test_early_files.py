@@ -27,6 +27,7 @@ def arguments(path: str) -> Any:
         enable_steering=True,
         max_steering_configs=1,
         max_steering_ops=8,
+        steering_bank_mib=256,
         vllm_lens_api=False,
         steering_modules={"calm": path},
         steering_api_key=None,

@@ -16,6 +16,7 @@ from vllm.v1.steering.global_vectors import merged
 from vllm.v1.steering.plan import SteeringTiers, tiers_of
 from vllm.v1.steering.spec.describe import describe
 from vllm.v1.steering.spec.limits import (
+    check_bank,
     check_operations,
     check_with_requests,
     find_overflow,
@@ -115,8 +116,12 @@ def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> Steeri
     new = merged(_steering(core).tiers, change, replace)
     requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
-    check_with_requests(new, own, torch_dtype(core.vllm_config.model_config))
-    check_operations(new, core.vllm_config.steering_config.max_operations, "vectors")
+    requests_tiers = list(own)
+    check_with_requests(new, requests_tiers, torch_dtype(core.vllm_config.model_config))
+    config = core.vllm_config.steering_config
+    check_operations(new, config.max_operations, "vectors")
+    largest = max((one.bank_bytes for one in requests_tiers), default=0)
+    check_bank(new, config.bank_bytes - largest, "vectors")
     return new
 
 
@@ -164,10 +169,18 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     )
     found = [find_overflow(dtype, shared, tiers) for shared in possible if shared]
     reason = next((one for one in found if one is not None), None)
-    if reason is None:
+    message = "" if reason is None else too_much_with_shared(reason)
+    bank = core.vllm_config.steering_config.bank_bytes
+    needed = tiers.bank_bytes + max(shared.bank_bytes for shared in possible)
+    if not message and needed > bank:
+        message = (
+            f"with the engine's operations, {needed} bytes of vectors are needed and "
+            f"--steering-bank-mib allows {bank}; give fewer rows"
+        )
+    if not message:
         return False
-    logger.error("Request %s is not carried out: %s", request.request_id, reason)
-    refuse(core, request, too_much_with_shared(reason))
+    logger.error("Request %s is not carried out: %s", request.request_id, message)
+    refuse(core, request, message)
     return True
 
 

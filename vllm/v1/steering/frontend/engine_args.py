@@ -47,6 +47,15 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "plain additions are one sum and do not count.",
     )
     group.add_argument(
+        "--steering-bank-mib",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="Device memory for the vectors of operations, counted with the model's. "
+        "A prompt's rows at all layers are tokens x layers x hidden size x 4 bytes; "
+        "further requests wait.",
+    )
+    group.add_argument(
         "--steering-modules",
         nargs="+",
         action="extend",
@@ -101,6 +110,12 @@ def steering_config(
             "max_steering_ops",
             args.max_steering_ops,
         )
+    if args.steering_bank_mib < 0:
+        raise fail(
+            "--steering-bank-mib must not be negative",
+            "steering_bank_mib",
+            args.steering_bank_mib,
+        )
     if enabled and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
@@ -128,6 +143,7 @@ def steering_config(
         enabled=enabled,
         max_configs=args.max_steering_configs,
         max_operations=args.max_steering_ops,
+        bank_mib=args.steering_bank_mib,
         modules=modules,
     )
 

@@ -18,6 +18,7 @@ from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
 from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.matrix import check_no_whole_prompt
 from vllm.v1.steering.spec.model_identity import identity_of
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.placement import placement_of
@@ -117,6 +118,7 @@ class SteeringFrontend(NoSteering):
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config.model_config),
             vllm_config.steering_config.max_operations,
+            vllm_config.steering_config.bank_bytes,
             self.named,
             placement_of(vllm_config),
         )
@@ -160,6 +162,7 @@ class SteeringFrontend(NoSteering):
             )
         parsed = self.admission.parse(raw, GLOBAL_FIELDS)
         tiers = self.admission.checked(parsed, keep_zeros=not replace)
+        check_no_whole_prompt(tiers)
         return Change(tiers, describe_applied(parsed))
 
     def check_enabled(self) -> None:

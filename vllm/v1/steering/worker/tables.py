@@ -26,7 +26,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.gates import gated
-from vllm.v1.steering.worker.programs import NO_PHASE, Phase, ProgramIndex
+from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
 
 class Row(NamedTuple):
@@ -58,6 +58,7 @@ class SteeringTables:
         dtype: torch.dtype,
         device: torch.device,
         num_tokens: int,
+        bank_bytes: int = 0,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
@@ -75,6 +76,8 @@ class SteeringTables:
         """The global vectors."""
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
         """What is done beyond adding vectors, by the same rows."""
+        self.bank = Bank(width, device, bank_bytes)
+        """The vectors of that."""
         self.phases: dict[int, Phase] = {}
         """Of the rows that do anything beyond that."""
 
@@ -172,7 +175,7 @@ class SteeringTables:
             return Row(added, NO_PHASE)
         operations, gates = zip(*pairs, strict=True)
         width, device = self._table.shape[2], self._table.device
-        made = Phase(operations, added, self._columns, width, device, gates)
+        made = Phase(operations, added, self._columns, width, device, self.bank, gates)
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 
 
