@@ -15,7 +15,10 @@ from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
+from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import unpack_array
+from vllm.v1.steering.spec.placement import ONE_RANK, Placement
+from vllm.v1.steering.spec.when import parse_when
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -52,6 +55,9 @@ class SteeredModel:
     """How many operations may act on one token at one hook point."""
     bank_bytes: int = 256 << 20
     """Device memory for the vectors of operations."""
+    named: Named = NONE_NAMED
+    """What entries may refer to."""
+    placement: Placement = ONE_RANK
 
     @property
     def num_sites(self) -> int:
@@ -138,6 +144,9 @@ def _take(
 ) -> None:
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
+    if entry.get("when") is not None:
+        condition = parse_when(entry["when"], tap, model, f"{at}.when")
+        manner = replace(manner, when=condition)
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)
