@@ -28,6 +28,11 @@ class Checkout:
         return self.root / "vllm"
 
     @property
+    def packages(self) -> Path:
+        """Packages beside `vllm`, by whose names other systems' scripts import."""
+        return self.root / "packages"
+
+    @property
     def weave(self) -> Path:
         """The weave of decoder layers."""
         return self.root / "fork" / "weave"

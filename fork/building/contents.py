@@ -74,17 +74,27 @@ def added_files(checkout: Checkout) -> dict[str, Path]:
     """The files the fork adds, by their path in the tree.
 
     The weave of decoder layers is among them: layers whose class is in no release
-    are woven when their model is loaded.
+    are woven when their model is loaded. So are the packages beside `vllm`.
     """
     added = {
-        path.relative_to(checkout.root).as_posix(): path
-        for path in sorted(checkout.overlay.rglob("*"))
-        if path.is_file() and not _is_debris(path.relative_to(checkout.root))
+        path.relative_to(root).as_posix(): path
+        for folder, root in (
+            (checkout.overlay, checkout.root),
+            (checkout.packages, checkout.packages),
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not _is_debris(path.relative_to(root))
     }
     return added | {
         f"{WEAVE_AT_RUN_TIME}/{path.name}": path
         for path in sorted(checkout.weave.glob("*.py"))
     }
+
+
+def top_packages(paths: Iterable[str]) -> list[str]:
+    """The packages that a tree has, without the metadata folder beside them."""
+    tops = {path.partition("/")[0] for path in paths if "/" in path}
+    return sorted(top for top in tops if top.isidentifier())
 
 
 def _is_debris(path: Path) -> bool:

@@ -15,6 +15,8 @@ from fork.upstream.release import Release
 NAME = "vllm"
 ENTRY_POINTS = {
     "vllm.capture_consumers": {
+        "activation_capture": "vllm.interop.activation_capture.consumer:"
+        "ActivationFilesConsumer",
         "arrow": "vllm.v1.capture.consumers.arrow:ArrowConsumer",
         "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
