@@ -7,12 +7,14 @@ the key, and validate them in full at admission.
 
 from typing import Any
 
+from vllm.v1.steering.conditions import SCOPES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
 from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
+from vllm.v1.steering.spec.when import KEYS as WHEN_KEYS
 
 Schema = dict[str, Any]
 
@@ -67,11 +69,26 @@ POSITIONS: Schema = {
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
+WHEN: Schema = {
+    "type": "object",
+    "properties": {
+        "probe": {"anyOf": [{"type": "string", "minLength": 1}, ARRAY]},
+        "index": {"type": "integer", "minimum": 0},
+        "layer": {"type": "integer"},
+        "hook": {"enum": list(HOOKS)},
+        "scope": {"enum": list(SCOPES)},
+        "cosine": {"type": "boolean"},
+        **dict.fromkeys(("bias", "above", "below", "sharpness"), NUMBER),
+    },
+    "required": ["probe"],
+    "additionalProperties": False,
+}
 ENTRY: Schema = {
     "type": "object",
     "properties": {
         "op": {"enum": list(OP_NAMES)},
         "positions": POSITIONS,
+        "when": WHEN,
         **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), ARRAY),
         **dict.fromkeys(("vectors", "plane", "read", "write"), MATRIX),
         **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
@@ -132,6 +149,7 @@ METADATA: Schema = {
 FLAG: Schema = {"type": "boolean", "default": False}
 
 assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
+assert set(WHEN["properties"]) == set(WHEN_KEYS), "the schema knows other keys"
 
 
 def body(*required: str, **properties: Schema) -> Schema:
