@@ -77,7 +77,7 @@ class RequestTracker:
             return sample
 
     def abandon(self, parent: str) -> None:
-        """Nobody comes for the results any more."""
+        """Mark a request as aborted: its results will not be fetched."""
         with self.changed:
             if parent in self._tracked:
                 self._tracked[parent].aborted = True
@@ -154,8 +154,7 @@ class RequestTracker:
     def held_bytes(self, instance: str, aborted: bool) -> int:
         """Bytes that requests may return; the caller holds `changed`.
 
-        Rows in responses that are not sent yet count with the requests that were not
-        aborted.
+        Rows in unsent responses count with the requests that were not aborted.
 
         Args:
             instance: of the consumer.

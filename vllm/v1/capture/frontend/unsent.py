@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a response carries count until it is sent, or its client is gone.
+"""Counts the rows in HTTP responses until these are sent or their client disconnects.
 
-When a request's results are fetched, its rows are its caller's. A server's caller is a
-response, which lies in the server's memory for as long as its client does not read.
+Fetched results belong to the caller. In a server they are held by a response, which
+stays in memory until its client has read it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,19 +11,18 @@ from contextvars import ContextVar
 
 
 class ResponseScope:
-    """From the receipt of an HTTP request to the end of its response.
+    """The time from the receipt of an HTTP request to the end of its response.
 
-    Belongs to the event loop's thread.
+    Used on the event loop's thread only.
     """
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._releases: list[Callable[[], object]] = []
         self._is_over = False
 
     @property
     def holds(self) -> bool:
-        """Whether the response carries rows, or will."""
+        """Whether a release is pending: the response contains rows, or will."""
         return bool(self._releases)
 
     def until_the_end(self, release: Callable[[], object]) -> bool:
@@ -33,7 +32,7 @@ class ResponseScope:
         return not self._is_over
 
     def end(self) -> None:
-        """The response is sent, or nobody waits for it any more."""
+        """Call the releases: the response was sent, or its client disconnected."""
         self._is_over = True
         while self._releases:
             self._releases.pop()()
@@ -44,7 +43,7 @@ _current: ContextVar[ResponseScope | None] = ContextVar("response", default=None
 
 @contextmanager
 def response_scope() -> Iterator[ResponseScope]:
-    """The scope of what is run within, tasks that it starts included."""
+    """Enter a scope, which also applies to tasks that are started within it."""
     scope = ResponseScope()
     token = _current.set(scope)
     try:
@@ -55,27 +54,26 @@ def response_scope() -> Iterator[ResponseScope]:
 
 
 def when_response_ends(call: Callable[[], object]) -> bool:
-    """Call it then; False if the caller makes no response, or its response is over."""
+    """Call `call` at the end of the current response; False if there is none."""
     scope = _current.get()
     return scope is not None and scope.until_the_end(call)
 
 
 class UnsentRows:
-    """Bytes of rows that were fetched for responses which are not sent yet."""
+    """Bytes of rows in responses that were not sent yet."""
 
     def __init__(self) -> None:
-        """None."""
         self._sizes: dict[object, Mapping[str, int]] = {}
 
     def hold(self, sizes: Mapping[str, int]) -> None:
-        """Count bytes, per instance, until the response of the caller is sent.
+        """Count bytes, by instance, until the current response has ended.
 
-        A caller that makes no response has its rows, and they count no longer.
+        Outside of a response nothing is counted.
         """
         key = object()
         if sizes and when_response_ends(lambda: self._sizes.pop(key, None)):
             self._sizes[key] = sizes
 
     def bytes_for(self, instance: str) -> int:
-        """What is held at an instance. Any thread may ask."""
+        """Bytes held for an instance; may be called on any thread."""
         return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))

@@ -44,7 +44,7 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Host and process are for people who look; the lock says whether it runs.
+        # Host and process id are informative only; the lock shows whether it is alive.
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex}"
         self.own: Path = root / ASIDE / name
         self._lock = FolderLock(self.own)

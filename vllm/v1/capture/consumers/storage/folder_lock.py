@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which folders below a shared one belong to processes that still run.
+"""Locks that show which directories belong to processes that are still running.
 
-The owner holds a lock on a file beside its folder for as long as it lives. The system
-frees the lock with the process, however that ends; names of hosts and numbers of
-processes, of which containers may have equal ones, say nothing.
+The owner of a directory holds a lock on a file next to it. The kernel releases the lock
+when the process ends for any reason. Host names and process ids are not used, because
+containers may have equal ones.
 """
 
 import contextlib
@@ -16,17 +16,16 @@ SUFFIX = ".lock"
 
 
 class FolderLock:
-    """The lock on `FOLDER.lock`, which is held before `FOLDER` is made."""
+    """The lock on `FOLDER.lock`, which is acquired before `FOLDER` is created."""
 
     def __init__(self, folder: Path) -> None:
-        """Not locked yet."""
         self._path = _lock_of(folder)
         self._file: int | None = None
 
     def acquire(self) -> None:
-        """Hold it from now on.
+        """Create the file and lock it.
 
-        On file systems without locks nobody holds any, and nobody's folder is removed.
+        On file systems without locks this has no effect, and no directory is removed.
         """
         while True:
             # Not inherited by programs that this process starts.
@@ -35,10 +34,10 @@ class FolderLock:
             if _is_at(file, self._path):
                 self._file = file
                 return
-            os.close(file)  # Another process took it for abandoned before it was held.
+            os.close(file)  # Another process removed the file before it was locked.
 
     def release(self) -> None:
-        """Remove the file, and hold it no longer."""
+        """Remove the file and release the lock."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -47,14 +46,14 @@ class FolderLock:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in `parent` whose locks nobody holds, with their locks."""
+    """Remove the directories in `parent` whose lock is not held, and their locks."""
     for path in sorted(parent.glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError):
             _remove_if_free(path)
 
 
 def _remove_if_free(path: Path) -> None:
-    # Not made here, and no link is followed.
+    # Without O_CREAT, and without following links.
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if _try_lock(file) and _is_at(file, path):
@@ -77,7 +76,7 @@ def _try_lock(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether a file is the one that has this name."""
+    """Whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
