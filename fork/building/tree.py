@@ -137,7 +137,7 @@ def _is_spent(folder: Path) -> bool:
 
 
 def _drop_bytecode(path: Path) -> None:
-    """Delete bytecode, whose check by whole seconds is too coarse for quick rebuilds."""
+    """Delete bytecode, as its check by whole seconds is too coarse for rebuilds."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink(missing_ok=True)
 
