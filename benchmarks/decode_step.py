@@ -6,8 +6,8 @@
 
 Recorded graphs are replayed, so that the figures exclude CPU time. Two engines share
 the GPU, upstream's and one of the fork, each in its own process with PYTHONPATH set to
-the folder (or folders, separated by colons) that has its `vllm`. They take turns: each of
-the fork's figures is the ratio to upstream's turns directly before and after it, as the
+the folder (or folders, separated by colons) that has its `vllm`. They take turns: each
+of the fork's figures is the ratio to upstream's turns directly before and after it, as the
 GPU's clock drifts by more than the differences of interest. The first turn at a batch
 size is not counted, as the clock takes some steps to settle. Before each round both
 record their graphs again, since recordings of the same work differ too; the table shows

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture: rows of the residual stream, from the model to pluggable consumers.
+"""Activation capture: rows of the residual stream, delivered to pluggable consumers.
 
-What plug-ins use is exported here, and loaded when it is asked for.
+Exports the names that plug-ins import. Each is imported on first access, so importing
+this package alone is cheap.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture on the command line and among the engine's arguments."""
+"""Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _READY: dict[str, dict[str, Any]] = {}
-"""Ready instances by the key that their configuration carries, in this process."""
+"""Ready-made consumer instances of this process, by `CaptureConfig.driver_key`.
+
+Instances cannot be pickled with the configuration, which travels to other processes.
+"""
 
 
 def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `EngineArgs` has fields for."""
+    """Add the command-line options of capture; `EngineArgs` has a field for each."""
     group = parser.add_argument_group(
         "capture", "Activations of the residual stream, delivered to consumers."
     )
@@ -112,10 +115,11 @@ def capture_config(
     model_config: "ModelConfig",
     scheduler_config: "SchedulerConfig",
 ) -> CaptureConfig:
-    """The configuration that the engine's arguments stand for.
+    """Build the capture configuration from the engine's arguments.
 
     Raises:
-        ValueError: a consumer is unknown, badly written or not a consumer.
+        CaptureValidationError: (a `ValueError`) a consumer is unknown, malformed or not
+            a consumer, or an option is invalid.
 
     """
     entries: list[Any] = [*consumers_of_variables()]
@@ -201,7 +205,7 @@ def capture_config(
 
 
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:
-    """The ready instances that belong to a configuration."""
+    """The ready-made instances that `config` was created with, by instance name."""
     return _READY.get(config.driver_key, {})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's output carries its readouts; a stopping worker flushes its captures."""
+"""A step's output carries its readouts; a worker flushes rows before stop and sleep."""
 
 from fork.language import add_import, first, replace
 
@@ -13,6 +13,11 @@ EDITS = [
         anchor="self.model_runner.sample_tokens(grammar_output)",
         by="residual_stream.with_readouts(self, grammar_output)",
         why="Adds the readouts of the step to its output.",
+    ),
+    first(
+        scope="Worker.sleep",
+        insert="residual_stream.before_sleep(self)",
+        why="Rows must be copied before the device memory is released.",
     ),
     first(
         scope="Worker.shutdown",
