@@ -7,14 +7,14 @@
 Recorded graphs are replayed, so that the figures exclude CPU time. Two engines share
 the GPU, upstream's and one of the fork, each in its own process with PYTHONPATH set to
 the folder (or folders, separated by colons) that has its `vllm`. They take turns: each
-of the fork's figures is the ratio to upstream's turns directly before and after it, as the
-GPU's clock drifts by more than the differences of interest. The first turn at a batch
-size is not counted, as the clock takes some steps to settle. Before each round both
-record their graphs again, since recordings of the same work differ too; the table shows
-by how much upstream's do. Then upstream's engine ends and the last variant takes turns
-with itself, which gives the cost of a case over plain steps of the same recording on a
-GPU with a single process. Weights are random; the 1B-class model has 16 layers of width
-2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of all engines.
+of the fork's figures is the ratio to upstream's turns directly before and after it, as
+the GPU's clock drifts by more than the differences of interest. The first turn at a
+batch size is not counted, as the clock takes some steps to settle. Before each round
+both record their graphs again, since recordings of the same work differ too; the table
+shows by how much upstream's do. Then upstream's engine ends and the last variant takes
+turns with itself, which gives the cost of a case over plain steps of the same recording
+on a GPU with a single process. Weights are random; the 1B-class model has 16 layers of
+width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of all engines.
 `--quick`: both features on, three batch sizes, four rounds; about three minutes.
 """
 
