@@ -10,11 +10,11 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.steering.frontend import api as steering_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     last(
         scope="LLM",
@@ -30,7 +30,6 @@ set_steering = steering_api.set_steering
 clear_steering = steering_api.clear_steering
 get_steering = steering_api.get_steering
 """,
-        why="Rows that are kept, vectors that steer every request, and modules that "
-        "requests name.",
+        why="Kept rows, global vectors, and modules that requests refer to by name.",
     ),
 ]
