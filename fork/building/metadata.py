@@ -22,7 +22,8 @@ ENTRY_POINTS = {
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
-    }
+    },
+    "inspect_ai": {"clearbox": "vllm.interop.inspect_ai.registry"},
 }
 # The registry's builds of these are CUDA ones and break `import transformers` beside a
 # CPU build of torch.

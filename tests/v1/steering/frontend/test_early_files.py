@@ -27,6 +27,7 @@ def arguments(path: str) -> Any:
         max_steering_configs=1,
         max_steering_ops=8,
         vllm_lens_api=False,
+        interp_engine_api=False,
         steering_modules={"calm": path},
         steering_api_key=None,
     )
