@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture on the command line and among the engine's arguments."""
+"""Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
+from collections.abc import Collection
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -23,11 +25,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _READY: dict[str, dict[str, Any]] = {}
-"""Ready instances by the key that their configuration carries, in this process."""
+"""Ready-made consumer instances of this process, by `CaptureConfig.driver_key`.
+
+Instances cannot be pickled with the configuration, which travels to other processes.
+"""
 
 
 def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `EngineArgs` has fields for."""
+    """Add the command-line options of capture; `EngineArgs` has a field for each."""
     group = parser.add_argument_group(
         "capture", "Activations of the residual stream, delivered to consumers."
     )
@@ -119,10 +124,11 @@ def capture_config(
     model_config: "ModelConfig",
     scheduler_config: "SchedulerConfig",
 ) -> CaptureConfig:
-    """The configuration that the engine's arguments stand for.
+    """Build the capture configuration from the engine's arguments.
 
     Raises:
-        ValueError: a consumer is unknown, badly written or not a consumer.
+        CaptureValidationError: (a `ValueError`) a consumer is unknown, malformed or not
+            a consumer, or an option is invalid.
 
     """
     entries: list[Any] = [*consumers_of_variables()]
@@ -149,14 +155,7 @@ def capture_config(
                     parameter="capture_consumers",
                     value=name,
                 )
-            if name in ready:
-                raise CaptureValidationError(
-                    f"two capture consumers are named {name!r}; give one of them "
-                    "an attribute `instance_name`",
-                    parameter="capture_consumers",
-                    value=name,
-                )
-            ready[name] = entry
+            ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
         entries.append("vllm_lens")
     if args.interp_engine_api and not any(map(_is_inline, entries)):
@@ -215,8 +214,27 @@ def _is_inline(entry: str | dict[str, Any]) -> bool:
     return parse_consumer(entry).instance_name == "inline"
 
 
+def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:
+    """The name of a ready instance: the second of a class is `Class#2`.
+
+    Raises:
+        CaptureValidationError: both have said that they are called so.
+
+    """
+    if name not in taken:
+        return name
+    if getattr(entry, "instance_name", ""):
+        raise CaptureValidationError(
+            f"two capture consumers are named {name!r}; give one of them another "
+            "`instance_name`",
+            parameter="capture_consumers",
+            value=name,
+        )
+    return next(one for n in count(2) if (one := f"{name}#{n}") not in taken)
+
+
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:
-    """The ready instances that belong to a configuration."""
+    """The ready-made instances that `config` was created with, by instance name."""
     return _READY.get(config.driver_key, {})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables of another system that make it capture: here they add a consumer."""
+"""Environment variables of another capture system, which add a consumer here."""
 
 import os
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ SWITCH = "VLLM_ACT_CAPTURE"
 def consumers_of_variables(
     environment: Mapping[str, str] = os.environ,
 ) -> list[dict[str, Any]]:
-    """Consumers that variables ask for, as `capture_consumers` takes them.
+    """The consumers that the variables ask for, in the form of `capture_consumers`.
 
     Raises:
-        CaptureValidationError: names the variable, its value and the remedy.
+        CaptureValidationError: a variable is invalid; names it, its value and the
+            remedy.
 
     """
     if environment.get(SWITCH, "") in ("", "0"):

@@ -39,6 +39,7 @@ sae: dict[str, str] | list[str] | None = None
 enable_steering: bool = False
 max_steering_configs: int = 4
 max_steering_ops: int = 8
+steering_bank_mib: int = 256
 steering_modules: dict[str, str] | list[str] | None = None
 steering_api_key: list[str] | None = None
 """,

@@ -82,7 +82,7 @@ if HAS_TRITON:
         high = tl.load(floats + 23, mask=live, other=0.0)
         return kind, flags, read_at, write_at, c0, c1, c2, c3, low, high
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["first"])
     def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
         source_ptr,  # [T, H], the branch, whole
         hidden_ptr,  # [T, H], what of it this rank goes on with
@@ -95,6 +95,7 @@ if HAS_TRITON:
         residual_stride,
         gates_stride,
         width,
+        first,  # of these tokens, in the step
         HAS_RESIDUAL: tl.constexpr,
         LEADS: tl.constexpr,
         ALIGNED: tl.constexpr,
@@ -109,7 +110,7 @@ if HAS_TRITON:
         words = tl.cast(program, tl.pointer_type(tl.int32))
         count = tl.load(words, mask=program != 0, other=0)
         kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
-            words, 0, token, count
+            words, 0, token + first, count
         )
         u = _vector(read_at, column, column < tl.where(count > 0, width, 0), ALIGNED)
         # All of that was written before the graph began; the stream may not be yet.
@@ -201,7 +202,7 @@ if HAS_TRITON:
                 tl.debug_barrier()  # What follows in this program may read it.
             # The next one's, while this one's are still at work.
             kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
-                words, number + 1, token, count
+                words, number + 1, token + first, count
             )
             there = tl.where(number + 1 < count, width, 0)
             u = _vector(read_at, column, column < there, ALIGNED)
@@ -227,6 +228,7 @@ def launch_programs(
     *,
     leads: bool = True,
     early: bool = False,
+    first: int = 0,
 ) -> None:
     """Carry out each token's program, in place.
 
@@ -240,6 +242,7 @@ def launch_programs(
         gates: `[>= T, columns]` float32, which probes write.
         leads: whether this rank has the result.
         early: the kernel may begin while the one in front of it ends.
+        first: which token of the step the first row is, where ranks share them out.
 
     """
     num_tokens, width = hidden.shape
@@ -258,6 +261,7 @@ def launch_programs(
         0 if residual is None else residual.stride(0),
         gates.stride(0),
         width,
+        first,
         HAS_RESIDUAL=residual is not None,
         LEADS=leads,
         ALIGNED=width % 4 == 0,

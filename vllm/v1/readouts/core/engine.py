@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts in the engine core: what its methods of the same names do."""
+"""Implementations of the engine core's methods for readouts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,15 @@ if TYPE_CHECKING:
 def load_module(
     core: "EngineCore", name: str, path: str, tap: tuple[int, str] | None = None
 ) -> None:
-    """Load a module on all ranks; on none if one of them cannot."""
+    """Load a module on all ranks, or on none if one of them fails.
+
+    Args:
+        core: the engine core.
+        name: the name to register.
+        path: a file or folder that all workers can read.
+        tap: `(layer, hook)` for an SAE that does not state its own.
+
+    """
     from vllm.v1.worker import residual_stream
 
     place = None if tap is None else (int(tap[0]), str(tap[1]))
@@ -23,14 +31,14 @@ def load_module(
 
 
 def unload_module(core: "EngineCore", name: str) -> None:
-    """Forget a module on all ranks."""
+    """Unload a module on all ranks."""
     from vllm.v1.worker import residual_stream
 
     core.model_executor.collective_rpc(residual_stream.unload_module, args=(name,))
 
 
 def status(core: "EngineCore") -> dict[str, Any]:
-    """Rows that were read out, and the processor's seconds, by kind, over ranks."""
+    """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
     from vllm.v1.worker import residual_stream
 
     total: dict[str, dict[str, float]] = {}

@@ -241,3 +241,19 @@ def test_a_rank_that_does_not_lead_has_nothing_of_the_result() -> None:
     launch_programs(whole, part, beside, index, rows, gates, leads=False)
     assert not part[0].any() and not beside[0].any()
     assert torch.equal(part[1], whole[1] / 2) and torch.equal(beside[1], residual[1])
+
+
+def test_ranks_that_share_tokens_read_the_rows_of_the_step() -> None:
+    width, tokens = 64, 6
+    matrix = randn(tokens + 2, width)
+    program = (Instruction(Kind.REPLACE, matrix, c0=1.0, offset=2),)
+    index, _kept = index_of(program)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    gates = torch.zeros(tokens, 4, device=DEVICE)
+    found = randn(tokens, width)
+    for first in (0, 3):
+        part = found[first : first + 3]
+        launch_programs(
+            part, part, None, index, rows[first:], gates[first:], first=first
+        )
+    assert torch.equal(found, matrix[2:])
