@@ -325,7 +325,7 @@ def _open(
             vllm_config, stage, taps, width, dtype, device, readouts
         )
     if vllm_config.steering_config.enabled:
-        steering = WorkerSteering(vllm_config, taps, width, dtype, device)
+        steering = WorkerSteering(vllm_config, taps, width, dtype, device, modules.sae)
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)

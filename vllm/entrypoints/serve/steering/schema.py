@@ -13,6 +13,7 @@ from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
+from vllm.v1.steering.spec.when import KEYS as WHEN_KEYS
 
 Schema = dict[str, Any]
 
@@ -67,6 +68,11 @@ POSITIONS: Schema = {
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
+WHEN: Schema = {
+    "type": "object",
+    "properties": {key: {} for key in WHEN_KEYS},
+    "additionalProperties": False,
+}
 ENTRY: Schema = {
     "type": "object",
     "properties": {
@@ -79,6 +85,7 @@ ENTRY: Schema = {
         "degrees": NUMBER,
         "activation": {"enum": list(ACTIVATIONS)},
         "norm_match": {"type": "boolean"},
+        "when": WHEN,
     },
     "additionalProperties": False,
 }

@@ -3,12 +3,19 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.readouts.errors import fail
+from vllm.v1.steering.core.saes import uses_of
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
 def load_module(
-    core: "EngineCore", name: str, path: str, tap: tuple[int, str] | None = None
+    core: "EngineCore",
+    name: str,
+    path: str,
+    tap: tuple[int, str] | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Load a module on all ranks, or on none if one of them fails.
 
@@ -17,24 +24,48 @@ def load_module(
         name: the name to register.
         path: a file or folder that all workers can read.
         tap: `(layer, hook)` for an SAE that does not state its own.
+        fingerprint: of an SAE's weights.
+
+    Raises:
+        ReadoutValidationError: it would replace an SAE that somebody steers by.
 
     """
     from vllm.v1.worker import residual_stream
 
+    _check_unused(core, name)
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
         rpc(residual_stream.load_module, args=(name, path, place))
     except Exception:
         rpc(residual_stream.unload_module, args=(name,))
+        _saes(core).pop(name, None)
         raise
+    _saes(core)[name] = fingerprint
 
 
 def unload_module(core: "EngineCore", name: str) -> None:
-    """Unload a module on all ranks."""
+    """Unload a module on all ranks.
+
+    Raises:
+        ReadoutValidationError: it is an SAE that somebody steers by.
+
+    """
     from vllm.v1.worker import residual_stream
 
+    _check_unused(core, name)
+    _saes(core).pop(name, None)
     core.model_executor.collective_rpc(residual_stream.unload_module, args=(name,))
+
+
+def _saes(core: "EngineCore") -> dict[str, str]:
+    found: dict[str, str] = core.scheduler.steering.saes  # type: ignore[attr-defined]
+    return found
+
+
+def _check_unused(core: "EngineCore", name: str) -> None:
+    if users := uses_of(core, name):
+        raise fail(f"name: {name!r} is steered by: {users}", "name", name)
 
 
 def status(core: "EngineCore") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import (
     OP_NAMES,
     Details,
@@ -40,6 +41,7 @@ KEYS_OF: dict[OpName, tuple[str, ...]] = {
         "max",
         "scale",
     ),
+    "feature": ("sae", "feature", "value", "mode", "only_if_active"),
     "clamp": ("vector", "vectors", "min", "max", "value", "strength"),
 }
 """What an entry may hold besides, by its operation."""
@@ -47,6 +49,7 @@ NEEDED: dict[OpName, tuple[str, ...]] = {
     "swap": ("vector", "target"),
     "rotate": ("plane", "degrees"),
     "low_rank": ("read", "write"),
+    "feature": ("sae", "feature", "value"),
 }
 """What it must hold, where that is not the vector alone."""
 KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
@@ -68,6 +71,7 @@ class VectorUse:
     degrees: float = 0.0
     activation: str = "identity"
     when: Condition | None = None
+    feature: FeatureUse | None = None
     num_rows: int = 0
     """How many positions have a vector of their own, if they have."""
 
@@ -106,6 +110,7 @@ class VectorUse:
                 self.activation,
                 packed_arrays(tensors.others),
                 self.when,
+                self.feature,
             ),
             self.num_rows,
         )
@@ -123,7 +128,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     """
     op = _op(entry, at)
     low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
-    if entry.get("value") is not None:
+    if op == "clamp" and entry.get("value") is not None:
         low, high = _one_bound(entry, at)
     activation = _activation(entry, at)
     _check_bounds(op, low, high, activation, at)

@@ -14,11 +14,15 @@ from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
+from vllm.v1.steering.spec.feature import parse_feature
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.when import parse_when
+
+NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
+"""Of what has no vector of its own."""
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -147,6 +151,11 @@ def _take(
     if entry.get("when") is not None:
         condition = parse_when(entry["when"], tap, model, f"{at}.when")
         manner = replace(manner, when=condition)
+    if manner.op == "feature":
+        manner = replace(manner, feature=parse_feature(entry, tap, model, at))
+        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, manner))
+        parsed.operations.append(manner.operation(tap, NO_VECTOR, 1.0, at))
+        return
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)

@@ -34,7 +34,7 @@ if "generate" in supported_tasks:
     attach_readouts_router(app)
     attach_interp_engine_router(app, args)
 """,
-        why="Only generation is captured and steered. Routes are tried in order, and "
-        "its own are asked far more often.",
+        why="Only generation is captured and steered. Routes are matched in order, and "
+        "upstream's are requested far more often.",
     ),
 ]
