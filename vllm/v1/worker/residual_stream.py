@@ -511,6 +511,37 @@ def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
     return {kind: {"rows": rows[kind], "seconds": seconds[kind]} for kind in rows}
 
 
+def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
+    """For `collective_rpc`: float32 logits of rows in float32, on the first rank.
+
+    None on ranks that get no logits or have no head.
+
+    Raises:
+        ValueError: the model has no head that can be asked.
+
+    """
+    runner = worker.model_runner
+    readouts = runner.residual.readouts
+    if readouts is None:
+        return None
+    if readouts.head.refusal:
+        raise ValueError(readouts.head.refusal)
+    given = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(count, -1)
+    with torch.inference_mode():
+        placed = given.to(runner.device, worker.vllm_config.model_config.dtype)
+        logits = readouts.head.logits(placed)
+    return None if logits is None else logits.float().cpu()
+
+
+def unembedding_rows(worker: Any, tokens: list[int]) -> Any:
+    """For `collective_rpc`: rows of the unembedding, and which are this rank's."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return None
+    rows, own = readouts.head.unembedding(tokens)
+    return rows.detach().cpu(), own.cpu()
+
+
 def hook_points_of(worker: Any) -> HookPoints:
     """For `collective_rpc`: the hook points of a worker's layers."""
     points: HookPoints = worker.model_runner.residual.hook_points
