@@ -8,6 +8,7 @@ the key, and validate them in full at admission.
 from typing import Any
 
 from vllm.v1.steering.conditions import SCOPES
+from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
 from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
@@ -88,7 +89,6 @@ ENTRY: Schema = {
     "properties": {
         "op": {"enum": list(OP_NAMES)},
         "positions": POSITIONS,
-        "when": WHEN,
         **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), ARRAY),
         **dict.fromkeys(("vectors", "plane", "read", "write"), MATRIX),
         **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
@@ -96,6 +96,11 @@ ENTRY: Schema = {
         "degrees": NUMBER,
         "activation": {"enum": list(ACTIVATIONS)},
         "norm_match": {"type": "boolean"},
+        "sae": {"type": "string", "minLength": 1},
+        "feature": {"type": "integer", "minimum": 0},
+        "mode": {"enum": list(MODES)},
+        "only_if_active": {"type": "boolean"},
+        "when": WHEN,
     },
     "additionalProperties": False,
 }
