@@ -90,10 +90,11 @@ class EngineRunner:
         ended: list[RequestOutput] = []
         while engine.has_unfinished_requests():
             outputs: Any = engine.step()
-            ended += [output for output in outputs if output.finished]
+            # Those of steps before this one: their rows came while it computed.
             if len(ended) >= COLLECTED_AT_ONCE:
                 yield from self._collect(ended, sent, tokens)
                 ended = []
+            ended += [output for output in outputs if output.finished]
         yield from self._collect(ended, sent, tokens)
 
     def _collect(
