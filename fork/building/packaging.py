@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `setup.py` needs: the built tree as a setuptools distribution."""
+"""The built tree as a setuptools distribution, for `setup.py`."""
 
 import os
 import shutil
@@ -11,8 +11,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 from fork.building.builder import Built, Order, build_tree
-from fork.building.contents import Added
-from fork.building.metadata import NAME, license_files
+from fork.building.contents import Added, top_packages
+from fork.building.metadata import license_files
 from fork.errors import BuildFailure
 from fork.paths import HERE
 from fork.upstream.pins import default_device
@@ -20,10 +20,10 @@ from fork.upstream.release import HARD_LINKED_BYTES
 
 
 def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every type
-    """Build the tree; the keywords for `setuptools.setup`.
+    """Build the tree and return the keyword arguments for `setuptools.setup`.
 
     Raises:
-        SystemExit: if the build fails, with its sentences.
+        SystemExit: the build failed; has the error messages.
     """
     device = _default_device()
     tree = HERE.tree(device)
@@ -42,7 +42,7 @@ def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every ty
             group: [f"{name} = {target}" for name, target in points.items()]
             for group, points in metadata.entry_points.items()
         },
-        "packages": [NAME],
+        "packages": top_packages(built.contents),
         # One source folder: an editable install becomes a plain path entry.
         "package_dir": {"": os.path.relpath(tree, HERE.root)},
         "distclass": BinaryDistribution,
@@ -58,7 +58,7 @@ def _default_device() -> str:
 
 
 class BinaryDistribution(Distribution):
-    """A distribution with compiled libraries that setuptools did not build."""
+    """A distribution with compiled libraries that were not built by setuptools."""
 
     def has_ext_modules(self) -> bool:
         """Whether it installs beside platform-specific packages."""
@@ -67,26 +67,26 @@ class BinaryDistribution(Distribution):
 
 def _commands(built: Built, device: str) -> dict[str, type]:
     class CopyTree(build_py):
-        """Copy the whole tree, data and libraries included, links resolved."""
+        """Copy the whole tree, including data and libraries, with links resolved."""
 
         def run(self) -> None:
             if not self.editable_mode:
                 target = Path(self.build_lib)
-                shutil.rmtree(target / NAME, ignore_errors=True)
+                for name in top_packages(built.contents):
+                    shutil.rmtree(target / name, ignore_errors=True)
                 copy_contents(built, HERE.tree(device), target)
 
         def get_source_files(self) -> list[str]:
             return []
 
         def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-            package = (p for p in built.contents if p.startswith(f"{NAME}/"))
-            return [str(Path(self.build_lib) / path) for path in package]
+            return [str(Path(self.build_lib) / path) for path in installed_files(built)]
 
     class TaggedWheel(bdist_wheel):
         """A wheel with upstream's tag and with both licences.
 
-        It is stored unless --compression says otherwise: deflating half a gigabyte of
-        libraries takes longer than the rest of the build.
+        Stored uncompressed by default: deflating half a gigabyte of libraries takes
+        longer than the rest of the build.
         """
 
         def initialize_options(self) -> None:
@@ -107,11 +107,16 @@ def _commands(built: Built, device: str) -> dict[str, type]:
     return {"build_py": CopyTree, "bdist_wheel": TaggedWheel}
 
 
+def installed_files(built: Built) -> list[str]:
+    """The files of all packages, by their path; the metadata is setuptools' own."""
+    packages = top_packages(built.contents)
+    return [path for path in built.contents if path.partition("/")[0] in packages]
+
+
 def copy_contents(built: Built, tree: Path, target: Path) -> None:
-    """Write the package without links into the checkout, libraries hard-linked."""
-    for path, content in built.contents.items():
-        if not path.startswith(f"{NAME}/"):
-            continue
+    """Copy the packages without links into the checkout; hard-link large files."""
+    for path in installed_files(built):
+        content = built.contents[path]
         source = content.path if isinstance(content, Added) else tree / path
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         _copy(source, target / path)

@@ -17,8 +17,6 @@ from vllm.entrypoints.serve.utils.residual_fields import (
     refuse_args,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.foreign_variables import refuse_variables
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -108,21 +106,6 @@ def test_a_long_name_is_cut() -> None:
         body = {"model": "m", "prompt": "x", "steer" * 100_000: 1}
         CompletionRequest.model_validate(body)
     assert len(str(refused.value)) < 500
-
-
-def test_the_variable_of_another_system_stops_the_start() -> None:
-    with pytest.raises(CaptureValidationError, match="--capture-consumers"):
-        refuse_variables({"VLLM_ACT_CAPTURE": "1"})
-    refuse_variables({"VLLM_ACT_CAPTURE": "0"})
-    refuse_variables({})
-
-
-def test_an_engine_does_not_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.capture.engine_args import capture_config
-
-    monkeypatch.setenv("VLLM_ACT_CAPTURE", "1")
-    with pytest.raises(ValueError, match="VLLM_ACT_CAPTURE is set"):
-        capture_config(None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.e2e

@@ -19,14 +19,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ConsumerConfig:
-    """One consumer instance: which class, under which name, with what parameters."""
+    """The configuration of one consumer instance."""
 
     name: str
     """The name of an entry point in the group `vllm.capture_consumers`."""
     instance_name: str = ""
     """The name under which requests address the instance; `name` if empty."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """What the consumer's constructor gets."""
+    """The parameters passed to the consumer's constructor."""
 
     @model_validator(mode="after")
     def _default_instance_name(self) -> "ConsumerConfig":
@@ -36,10 +36,11 @@ class ConsumerConfig:
 
 
 def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
-    """A consumer as the command line gives it: `NAME[:key=value,...]`.
+    """Parse a consumer in the form of the command line, `NAME[:key=value,...]`.
 
-    A value that is JSON (`8`, `true`, `[0,1]`, `{"post_block":[3]}`) is read as
-    JSON, anything else as text. The key `instance_name` names the instance.
+    A value that is valid JSON (`8`, `true`, `[0,1]`, `{"post_block":[3]}`) is parsed as
+    JSON; any other is text. The key `instance_name` names the instance. A dict with the
+    fields of `ConsumerConfig`, or its text, is accepted as well.
 
     Raises:
         ValueError: the text does not have this form.
@@ -76,7 +77,7 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
 
 
 def _object(text: str) -> Any:
-    """An object as JSON, or as Python shows the one that a YAML file holds."""
+    """Parse an object written as JSON, or as the `repr` of one from a YAML file."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -130,37 +131,40 @@ class CaptureConfig:
     consumers: list[ConsumerConfig] = Field(default_factory=list)
     """The consumer instances that receive captured rows."""
     driver_instances: list[str] = Field(default_factory=list)
-    """Names of ready instances that live beside the `LLM`, set by it."""
+    """Names of instances passed ready-made to the `LLM`; set by it."""
     driver_truncating: list[str] = Field(default_factory=list)
-    """Those of them that take rows before it is known that they count."""
+    """Those of them with `truncates`: they accept rows that may be discarded later."""
     driver_key: str = ""
-    """Finds the ready instances again, in the process of the `LLM`."""
+    """Key of the ready-made instances in a registry of the `LLM`'s process."""
     mlp_points: bool = False
-    """Whether the layers get the hook points `mlp_in` and `mlp_out` as well. They
-    keep the compiler from fusing what surrounds the MLP, which costs a decode step
-    some percent even where nothing is captured."""
+    """Whether the layers get the hook points `mlp_in` and `mlp_out` as well.
+
+    They prevent fusions around the MLP, which makes a decode step a few percent slower
+    even if nothing is captured."""
     hook_points: dict[int, list[str]] | None = None
-    """The hook points of each layer of the loaded model, set once it is loaded."""
+    """The hook points of each layer, set once the model is loaded."""
     staging_bytes: int = Field(default=256 * MIB, gt=0)
-    """Device memory, in bytes, that captured rows pass through. Half of it bounds
-    what one step captures; a step with more gets fewer prompt tokens. Arguments that
-    name no size get more on a GPU: `default_staging_bytes`."""
+    """Size in bytes of staging memory on the device.
+
+    One step may capture half of it; a step that would capture more is given fewer
+    prompt tokens. Engine arguments without a size choose a larger one on a GPU; see
+    `default_staging_bytes`."""
     host_memory_bytes: int = Field(default_factory=_host_share, gt=0)
-    """Host memory, in bytes, that a worker may hold for captured rows. It is shared
-    with the front ends, whose callers' tensors lie in it."""
+    """Host memory, in bytes, that a worker may hold for captured rows. It includes
+    shared memory that is lent to front ends and holds their callers' tensors."""
     dispatch_queue_size: int = Field(default=1024, gt=0)
-    """How many packets of rows may wait for a consumer."""
+    """Maximum number of packets in the queue of a consumer."""
     dispatch_queue_bytes: int = Field(default=256 * MIB, gt=0)
-    """How many bytes of rows may wait for a consumer."""
+    """Maximum bytes of rows in the queue of a consumer."""
     overload_policy: OverloadPolicy = "block"
-    """What happens when a consumer's queue is full: `block` slows the engine down,
-    `drop` leaves rows out and says so in the result, `spill` lets them wait on disk."""
+    """What happens when a consumer's queue is full: `block` slows down the engine,
+    `drop` drops rows and notes it in the result, `spill` writes them to disk."""
     spill_dir: str = ""
-    """Where rows wait under `spill`; if empty, in the system's temporary folder."""
+    """Directory for `spill`; if empty, one in the system's temporary directory."""
     spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
-    """How many bytes a worker may spill; past that, `spill` is `block`."""
+    """Maximum bytes that a worker may spill; beyond that, `spill` acts as `block`."""
     readouts: bool = False
-    """Whether requests can read out, for which rows are staged as well."""
+    """Whether requests can use readouts, which also need staged rows."""
     graphsafe_keys: list[str] = Field(default_factory=list)
     """`LAYER:HOOK`, accepted for compatibility: every key is graph-safe."""
 
@@ -186,19 +190,19 @@ class CaptureConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether rows are taken: for a consumer, or to read out."""
+        """Whether rows are captured, for consumers or for readouts."""
         return bool(self.consumers or self.driver_instances or self.readouts)
 
     @property
     def spill_folder(self) -> Path:
-        """Where rows wait under `spill`."""
+        """The directory for the policy `spill`."""
         return Path(self.spill_dir or Path(gettempdir()) / "vllm-capture-spill")
 
     def prepare_spill_folder(self) -> None:
-        """Make the folder of `spill` and write to it once.
+        """Create the directory for `spill` and test that it is writable.
 
         Raises:
-            OSError: rows could not be spilled there.
+            OSError: it is not.
 
         """
         self.spill_folder.mkdir(parents=True, exist_ok=True)
@@ -206,13 +210,13 @@ class CaptureConfig:
             file.write(b"\0")
 
     def rows_per_step(self, row_bytes: int) -> int:
-        """How many rows of `row_bytes` bytes a step may capture."""
+        """The number of rows, of `row_bytes` bytes each, that a step may capture."""
         return self.staging_bytes // row_bytes // 2
 
     def compute_hash(self) -> str:
-        """Hash of what changes the model's graph: the taps and their memory's size.
+        """Hash of what changes the compiled graph: the taps, and staging memory's size.
 
-        Compiled code checks the sizes of what it was compiled for.
+        Compiled code asserts the sizes that it was compiled for.
         """
         from vllm.config.utils import hash_factors
 

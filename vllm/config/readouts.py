@@ -13,12 +13,12 @@ class ReadoutConfig:
     """Configuration of readouts."""
 
     enabled: bool = False
-    """Whether requests can read out."""
+    """Whether requests can use readouts."""
     modules: dict[str, str] = Field(default_factory=dict)
-    """Named probes and translators: name -> file."""
+    """Probes and translators: name -> file."""
     saes: dict[str, str] = Field(default_factory=dict)
-    """Named sparse autoencoders: name -> file or folder. Interventions use them too."""
+    """Sparse autoencoders: name -> file or directory. Also used by interventions."""
     described: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What front ends must know of the modules and SAEs, by name."""
+    """Facts about the modules and SAEs that front ends need, by name."""
     max_top_k: int = Field(default=64, gt=0)
-    """The most tokens of a lens, or features of an SAE, that a result may hold."""
+    """Maximum number of tokens of a lens, or features of an SAE, per result."""

@@ -13,26 +13,35 @@ class SteeringConfig:
     enabled: bool = False
     """Whether hidden states can be steered."""
     max_configs: int = Field(default=4, gt=0)
-    """How many different steering configurations a batch may hold. A request
-    that would exceed it waits."""
+    """Maximum number of different steering configurations in a batch. A request that
+    would exceed it waits."""
     max_operations: int = Field(default=8, gt=0)
-    """How many operations may act on one token at one hook point, for each of the
-    engine's own and a request's. Those with positions count where they may meet."""
+    """Maximum number of operations on one token at one hook point, separately for
+    global operations and those of a request. Operations that are limited to positions
+    count together where their positions may overlap."""
+    bank_mib: int = Field(default=256, ge=0)
+    """Device memory for the vectors of operations, in MiB, counted with the model's.
+    A request whose vectors find no room there waits."""
     modules: dict[str, str] = Field(default_factory=dict)
-    """Named sets of vectors: name -> file."""
+    """Named sets of steering vectors: name -> file."""
 
     @property
     def max_steering_configs(self) -> int:
-        """`max_configs`, by its option's name."""
+        """`max_configs` under the name of its option."""
         return self.max_configs
 
     @property
+    def bank_bytes(self) -> int:
+        """`bank_mib`, in bytes."""
+        return self.bank_mib << 20
+
+    @property
     def num_rows(self) -> int:
-        """Rows of each table: no steering, global prefill and decode, two per slot."""
+        """Rows of each table: none, global prefill, global decode, and two per slot."""
         return 3 + 2 * self.max_configs
 
     def compute_hash(self) -> str:
-        """Hash of what changes the model's graph: the additions and their tables."""
+        """Hash of what changes the compiled graph: the additions and table sizes."""
         from vllm.config.utils import hash_factors
 
         if not self.enabled:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of steering vectors, for programs that type-check what they send."""
+"""Types of steering vectors in requests, for clients that are type-checked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypeAlias, TypedDict
@@ -27,13 +27,16 @@ class SteeringHookPacked(TypedDict):
 def unpack_steering_vectors(
     spec: "Mapping[str, SteeringHookPacked | Mapping[int | str, LayerEntry]]",
 ) -> dict[str, dict[int, Any]]:
-    """The same vectors with every packed form as `{layer: {"vector", "scale"}}`.
+    """Convert packed vectors to the form `{layer: {"vector", "scale"}}`.
 
     Args:
-        spec: `{hook: {layer: entry}}`, with the packed form for any hook.
+        spec: `{hook: {layer: entry}}`, or the packed form for any hook.
+
+    Returns:
+        The same vectors, with no hook packed.
 
     Raises:
-        SteeringValidationError: a packed form is not what it says.
+        SteeringValidationError: a packed form is inconsistent.
 
     """
     from vllm.v1.steering.spec.parse import unpacked

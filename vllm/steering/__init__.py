@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting steering vectors: extracting, converting, trying them out.
+"""Tools for steering vectors: extraction, conversion and evaluation.
 
-What an engine does with vectors is in `vllm.v1.steering`.
+How an engine applies vectors is in `vllm.v1.steering`.
 """

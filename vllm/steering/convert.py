@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From any form of vectors to any other."""
+"""Reads and writes vectors in all supported file formats."""
 
 import json
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from vllm.v1.steering.spec.parse import HOOKS
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
 SAE_FILES = (CONFIG, "params.npz", "params.safetensors")
-"""Names of files that belong to an SAE's folder."""
+"""Files by which an SAE's folder is recognised."""
 OURS = (".safetensors", ".json")
 DICTIONARIES = (".pt", ".pth", ".npy", ".npz")
 WRITTEN = (".pt", ".pth", ".npz")
@@ -37,29 +37,29 @@ SVEC = ".svec"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a file does not say of itself."""
+    """How to read a file: information that the file itself may lack."""
 
     hook: str | None = None
-    """Where vectors act, for dictionaries, one vector and SAEs."""
+    """Hook point where vectors act: for dictionaries, single vectors and SAEs."""
     layer: int | None = None
-    """At which layer, for one vector and SAEs."""
+    """0-based layer: for single vectors and SAEs."""
     numbers: Numbers | None = None
-    """What a number means in a dictionary."""
+    """Meaning of numeric keys in a dictionary, see `NUMBERS`."""
     gguf_layers: Layers = "applied"
-    """Whether `direction.L` goes where it is applied, or where it was measured."""
+    """Whether `direction.L` of a GGUF file is put where it is applied or measured."""
     feature: int | None = None
-    """Which row of an SAE."""
+    """Row of an SAE's decoder."""
     key: str | None = None
-    """Which tensor of a file of several."""
+    """Name of the tensor to read from a file with several."""
     scale: float = 1.0
-    """What to multiply the vectors by."""
+    """Factor for the vectors."""
 
     @classmethod
     def parse(cls, text: str) -> "Reading":
-        """What `hook=post_block&layer=15` says, behind a file's name.
+        """Parse the options after a file's name, such as `hook=post_block&layer=15`.
 
         Raises:
-            SteeringValidationError: a name is unknown, or a value is not of its kind.
+            SteeringValidationError: an option is unknown or its value is invalid.
 
         """
         kinds = {"layer": int, "feature": int, "scale": float}
@@ -92,17 +92,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _check_choice(name: str, value: Any) -> None:
-    """Fail for a name that there is not, and a value that it does not have."""
+    """Raise KeyError for an unknown option and ValueError for an invalid value."""
     allowed = _CHOICES[name]
     if allowed and value not in allowed:
         raise ValueError(value)
 
 
 def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
-    """The vectors of a file in any form, told by its name.
+    """Read a file of vectors; its name tells the format.
+
+    Args:
+        path: a file, or the folder of an SAE.
+        reading: information that the file lacks.
 
     Raises:
-        SteeringValidationError: its form is unknown, or it is not what it says.
+        SteeringValidationError: the format is unknown or the file is invalid.
 
     """
     reading = reading or Reading()
@@ -127,7 +131,7 @@ def _read(file: Path, reading: Reading) -> VectorSet:
 
 
 def _is_foreign(file: Path, reading: Reading) -> bool:
-    """Whether a file with an ending of ours has tensors by names of its own."""
+    """Whether a safetensors file is to be read as a dictionary of tensors."""
     if file.suffix != ".safetensors" or not file.is_file():
         return False
     chosen = reading.key is not None or reading.layer is not None
@@ -137,16 +141,17 @@ def _is_foreign(file: Path, reading: Reading) -> bool:
 def write_vectors(
     path: str | Path, vectors: VectorSet, writer: Writer = "repeng", hint: str = ""
 ) -> None:
-    """Write vectors in the form that the file's name tells.
+    """Write vectors; the file's suffix determines the format.
 
     Args:
-        path: the file.
-        vectors: what to write.
-        writer: for GGUF, whose form.
+        path: the file to write.
+        vectors: the vectors to write.
+        writer: for GGUF, whose conventions to follow.
         hint: for GGUF, the model's type.
 
     Raises:
-        SteeringValidationError: the form is unknown, or cannot say this.
+        SteeringValidationError: the format is unknown, or it cannot represent these
+            vectors.
 
     """
     file = Path(path)
@@ -174,7 +179,18 @@ def reworked(
     scale: float = 1.0,
     unit: bool = False,
 ) -> VectorSet:
-    """The vectors at some layers, first brought to length 1 if `unit`, then scaled."""
+    """Select, normalise and scale vectors.
+
+    Args:
+        vectors: the vectors; not changed.
+        layers: the layers to keep; all by default.
+        scale: factor, applied last.
+        unit: whether to normalise each vector to length 1.
+
+    Raises:
+        SteeringValidationError: a layer has no vector, or `unit` with a zero vector.
+
+    """
     chosen = vectors if layers is None else vectors.at(layers)
     done: dict[Tap, Any] = {}
     for tap, vector in chosen.vectors.items():
@@ -190,10 +206,15 @@ def reworked(
 
 
 def for_model(vectors: VectorSet, model: str) -> VectorSet:
-    """The same vectors, said to belong to a model.
+    """The same vectors with the provenance of a model.
+
+    Args:
+        vectors: the vectors; not changed.
+        model: name or path of the model.
 
     Raises:
-        SteeringValidationError: there is no such model, or the vectors do not fit it.
+        SteeringValidationError: the model does not exist, or hidden size or depth do
+            not match.
 
     """
     from vllm.v1.steering.spec.model_identity import identity_of_path

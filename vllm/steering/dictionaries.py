@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors, alone or by name, in `.pt`, `.npy`, `.npz` and `.safetensors` files.
+"""Single or named tensors in `.pt`, `.npy`, `.npz` and `.safetensors` files.
 
-Keys that are understood:
+Supported keys:
 
-- `HOOK.LAYER`, such as `post_block.3`: what we write;
+- `HOOK.LAYER`, such as `post_block.3`, which is also what we write;
 - `{hook: {layer: vector}}` (`.pt` only);
-- any name, of one vector `[hidden_size]`: where it acts the caller must say;
-- a number, such as `3`, `layer_3`, `layers.3` or `direction.3`, and a tensor
-  `[n, hidden_size]` whose rows count as 0 to n - 1. What a number means the caller must
-  say, see `NUMBERS`.
+- any name for a single vector `[hidden_size]`; the caller gives its hook and layer;
+- a number, such as `3`, `layer_3`, `layers.3` or `direction.3`. The rows of a tensor
+  `[n, hidden_size]` have the numbers 0 to n - 1. The caller states what numbers mean,
+  see `NUMBERS`.
 """
 
 import pickle
@@ -46,17 +46,17 @@ def read_dictionary(
     layer: int | None = None,
     key: str | None = None,
 ) -> VectorSet:
-    """The vectors of a `.pt`, `.npy`, `.npz` or `.safetensors` file.
+    """Read the vectors of a `.pt`, `.npy`, `.npz` or `.safetensors` file.
 
     Args:
-        path: the file. No code in it is run.
-        numbers: what a number means where a key is one.
-        hook: the hook point for `numbers="block"`, and for one vector.
-        layer: the layer of one vector; of several, the only one that is read.
-        key: the only tensor of the file that is read.
+        path: the file. Pickled code is not executed.
+        numbers: the meaning of numeric keys.
+        hook: the hook point for `numbers="block"` and for a single vector.
+        layer: the layer of a single vector; of several vectors, the one to read.
+        key: the name of the tensor to read; all by default.
 
     Raises:
-        SteeringValidationError: the file is none, or a key says too little.
+        SteeringValidationError: the file is invalid, or a key is ambiguous.
 
     """
     file = Path(path)
@@ -86,7 +86,7 @@ def read_dictionary(
 
 
 def write_dictionary(path: str | Path, vectors: VectorSet) -> None:
-    """Write `{"HOOK.LAYER": vector}`; the provenance is lost."""
+    """Write `{"HOOK.LAYER": vector}`, without the provenance."""
     named = {f"{hook}.{layer}": v for (layer, hook), v in vectors.vectors.items()}
     if Path(path).suffix == ".npz":
         np.savez(path, **named)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ _LOADERS = {".npz": _load_npz, ".npy": _load_npy, ".safetensors": _load_safetens
 
 
 def _chosen(raw: Any, key: str, file: Path) -> Any:
-    """One tensor of several."""
+    """The value of `key`; fails if there is none."""
     found = raw.get(key) if isinstance(raw, Mapping) else None
     if found is None:
         having = [str(name) for name in raw] if isinstance(raw, Mapping) else []
@@ -161,7 +161,7 @@ def _chosen(raw: Any, key: str, file: Path) -> Any:
 
 
 def _alone(raw: Any) -> Any:
-    """The vector that is all there is, if it is one: `[hidden_size]` or `[1, ...]`."""
+    """The vector `[hidden_size]` if it is the file's only content, else None."""
     if isinstance(raw, Mapping):
         values = list(raw.values())
         return _alone(values[0]) if len(values) == 1 else None
@@ -172,7 +172,7 @@ def _alone(raw: Any) -> Any:
 
 
 def _entries(raw: Any, file: Path) -> Iterator[tuple[Any, Any]]:
-    """Keys and vectors `[hidden_size]`."""
+    """Yield keys and vectors `[hidden_size]`."""
     if _alone(raw) is not None and not isinstance(raw, Mapping):
         raise fail(
             f"layer: {file.name!r} holds one vector and does not say where it acts; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows of contrasting texts to a direction.
+"""Computes a steering direction from the rows of contrasting texts.
 
 Legend: N pairs, H hidden size.
 """
@@ -17,36 +17,36 @@ Rows: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """A vector, and how well it tells the two sides apart."""
+    """A vector, and measures of how well it separates the two sides."""
 
     vector: npt.NDArray[np.float32]  # [H]
     in_order: float
-    """Share of the pairs whose positive text lies further along the vector."""
+    """Fraction of the pairs whose positive text projects further along the vector."""
     explained: float
-    """Share of the pairs' squared differences that lies along the vector."""
+    """Fraction of the pairs' summed squared differences along the vector."""
     stream_norm: float
-    """Mean length of a row, which tells how strong a vector of some length is."""
+    """Mean Euclidean norm of the rows, to which the vector's norm can be compared."""
 
     @property
     def norm(self) -> float:
-        """The length of the vector."""
+        """The Euclidean norm of the vector."""
         return float(np.linalg.norm(self.vector.astype(np.float64)))
 
 
 def direction(positive: Rows, negative: Rows, method: Method = "mean") -> Direction:
-    """What leads from the negative to the positive side.
+    """The direction from the negative to the positive side.
 
-    - `mean`: the mean of the differences, `mean(p_i - n_i)`.
-    - `pca`: the first principal component `u` of the rows after each pair's mean was
-      taken from both; its sign and length are those of the mean difference along it,
-      `mean((p_i - n_i) . u) u`.
+    - `mean`: the mean difference, `mean(p_i - n_i)`.
+    - `pca`: the first principal component `u` of the rows after subtracting each pair's
+      mean from both of its rows, with the sign and length of the mean difference along
+      it: `mean((p_i - n_i) . u) u`.
 
-    So a vector times 1 moves a row as far as the two sides are apart on average.
+    The vector with scale 1 therefore moves a row by the mean distance of the two sides.
 
     Args:
         positive: `[N, H]`.
         negative: `[N, H]`, the other side of each pair.
-        method: how to find the direction.
+        method: `mean` or `pca`.
 
     """
     differences = positive.astype(np.float64) - negative.astype(np.float64)
@@ -54,7 +54,8 @@ def direction(positive: Rows, negative: Rows, method: Method = "mean") -> Direct
     mean = differences.mean(axis=0)
     vector = mean
     if method == "pca":
-        # Rows less their pair's mean are plus and minus half of the difference.
+        # Rows minus their pair's mean are plus and minus half the difference, so the
+        # differences have the same principal axes.
         axis = np.linalg.svd(differences, full_matrices=False)[2][0]
         vector = (mean @ axis) * axis
     unit = vector / max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors from contrasting texts, by capturing what a model makes of them."""
+"""Extracts steering vectors from the captured rows of contrasting texts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ CONSUMER: dict[str, Any] = {
     "name": "inline",
     "params": {"max_request_bytes": 2 * GIB, "max_inflight_bytes": 4 * GIB},
 }
-"""The capture consumer that an engine needs for extraction."""
+"""The capture consumer with which an engine must be started for extraction."""
 
 _AT_A_TIME = 64
-_MOST_HELD = 3 * GIB  # less than the limit: templates add a few tokens
+_MOST_HELD = 3 * GIB  # below the limit, as chat templates add a few tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """Vectors, and by place how well each tells the two sides apart."""
+    """The extracted vectors, and by tap the direction with its measures."""
 
     vectors: VectorSet
     directions: dict[Tap, Direction]
@@ -48,15 +48,16 @@ def extract(
     method: Method = "mean",
     position: Position = "last",
 ) -> Extracted:
-    """Vectors that lead from the negative to the positive texts.
+    """Extract vectors that point from the negative to the positive texts.
 
     Args:
         llm: an engine with the capture consumer `CONSUMER`.
         pairs: contrasting texts; 20 to 200 are usual.
         hook: the hook point that is captured, and where the vectors act.
-        layers: by default all.
+        layers: 0-based layers; all by default.
         method: see `directions.direction`.
-        position: a text's row is that of its last token, or the mean over all of them.
+        position: whether a text's row is that of its last token or the mean over all
+            its tokens.
 
     Raises:
         SteeringValidationError: there are no pairs.
@@ -86,7 +87,17 @@ def capture_rows(
     layers: Sequence[int] | None = None,
     position: Position = "last",
 ) -> dict[Tap, Rows]:
-    """A row for each prompt, by place: `[len(prompts), hidden_size]`.
+    """Capture one row per prompt.
+
+    Args:
+        llm: an engine with the capture consumer `CONSUMER`.
+        prompts: texts or chats.
+        hook: the hook point.
+        layers: 0-based layers; all by default.
+        position: the row of the last token, or the mean over all tokens.
+
+    Returns:
+        `[len(prompts), hidden_size]` float64 by `(layer, hook)`.
 
     Raises:
         RuntimeError: a capture failed.
@@ -110,7 +121,7 @@ def _run(
     layers: Sequence[int] | None,
     position: Position,
 ) -> Iterator["RequestOutput"]:
-    """Run the prompts, a few at a time so that their rows never fill the memory."""
+    """Run the prompts in groups whose captured rows stay below the memory limit."""
     from vllm import SamplingParams
 
     spec = {
@@ -126,11 +137,11 @@ def _run(
 
 
 def in_groups(prompts: Sequence[Prompt], per_token: int) -> Iterator[Sequence[Prompt]]:
-    """Prompts in order, as many at a time as the engine lets be captured at once.
+    """Yield the prompts in groups whose rows the engine can capture at once.
 
     Args:
         prompts: texts or chats.
-        per_token: bytes that are captured of each token.
+        per_token: bytes captured per token.
 
     """
     group: list[Prompt] = []
@@ -146,13 +157,13 @@ def in_groups(prompts: Sequence[Prompt], per_token: int) -> Iterator[Sequence[Pr
 
 
 def _most_tokens(prompt: Prompt) -> int:
-    """No tokenizer makes more tokens than a text has bytes."""
+    """An upper bound of the token count: the text's length in bytes."""
     text = prompt if isinstance(prompt, str) else str(prompt)
     return len(text.encode())
 
 
 def ask(llm: "LLM", prompts: Sequence[Prompt], params: Any) -> "list[RequestOutput]":
-    """Complete texts, or answer chats; all prompts are of one kind."""
+    """Run all prompts through `generate` or `chat`; they must be of one kind."""
     run: Any = llm.generate if isinstance(prompts[0], str) else llm.chat
     outputs: list[RequestOutput] = run(list(prompts), params, use_tqdm=False)
     return outputs

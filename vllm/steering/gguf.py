@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF control vectors, as repeng and llama.cpp write and read them.
+"""GGUF control vectors as written and read by repeng and llama.cpp.
 
-A file has a tensor `direction.L` for each layer. How both count layers:
+A file has a tensor `direction.L` for each layer. The two count layers as follows:
 
-- Applied: repeng and llama.cpp both add `direction.L` to the output of block L, counted
-  from 0: our `post_block` of layer L. llama.cpp refuses `direction.0`.
-- Measured: repeng computes `direction.L` from the output of block L, where it applies
-  it (for the last block, from that output after the final norm). llama.cpp's
-  `cvector-generator` computes it from the output of block L - 1 and so applies it one
-  block later than it was measured.
+- Applied: both add `direction.L` to the output of block L, counted from 0, which is
+  our `post_block` of layer L. llama.cpp rejects `direction.0`.
+- Measured: repeng computes `direction.L` from the output of block L, where it also
+  applies it (for the last block, from the output after the final norm). llama.cpp's
+  `cvector-generator` computes it from the output of block L - 1, so it is applied one
+  block after the one where it was measured.
 
-The two writers differ in the type of `controlvector.layer_count`: repeng writes an
-unsigned number, llama.cpp a signed one. So a file says which of them wrote it.
+The writer is recognised by the type of `controlvector.layer_count`: unsigned for
+repeng, signed for llama.cpp.
 """
 
 from pathlib import Path
@@ -32,15 +32,15 @@ Layers = Literal["applied", "measured"]
 
 
 def read_gguf(path: str | Path, layers: Layers = "applied") -> VectorSet:
-    """The vectors of a control vector file.
+    """Read a control vector file.
 
     Args:
         path: the file.
-        layers: put `direction.L` where it is applied, or where it was measured; the
-            two differ for files of llama.cpp's `cvector-generator` only.
+        layers: whether to put `direction.L` where it is applied or where it was
+            measured; they differ only for files of llama.cpp's `cvector-generator`.
 
     Raises:
-        SteeringValidationError: it is no control vector.
+        SteeringValidationError: the file is not a control vector.
 
     """
     reader = _open(Path(path))
@@ -68,17 +68,17 @@ def read_gguf(path: str | Path, layers: Layers = "applied") -> VectorSet:
 def write_gguf(
     path: str | Path, vectors: VectorSet, writer: Writer = "repeng", hint: str = ""
 ) -> None:
-    """Write a control vector, which acts where our vectors act.
+    """Write a control vector that acts where the given vectors act.
 
     Args:
-        path: the file.
-        vectors: at `post_block`; `pre_attn` of layer L is the same place as
-            `post_block` of layer L - 1, and is written as that.
-        writer: whose form: repeng's may have a `direction.0`.
-        hint: the model's type, by default that of the provenance.
+        path: the file to write.
+        vectors: at `post_block`, or at `pre_attn` of layer L > 0, which is written as
+            `post_block` of layer L - 1.
+        writer: whose conventions to follow; only repeng's allow `direction.0`.
+        hint: the model's type; by default that of the provenance.
 
     Raises:
-        SteeringValidationError: a control vector cannot say this.
+        SteeringValidationError: a control vector cannot represent these vectors.
 
     """
     import gguf
@@ -105,7 +105,7 @@ def write_gguf(
 
 
 def writer_of(reader: Any) -> Writer:
-    """Who wrote a file, by the type of its layer count."""
+    """The program that wrote a file, by the type of its layer count."""
     import gguf
 
     counted = reader.get_field(f"{ARCHITECTURE}.layer_count")
@@ -126,7 +126,7 @@ def _open(path: Path) -> Any:
         raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
     try:
         return gguf.GGUFReader(path)
-    # What the reader raises on a file that is broken or none.
+    # The reader raises any of these for an invalid file.
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise fail(
             f"path: {path.name!r} is not a GGUF file: {error}", "path", str(path)
@@ -159,12 +159,12 @@ def _values(tensor: Any, path: str | Path) -> Vector:
             "path",
             tensor.name,
         )
-    values: Vector = np.array(tensor.data, dtype=np.float32)  # no view of the file
+    values: Vector = np.array(tensor.data, dtype=np.float32)  # a copy, not the mmap
     return values
 
 
 def _directions(vectors: VectorSet) -> dict[int, Vector]:
-    """The vectors by block whose output they are added to."""
+    """The vectors by the block to whose output they are added; sums at equal blocks."""
     found: dict[int, Vector] = {}
     for tap, vector in sorted(vectors.vectors.items()):
         block = _block(tap)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of contrasting texts, and of prompts."""
+"""Reads files of contrasting texts and of prompts."""
 
 import json
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ SIDES = ("positive", "negative")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two prompts that differ in what the vector shall stand for."""
+    """Two prompts that differ in the property that the vector should represent."""
 
     positive: Prompt
     negative: Prompt
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
-    """The pairs of a JSON Lines file, or of a JSON file with a list.
+    """Read the pairs of a JSON Lines file, or of a JSON file with a list.
 
-    Each is `{"positive": ..., "negative": ...}`, where a side is a text or a list of
-    chat messages `{"role", "content"}`; all sides of a file are of one kind.
+    Each entry is `{"positive": ..., "negative": ...}`. A side is a text or a list of
+    chat messages `{"role", "content"}`; all sides of a file must be of the same kind.
 
     Raises:
         SteeringValidationError: naming the file, the entry and what is wrong with it.
@@ -48,7 +48,7 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a file: JSON Lines, a JSON list, or else one text per line.
+    """Read prompts: JSON Lines, a JSON list, or in other files one text per line.
 
     Raises:
         SteeringValidationError: naming the file, the entry and what is wrong with it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a sweep."""
+"""Plots a sweep."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_can_draw(path: Path) -> None:
-    """Refuse before an engine is started for nothing.
+    """Check that a plot can be written, before an engine is started.
 
     Raises:
         SteeringValidationError: the folder is missing, or matplotlib is.
@@ -37,10 +37,10 @@ def check_can_draw(path: Path) -> None:
 
 
 def draw_sweep(path: Path, cells: Sequence["Cell"]) -> None:
-    """Write a picture: per layer a line over the coefficients."""
+    """Plot score and perplexity over the coefficient, one line per tap, to `path`."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a file, no window
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
     scored = any(not math.isnan(cell.score) for cell in cells)
@@ -72,5 +72,5 @@ def _draw(axis: Any, cells: Sequence["Cell"], value: str) -> None:
 
 
 def cells_at(cells: Sequence["Cell"], tap: tuple[int, str]) -> list["Cell"]:
-    """The cells of one vector."""
+    """The cells of one tap."""
     return [cell for cell in cells if cell.tap == tap]

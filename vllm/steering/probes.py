@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear probes from labelled texts: trained on rows, judged on texts held out.
+"""Trains linear probes on the rows of labelled texts, with a held-out test set.
 
-Logistic regression with an L2 penalty on standardised rows, folded back to raw rows;
-and mass-mean probes, the difference of the classes' means (arXiv 2310.06824), with the
-bias half-way between them.
+Two methods: logistic regression with an L2 penalty on standardised rows, whose weights
+are converted back to raw rows; and mass-mean probes, the difference of the class means
+(arXiv 2310.06824), with the bias at the midpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,25 +32,28 @@ _AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedProbe:
-    """A direction, and how it does on texts that it has not seen."""
+    """A probe `row @ vector + bias`, and its metrics on held-out texts."""
 
     vector: torch.Tensor  # [hidden_size], float32
     bias: float
     accuracy: float
-    """Share of held-out texts on the right side of 0."""
+    """Fraction of held-out texts classified correctly by the sign of the value."""
     auroc: float
-    """Chance that a held-out positive text scores above a negative one."""
+    """Probability that a held-out positive text scores above a negative one."""
 
 
 def read_labelled(path: str | Path) -> tuple[list[Prompt], Labels]:
-    """Texts and labels of a JSON Lines file.
+    """Read texts and labels from a JSON Lines file.
 
-    Each line is `{"text": ..., "label": true|false|1|0}`, or a pair
-    `{"positive": ..., "negative": ...}`; a side is a text or the messages of a chat.
+    Each line is `{"text": ..., "label": true|false|1|0}` or a pair
+    `{"positive": ..., "negative": ...}`. A text may also be a list of chat messages.
+
+    Returns:
+        The texts, and their labels `[len(texts)]`.
 
     Raises:
-        ReadoutValidationError: the file has too few texts of a class.
-        SteeringValidationError: it is not of this form.
+        ReadoutValidationError: an entry is invalid, or a class has fewer than 4 texts.
+        SteeringValidationError: a pair is invalid.
 
     """
     import json
@@ -94,14 +97,20 @@ def prompt_rows(
     layers: Sequence[int] | None,
     position: Literal["last", "mean"],
 ) -> dict[Tap, Rows]:
-    """A row for each prompt, by place: `[len(prompts), hidden_size]`.
+    """Read one row per prompt, by a readout.
 
     Args:
-        llm: an engine that reads out.
+        llm: an engine with readouts enabled.
         prompts: texts or chats.
         hook: the hook point.
-        layers: by default all.
-        position: the row of the last token, or the mean of all.
+        layers: 0-based layers; all by default.
+        position: the row of the last token, or the mean over all tokens.
+
+    Returns:
+        `[len(prompts), hidden_size]` float64 by `(layer, hook)`.
+
+    Raises:
+        RuntimeError: a readout failed.
 
     """
     from vllm import SamplingParams
@@ -125,9 +134,19 @@ def prompt_rows(
 
 
 def held_out(labels: Labels, share: float, seed: int) -> Labels:
-    """Which texts are held out: the same share of each class, at least one.
+    """Choose held-out texts at random, the same fraction of each class.
 
-    The two texts of a pair may be parted; they are different texts.
+    The two texts of a pair are chosen independently.
+
+    Args:
+        labels: `[texts]`.
+        share: fraction to hold out; at least one text per class is held out and at
+            least one is kept.
+        seed: random seed.
+
+    Returns:
+        `[texts]`, true for held-out texts.
+
     """
     draw = np.random.default_rng(seed)
     chosen = np.zeros(len(labels), dtype=bool)
@@ -141,14 +160,14 @@ def held_out(labels: Labels, share: float, seed: int) -> Labels:
 def train(
     rows: Rows, labels: Labels, test: Labels, method: Method, penalty: float = 1.0
 ) -> TrainedProbe:
-    """A probe of one place.
+    """Train a probe on the rows of one tap.
 
     Args:
         rows: `[texts, hidden_size]`.
         labels: `[texts]`.
-        test: which texts are held out `[texts]`.
-        method: how it is trained.
-        penalty: of the logistic regression, on the squared weights of standardised
+        test: `[texts]`, true for held-out texts.
+        method: `logistic` or `mass-mean`.
+        penalty: L2 penalty of the logistic regression, on the weights of standardised
             rows.
 
     """
@@ -169,7 +188,7 @@ def _mass_mean(rows: Rows, labels: Labels, _: float) -> tuple[Rows, float]:
 
 
 def _logistic(rows: Rows, labels: Labels, penalty: float) -> tuple[Rows, float]:
-    """Minimises the mean log-loss plus `penalty / (2 n) |w|²` by L-BFGS."""
+    """Minimise the mean log-loss plus `penalty / (2 n) |w|²` by L-BFGS."""
     mean, spread = rows.mean(axis=0), rows.std(axis=0) + 1e-8
     x = torch.from_numpy((rows - mean) / spread)
     y = torch.from_numpy(labels.astype(np.float64))
@@ -193,14 +212,14 @@ def _logistic(rows: Rows, labels: Labels, penalty: float) -> tuple[Rows, float]:
 
 
 def auroc(scores: Rows, labels: Labels) -> float:
-    """Area under the ROC curve; ties count half."""
+    """The area under the ROC curve; ties count half."""
     above, below = scores[labels][:, None], scores[~labels][None]
     wins = (above > below) + 0.5 * (above == below)
     return float(wins.mean())
 
 
 def best_of(probes: Mapping[Tap, TrainedProbe]) -> Tap:
-    """The place whose probe has the largest AUROC; then accuracy, then the lowest."""
+    """The tap of the best probe by AUROC, then accuracy, then lowest layer."""
     return max(
         sorted(probes), key=lambda tap: (probes[tap].auroc, probes[tap].accuracy)
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feature of a sparse autoencoder in SAELens' form: a row of its decoder.
+"""Reads a feature of an SAE in SAELens' format: a row of its decoder.
 
-The folder has `cfg.json`, which names the place in TransformerLens' words, and
-`sae_weights.safetensors` with `W_dec` `[d_sae, d_in]`. Releases before 6 say the place
-at the top level, later ones under `metadata`.
+The folder has `cfg.json`, which names the hook point as TransformerLens does, and
+`sae_weights.safetensors` with `W_dec` `[d_sae, d_in]`. Releases before 6 have the hook
+name at the top level, later ones under `metadata`.
 """
 
 import json
@@ -24,27 +24,27 @@ HOOK_NAMES = {
     "hook_resid_post": "post_block",
     "hook_mlp_out": "mlp_out",
 }
-"""TransformerLens' names of our hook points; it counts blocks from 0 too."""
+"""Our hook points by TransformerLens' names; both count blocks from 0."""
 
 _PLACE = re.compile(r"blocks\.(\d{1,4})\.(\w+)")
 
 
 def read_saelens(folder: str | Path, feature: int, tap: Tap | None = None) -> VectorSet:
-    """The decoder's row of a feature.
+    """Read the decoder row of a feature.
 
     Args:
-        folder: what SAELens' `save_model` wrote, or a release's folder.
-        feature: the row.
-        tap: where to add it, if not where the configuration says that the SAE reads.
+        folder: written by SAELens' `save_model`, or the folder of a release.
+        feature: index of the row.
+        tap: `(layer, hook)` where the vector acts; by default the SAE's own.
 
     Raises:
-        SteeringValidationError: the folder is no SAE, has no such feature, or the
-            place is none of our hook points.
+        SteeringValidationError: the folder is not an SAE, the feature does not exist,
+            or the SAE's hook point is not supported.
 
     """
     config = _config(Path(folder))
     meta = _meta(config)
-    # A transcoder's decoder writes elsewhere than its encoder reads.
+    # The decoder of a transcoder writes to another hook point than its encoder reads.
     place = str(meta.get("hook_name_out") or meta.get("hook_name") or "")
     place = place or str(meta.get("hook_point") or "")
     row = _row(Path(folder) / WEIGHTS, feature)
@@ -98,7 +98,7 @@ def _row(file: Path, feature: int) -> Any:
             decoder = opened.get_slice("W_dec")
             shape = decoder.get_shape()
             if len(shape) == 2 and 0 <= feature < shape[0]:
-                return decoder[feature]  # One row is read, however large the file.
+                return decoder[feature]  # Reads this row only.
     except (SafetensorError, OSError) as error:
         raise fail(
             f"path: {file.name!r} has no decoder W_dec: {error}", "path", str(file)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering vectors of IBM's activation-steering, `.svec`.
+"""Reads `.svec` files, the format of IBM's activation-steering library.
 
-A JSON object: `model_type`, and `directions`, which maps the number of a block to its
-vector. That library adds the vector of block L to what enters the block: our `pre_attn`
-of layer L (`activation_steering/leash_layer.py`).
+A file is a JSON object with `model_type` and `directions`, which maps the number of a
+block to its vector. The library adds the vector of block L to the input of the block,
+our `pre_attn` of layer L (`activation_steering/leash_layer.py`).
 """
 
 import json
@@ -17,14 +17,14 @@ HOOK = "pre_attn"
 
 
 def read_svec(path: str | Path, hook: str | None = None) -> VectorSet:
-    """The vectors of a `.svec` file.
+    """Read the vectors of a `.svec` file.
 
     Args:
         path: the file.
-        hook: where to add them instead of where they are meant for.
+        hook: the hook point where the vectors act; `pre_attn` by default.
 
     Raises:
-        SteeringValidationError: the file is missing, or none of this form.
+        SteeringValidationError: the file is missing or invalid.
 
     """
     file = Path(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generating under several settings of vectors, and measuring what comes out."""
+"""Generates with vectors at several coefficients and measures the texts."""
 
 import importlib.util
 import math
@@ -24,18 +24,18 @@ Score = Callable[[str], float]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Some vectors times a coefficient; nothing where that is 0."""
+    """Vectors with a coefficient; a coefficient of 0 means unsteered."""
 
     vectors: VectorSet
     scale: float
 
     @property
     def title(self) -> str:
-        """For people."""
+        """A label for output."""
         return f"times {self.scale:+g}" if self.scale else "unsteered"
 
     def params(self, sampling: "SamplingParams") -> "SamplingParams":
-        """How to generate under this setting."""
+        """A copy of `sampling` with this setting's vectors."""
         params = sampling.clone()
         if self.scale:
             params.steering_vectors = self.vectors.spec(self.scale)
@@ -48,24 +48,24 @@ class Generated:
 
     text: str
     token_ids: list[int]
-    """The prompt's and the generated ones."""
+    """Prompt tokens followed by generated tokens."""
     num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What one layer's vector does at one coefficient."""
+    """The results of one vector at one coefficient."""
 
     tap: Tap
     scale: float
     score: float
-    """The mean over all texts; NaN without a score."""
+    """The mean score of the texts; NaN without a scoring function."""
     perplexity: float
     """Of the generated tokens, under the unsteered model; NaN if there are none."""
     texts: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """A JSON-serialisable dict, with None for NaN."""
         numbers = {"score": self.score, "perplexity": self.perplexity}
         shown = {k: None if math.isnan(v) else v for k, v in numbers.items()}
         layer, hook = self.tap
@@ -75,10 +75,11 @@ class Cell:
 
 
 def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
-    """Refuse vectors that were made with another model than the engine's.
+    """Check that the vectors were made with the engine's model.
 
     Raises:
-        SteeringValidationError: naming what differs, and the remedy.
+        SteeringValidationError: they were not; the message names the difference and
+            the remedy.
 
     """
     vectors.provenance.check_model(
@@ -87,7 +88,7 @@ def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
 
 
 def unsteered_and(vectors: VectorSet, scales: Sequence[float]) -> list[Setting]:
-    """Nothing, then the vectors at each coefficient."""
+    """The unsteered setting, then the vectors with each non-zero coefficient."""
     return [Setting(vectors, scale) for scale in (0.0, *filter(None, scales))]
 
 
@@ -99,7 +100,7 @@ def generate(
 ) -> list[list[Generated]]:
     """Completions by setting: `sampling.n` for each prompt, in order.
 
-    All are requested at once, so that the engine batches them.
+    All requests are submitted at once, so that the engine batches them.
 
     Raises:
         SteeringValidationError: the vectors do not fit the model.
@@ -131,18 +132,21 @@ def sweep(
     score: Score | None,
     sampling: "SamplingParams",
 ) -> list[Cell]:
-    """Every vector alone at every coefficient.
+    """Generate with every vector alone at every coefficient.
 
     Args:
-        llm: an engine that steers.
-        vectors: one row of the result for each.
-        prompts: what to complete.
-        scales: one column of the result for each.
-        score: a text's number, whose mean is taken.
-        sampling: how to generate, without steering.
+        llm: an engine with steering enabled.
+        vectors: the vectors; each is applied alone.
+        prompts: the prompts to complete.
+        scales: the coefficients; 0 means unsteered.
+        score: maps a text to a number, which is averaged; None for no score.
+        sampling: sampling parameters without steering.
+
+    Returns:
+        A cell for each vector and coefficient.
 
     """
-    # Unsteered texts are the same for all vectors.
+    # Unsteered texts are the same for all vectors and generated once.
     steered = sorted(set(scales) - {0.0})
     settings = [Setting(vectors, 0.0)] if 0.0 in scales else []
     places: list[Tap | None] = [None] * len(settings)
@@ -170,7 +174,7 @@ def sweep(
 
 
 def perplexities(llm: "LLM", groups: Sequence[Sequence[Generated]]) -> list[float]:
-    """By group, the perplexity of its generated tokens without steering."""
+    """The perplexity of each group's generated tokens under the unsteered model."""
     from vllm import SamplingParams
 
     longest = llm.llm_engine.vllm_config.model_config.max_model_len - 1
@@ -202,10 +206,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def load_score(where: str) -> Score:
-    """The function that `FILE.py:FUNCTION` names.
+    """Load the scoring function named by `FILE.py:FUNCTION`. Runs the file's code.
 
     Raises:
-        SteeringValidationError: there is no such file or function.
+        SteeringValidationError: the file or the function does not exist.
 
     """
     file, colon, name = where.rpartition(":")

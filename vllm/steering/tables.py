@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands print: tables, and texts side by side."""
+"""Text output of the commands: tables, and texts side by side."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def separation_table(directions: Mapping[Tap, Direction]) -> str:
-    """By place, how long a vector is and how well it tells the pairs apart."""
+    """A table of the vectors' norms and of how well they separate the pairs."""
     lines = ["layer  point       norm     of stream  in order  explained"]
     for (layer, hook), found in sorted(directions.items()):
         share = found.norm / found.stream_norm if found.stream_norm else 0.0
@@ -27,7 +27,7 @@ def separation_table(directions: Mapping[Tap, Direction]) -> str:
 
 
 def vectors_table(vectors: VectorSet) -> str:
-    """By place the length of a vector, then what is known of all."""
+    """A table of the vectors' norms, followed by their provenance."""
     lines = ["layer  point       norm"]
     lines += [
         f"{layer:5}  {hook:<10}  {vectors.norm((layer, hook)):.5g}"
@@ -41,7 +41,7 @@ def vectors_table(vectors: VectorSet) -> str:
 def sweep_table(
     cells: Sequence["Cell"], value: Literal["score", "perplexity"], digits: int = 3
 ) -> str:
-    """A row for each layer, a column for each coefficient."""
+    """A table with a row for each tap and a column for each coefficient."""
     scales = sorted({cell.scale for cell in cells})
     places = {(cell.tap, cell.scale): cell for cell in cells}
     width = max(9, *(len(f"{scale:+g}") + 2 for scale in scales))
@@ -54,12 +54,12 @@ def sweep_table(
 
 
 def side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> str:
-    """Texts in columns under their titles, `width` characters in all.
+    """Format texts in columns under their titles.
 
     Args:
         titles: one per text.
-        texts: line breaks in them are kept as blanks.
-        width: a column has at least 16 characters, whatever this says.
+        texts: line breaks in them become blanks.
+        width: total width in characters; a column has at least 16.
 
     """
     each = max(16, (width + 3) // len(texts) - 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors outside of an engine: by layer and hook point, with their provenance."""
+"""A set of vectors by layer and hook point, with their provenance."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,18 +30,18 @@ class VectorSet:
 
     @property
     def taps(self) -> list[Tap]:
-        """The places, sorted."""
+        """The `(layer, hook)` of all vectors, sorted."""
         return sorted(self.vectors)
 
     def norm(self, tap: Tap) -> float:
-        """The length of a vector."""
+        """The Euclidean norm of a vector."""
         return float(np.linalg.norm(self.vectors[tap].astype(np.float64)))
 
     def at(self, layers: Iterable[int]) -> "VectorSet":
-        """The vectors at some layers.
+        """The vectors at the given layers.
 
         Raises:
-            SteeringValidationError: there is none at one of them.
+            SteeringValidationError: a layer has no vector.
 
         """
         wanted = set(layers)
@@ -57,7 +57,7 @@ class VectorSet:
         return replace(self, vectors=kept)
 
     def spec(self, scale: float = 1.0) -> dict[str, dict[int, dict[str, Any]]]:
-        """As a request gives them: `{hook: {layer: {"vector", "scale"}}}`."""
+        """As a request has them: `{hook: {layer: {"vector", "scale"}}}`."""
         found: dict[str, dict[int, dict[str, Any]]] = {}
         for (layer, hook), vector in sorted(self.vectors.items()):
             entry = {"vector": vector, "scale": scale}
@@ -65,7 +65,12 @@ class VectorSet:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write our safetensors form, which `--steering-modules` reads."""
+        """Write our safetensors format, which `--steering-modules` reads.
+
+        Raises:
+            SteeringValidationError: `path` does not end in `.safetensors`.
+
+        """
         if Path(path).suffix != ".safetensors":
             raise fail(
                 f"path: {str(path)!r} must end in .safetensors", "path", str(path)
@@ -79,15 +84,15 @@ class VectorSet:
 def vector_set(
     vectors: Mapping[Tap, Any], provenance: Provenance | None = None, source: str = ""
 ) -> VectorSet:
-    """Checked vectors: at least one, all finite and of one width.
+    """Build a `VectorSet` and check that all vectors are finite and of one width.
 
     Args:
-        vectors: by `(layer, hook)` a list, an array or a tensor.
-        provenance: its `hidden_size` is filled in.
-        source: where the vectors come from, for messages.
+        vectors: a list, an array or a tensor by `(layer, hook)`; at least one.
+        provenance: copied with `hidden_size` set to the vectors' width.
+        source: where the vectors come from, for error messages.
 
     Raises:
-        SteeringValidationError: naming the vector and what is wrong with it.
+        SteeringValidationError: a vector is invalid; the message names it.
 
     """
     if not vectors:
@@ -105,11 +110,11 @@ def vector_set(
 
 
 def load_vectors(path: str | Path) -> VectorSet:
-    """The vectors of a file in our form (safetensors or JSON).
+    """Load a file in our own format (safetensors or JSON).
 
     Raises:
-        SteeringValidationError: the file is none of ours, or says more than vectors
-            for all tokens.
+        SteeringValidationError: the file is invalid, or contains more than vectors
+            that are added to all tokens.
 
     """
     module = read_module(path)
@@ -139,11 +144,11 @@ def load_vectors(path: str | Path) -> VectorSet:
 
 
 _MOST_LAYERS = 4096
-"""Beyond the depth of any model."""
+"""More layers than any model has."""
 
 
 def _first_width(spec: Any) -> int:
-    """The width of the first vector, by which all others are checked."""
+    """The width of the first vector, against which all others are checked."""
     while isinstance(spec, Mapping):
         if "shape" in spec:
             spec = spec["shape"]

@@ -13,7 +13,8 @@ import pytest
 
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.operations import operation
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
+from vllm.v1.steering.plan import NO_STEERING, PackedVectors, SteeringTiers, pack
+from vllm.v1.steering.spec.matrix import row_positions
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 
@@ -31,9 +32,9 @@ def tiers(seed: int, **operations: Any) -> SteeringTiers:
     )
 
 
-def request(steering: SteeringTiers | None) -> Any:
+def request(steering: SteeringTiers | None, num_prompt: int = 10) -> Any:
     params = SimpleNamespace(_steering=steering)
-    return SimpleNamespace(sampling_params=params, num_prompt_tokens=10)
+    return SimpleNamespace(sampling_params=params, num_prompt_tokens=num_prompt)
 
 
 def named() -> list[Any]:
@@ -75,3 +76,25 @@ def test_an_unsteered_request_has_no_key() -> None:
     decode = SteeringTiers(None, None, tiers(1).decode)
     assert extra_keys(request(decode), 0, 10) == [], "its prompt is not steered"
     assert extra_keys(request(decode), 10, 14)
+
+
+def by_row(positions: Any) -> SteeringTiers:
+    rows = np.arange(len(positions) * 4, dtype=np.float32).reshape(-1, 4)
+    places = row_positions(positions, len(rows), "positions")
+    made = [
+        operation(
+            (0, "post_block"), "replace", rows[order], 1.0, (None, None), False, spans,
+            num_rows=len(order),
+        )
+        for spans, order in places
+    ]  # fmt: skip
+    return SteeringTiers(PackedVectors((), memoryview(b""), "", tuple(made)))
+
+
+def test_blocks_with_other_rows_of_a_matrix_have_other_keys() -> None:
+    one = extra_keys(request(by_row(list(range(32)))), 16, 32)
+    assert one != extra_keys(request(by_row(list(range(8, 40)))), 16, 32)
+    assert one == extra_keys(request(by_row(list(range(32)))), 16, 32)
+    from_end = by_row(list(range(-64, 0)))
+    keys = [extra_keys(request(from_end, size), 0, 16) for size in (32, 48)]
+    assert keys[0] != keys[1], "all places of the block have rows, but others"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations equal a slow float64 reference in transformers."""
 
+import base64
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +129,28 @@ ENTRIES: dict[str, tuple[dict[str, Any], Row]] = {
 }
 
 
+SURE: dict[str, tuple[dict[str, Any], Row]] = ENTRIES | {
+    "clamp": (
+        {"vector": V, "op": "clamp", "min": 3, "max": 4},
+        lambda x: along(x, lambda c: c.clamp(3, 4)),
+    ),
+    "low_rank": (
+        ENTRIES["low_rank"][0] | {"bias": [5, -0.2]},
+        lambda x: (
+            x
+            + 0.5
+            * (READ.double() @ x + torch.tensor([5, -0.2])).relu()
+            @ WRITE.double()
+        ),
+    ),
+    "low_rank, jumprelu": (
+        ENTRIES["low_rank, jumprelu"][0] | {"bias": [5, 0]},
+        lambda x: x + jumped(READ.double() @ x + torch.tensor([5, 0])) @ WRITE.double(),
+    ),
+}
+"""Entries that change any row: one row alone may lie between a clamp's bounds."""
+
+
 @pytest.fixture(scope="module", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any
@@ -205,7 +229,7 @@ def test_positions_are_absolute_or_from_the_prompts_end(
             {**entry, "positions": positions},
             at_rows(change, lambda p: p in chosen),
         )
-        for name, (entry, change) in ENTRIES.items()
+        for name, (entry, change) in SURE.items()
     }
     check(*steered, "steering_vectors", (1, "post_block"), cases)
 
@@ -270,7 +294,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
     ({"op": "clamp", "value": 1, "min": 0}, "at once"),
     ({"op": "clamp", "value": 1, "strength": "x"}, "finite"),
-    ({"op": "replace", "alpha": 1.5}, "between 0 and 1"),
+    ({"op": "replace", "alpha": "x"}, "finite"),
     ({"op": "replace", "mask": [2.0] * _models.HIDDEN}, "between 0 and 1"),
     ({"op": "replace", "mask": [1.0]}, "hidden size|numbers"),
     ({"alpha": 0.5}, "goes with"),
@@ -324,19 +348,147 @@ def test_more_operations_than_allowed_are_refused(steered: Any) -> None:
         generate(llm, [PROMPT], [asked(9, positions="last_prompt")])
 
 
-def test_a_whole_prompt_is_replaced_position_by_position(steered: Any) -> None:
-    """More entries than may meet at one token: each acts at another one."""
+ROWS = torch.stack([vector(50 + i) for i in range(SIZE)])
+
+
+@pytest.mark.parametrize("form", ["entries", "matrix", "packed"])
+def test_a_whole_prompt_is_replaced_at_every_layer(steered: Any, form: str) -> None:
+    """Chunked over two steps, in one request, beside one that nothing changes."""
     llm, reference = steered
-    rows = torch.stack([vector(50 + i) for i in range(SIZE)])
-    entries = [
-        {"vector": rows[i], "op": "replace", "positions": [i]} for i in range(SIZE)
-    ]
+    layers = range(_models.LAYERS)
+    whole = {"op": "replace", "vectors": ROWS, "positions": "all_prompt"}
+    wide = ROWS.repeat(_models.LAYERS, 1, 1).numpy()
+    forms: dict[str, Any] = {
+        "entries": {
+            layer: [
+                {"vector": ROWS[i], "op": "replace", "positions": [i]}
+                for i in reversed(range(SIZE))
+            ]
+            for layer in layers
+        },
+        "matrix": dict.fromkeys(layers, whole),
+        "packed": {
+            "dtype": "float32",
+            "shape": list(wide.shape),
+            "layer_indices": list(layers),
+            "data": base64.b64encode(wide.tobytes()).decode(),
+            "op": "replace",
+            "positions": {"last": SIZE},
+        },
+    }
 
     def changed(stream: torch.Tensor) -> torch.Tensor:
-        return torch.cat([rows, stream[SIZE:]])
+        return torch.cat([ROWS, stream[SIZE:]])
 
-    case = {"patched": (entries, changed)}
-    check(llm, reference, "steering_vectors", (1, "post_block"), case)
+    sampling = [params(steering_vectors={"post_block": forms[form]}), params()] * 2
+    prompts = [PROMPT, PROMPT[:5]] * 2
+    outputs = generate(llm, prompts, sampling)
+    ids = PROMPT + tokens(outputs[0])
+    changes = {(layer, "post_block"): changed for layer in layers}
+    expected = reference.logprobs(ids[:-1], changes)[SIZE - 1 :]
+    for output in outputs[::2]:
+        error = (logprobs(output) - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4
+    alone = generate(llm, [PROMPT[:5]], [params()])
+    assert tokens(outputs[1]) == tokens(alone[0])
+
+
+MATRICES: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor]]] = {
+    "add": ({"scale": 1.5}, lambda x, v: x + 1.5 * v),
+    "add, matched": (
+        {"scale": 0.3, "norm_match": True},
+        lambda x, v: x + 0.3 * x.norm() * v / v.norm(),
+    ),
+    "replace, half": ({"op": "replace", "alpha": 0.5}, lambda x, v: (x + v) / 2),
+    "project_out": (
+        {"op": "project_out"},
+        lambda x, v: x - (x @ v) / (v @ v) * v,
+    ),
+    "clamp": (
+        {"op": "clamp", "min": 2},
+        lambda x, v: (
+            x + ((x @ v / v.norm()).clamp(min=2) - x @ v / v.norm()) * v / v.norm()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [4, 2, SIZE + 1, 7, SIZE + 3, 5],
+        {"ranges": [[SIZE, SIZE + 2], [3, 5]]},
+        [-1, 0, -3, SIZE, -5, 2],
+    ],
+    ids=["listed", "ranges", "from the end"],
+)
+def test_each_position_has_a_row_of_its_own(steered: Any, positions: Any) -> None:
+    listed = positions
+    if isinstance(positions, dict):
+        listed = [p for a, b in positions["ranges"] for p in range(a, b + 1)]
+    place = {p if p >= 0 else SIZE + p: i for i, p in enumerate(listed)}
+
+    def case(entry: dict[str, Any], change: Callable[..., torch.Tensor]) -> Case:
+        def changed(stream: torch.Tensor) -> torch.Tensor:
+            rows = [
+                change(row.double(), ROWS[place[p]].double()) if p in place else row
+                for p, row in enumerate(stream)
+            ]
+            return torch.stack([row.to(stream.dtype) for row in rows])
+
+        whole = {**entry, "vectors": ROWS[: len(listed)], "positions": positions}
+        return [whole], changed
+
+    cases = {name: case(*one) for name, one in MATRICES.items()}
+    check(*steered, "steering_vectors", (1, "post_attn"), cases)
+
+
+BAD_MATRICES: list[tuple[dict[str, Any], str]] = [
+    ({"positions": None}, "one for each of its 3 rows"),
+    ({"positions": [1, 2]}, "2 positions for 3 rows"),
+    ({"positions": [1, 2, 2]}, "there twice"),
+    ({"positions": "all"}, "one for each"),
+    ({"positions": "all_prompt"}, "3 rows, and the prompt 13 tokens"),
+    ({"positions": {"last": 4}}, "4 positions"),
+    ({"positions": [1, 2, 4000]}, "nothing is ever at 4000"),
+    ({"vector": V}, "leave one of them out"),
+    ({"vectors": [[1.0]]}, "hidden size"),
+    ({"vectors": ROWS[:3] * float("nan")}, "finite"),
+    ({"op": "project_out", "vectors": ROWS[:3] * 0}, "no direction"),
+    ({"op": "swap", "target": V}, "vector is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD_MATRICES, ids=range(12))
+def test_bad_matrices_are_refused(steered: Any, changes: Any, said: str) -> None:
+    llm, _ = steered
+    entry = {"vectors": ROWS[:3], "positions": [1, 2, 3], **changes}
+    with pytest.raises(ValueError, match=said):
+        generate(llm, [PROMPT], [params(steering_vectors={"post_block": {1: entry}})])
+
+
+def test_rows_beyond_the_bank_are_refused_or_wait(steered: Any) -> None:
+    llm, _ = steered
+    core = llm.llm_engine.engine_core.engine_core
+    admission = llm.llm_engine.steering.frontend.admission
+    slots, model = core.scheduler.steering.slots, admission.model
+    size = SIZE * _models.HIDDEN * 4
+    entry = {"op": "replace", "vectors": ROWS, "positions": "all_prompt"}
+
+    def asked(seed: float) -> Any:
+        one = {**entry, "vectors": ROWS * seed}
+        return params(2, steering_vectors={"post_block": {1: one}})
+
+    try:
+        admission.model = dataclasses.replace(model, bank_bytes=size)
+        slots._room = size
+        outputs = generate(llm, [PROMPT] * 3, [asked(s) for s in (1.0, 2.0, 3.0)])
+        assert len(outputs) == 3, "they ran one after another"
+        admission.model = dataclasses.replace(model, bank_bytes=size - 1)
+        with pytest.raises(ValueError, match="--steering-bank-mib"):
+            generate(llm, [PROMPT], [asked(1.0)])
+    finally:
+        admission.model, slots._room = model, None
 
 
 @pytest.mark.parametrize(("changes", "said"), BAD, ids=range(len(BAD)))

@@ -48,6 +48,32 @@ def test_a_configuration_stays_loaded_until_its_slot_is_needed() -> None:
     assert slots.acquire("c", "c") == (1, True), "the idle one is taken"
 
 
+@given(steps=STEPS, sizes=st.lists(st.integers(0, 5), min_size=6, max_size=6))
+def test_what_is_loaded_fits_into_the_room_for_vectors(
+    steps: list[tuple[str, int, int]], sizes: list[int]
+) -> None:
+    slots = Slots(3, room=7)
+    loaded: dict[int, int] = {}  # bytes that workers have in each slot
+    users: set[str] = set()
+    for action, number, config in steps:
+        user, digest, size = f"user {number}", f"config {config}", sizes[config]
+        if action == "release":
+            slots.release(user)
+            users.discard(user)
+        elif user not in users and slots.has_room(digest, size, taken=2):
+            for emptied in slots.make_room(digest, size, taken=2):
+                loaded[emptied] = 0
+            slot, is_new = slots.acquire(user, digest, size)
+            if is_new:
+                assert not loaded.get(slot), "what was there goes first"
+                loaded[slot] = size
+            users.add(user)
+            assert sum(loaded.values()) + 2 <= 7
+    for user in users:
+        slots.release(user)
+    assert all(slots.has_room("other", size, taken=2) for size in range(6))
+
+
 def test_rows_of_slots_are_distinct_and_leave_the_first_three() -> None:
     rows = [row(slot) for slot in range(5) for row in (prefill_row, decode_row)]
     assert sorted(rows) == list(range(3, 13))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a steering vector any good: what it does, and what it costs the model."""
+"""Measures the effect of steering vectors and the damage that they do."""

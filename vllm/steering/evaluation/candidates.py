@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vectors that are compared at a place: the one in question, and its controls."""
+"""The vectors that are compared at a tap: the evaluated one and its controls."""
 
 from dataclasses import dataclass
 
@@ -16,20 +16,23 @@ KINDS = (VECTOR, RANDOM, SHUFFLED)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A direction of length 1 at a place."""
+    """A unit vector at a tap."""
 
     tap: Tap
     kind: str
-    """`vector`; `random`: drawn from a Gaussian; `shuffled`: the mean difference of the
-    held-out pairs, with the sides of each swapped at random."""
+    """`vector`, `random` or `shuffled`.
+
+    `random` is drawn from a Gaussian. `shuffled` is the mean difference of the held-out
+    pairs after swapping the sides of a random half of them.
+    """
     unit: npt.NDArray[np.float64]  # [H]
     auroc: float
-    """How well the projection of held-out texts tells the sides apart."""
+    """AUROC of the projections of held-out positive and negative texts."""
     stream_norm: float
-    """Mean length of the held-out texts' rows at the place."""
+    """Mean Euclidean norm of the held-out texts' rows at the tap."""
 
     def vector(self, dose: float) -> npt.NDArray[np.float32]:
-        """What is added, so that |change| over |stream| is `dose` on average."""
+        """The vector `[H]` to add; its norm is `dose` times the stream's mean norm."""
         return (self.unit * dose * self.stream_norm).astype(np.float32)
 
 
@@ -43,11 +46,11 @@ def candidates(
     """A vector and its controls.
 
     Args:
-        tap: where it acts.
+        tap: `(layer, hook)` where the vector acts.
         vector: `[H]`.
-        positive: a row for each held-out pair `[N, H]`.
-        negative: the other side.
-        seed: of the controls.
+        positive: `[N, H]`, the rows of the held-out positive texts.
+        negative: `[N, H]`, the rows of the held-out negative texts.
+        seed: random seed for the controls.
 
     """
     chance = np.random.default_rng([seed, tap[0]])
@@ -66,7 +69,7 @@ def candidates(
 
 
 def _unit(direction: Rows) -> Rows:
-    """Length 1; zeros stay."""
+    """Normalise to length 1; a zero vector is returned unchanged."""
     length = float(np.linalg.norm(direction))
     unit: Rows = direction / length if length else direction
     return unit

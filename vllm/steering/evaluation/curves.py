@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation shows: a table, and curves of effect over damage."""
+"""Output of an evaluation: a table, and a plot of effect over damage."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ STYLES = {"vector": "-o", "random": ":x", "shuffled": "--s"}
 
 
 def points_table(points: Sequence[Point]) -> str:
-    """A line per candidate and dose."""
+    """Format a table with one line per candidate and dose."""
     judged = any(point.judged == point.judged for point in points)
     names = COLUMNS if judged else COLUMNS[:-1]
     lines = [[name.replace("_", " ") for name in names]]
@@ -30,10 +30,10 @@ def points_table(points: Sequence[Point]) -> str:
 
 
 def draw_points(path: Path, points: Sequence[Point], kl_limit: float) -> None:
-    """Write a picture: a curve per candidate, dose by dose."""
+    """Plot effect over KL with one curve per candidate, and save it to `path`."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a file, no window
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
     taps = sorted({(point.layer, point.hook) for point in points})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked under each setting: likelihoods, distributions, answers."""
+"""Queries an engine under each setting: likelihoods, distributions and answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,26 +15,30 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 Steering = dict[str, Any] | None
-"""`steering_vectors` of a request, or nothing."""
+"""`steering_vectors` of a request; None for an unsteered one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a setting makes of a prompt."""
+    """The completion of a prompt under one setting."""
 
     prompt: Prompt
     text: str
     prompt_ids: list[int]
     token_ids: list[int]
     ended: bool
-    """Whether the model ended it itself."""
+    """Whether the model stopped, as opposed to reaching the length limit."""
 
 
 def log_odds(llm: "LLM", pairs: Sequence[Pair], settings: Sequence[Steering]) -> Values:
-    """By setting and pair, log p(positive) - log p(negative) `[settings, pairs]`.
+    """Log-odds of the positive text of each pair under each setting.
 
-    What counts is the tokens behind those that both texts begin with: the sides' common
-    prompt, where there is one.
+    Log-probabilities are summed over the tokens after the longest common prefix of the
+    two texts.
+
+    Returns:
+        log p(positive) - log p(negative) in nats, `[settings, pairs]`.
+
     """
     from vllm import SamplingParams
 
@@ -67,7 +71,7 @@ def _shared(first: Sequence[int] | None, second: Sequence[int] | None) -> int:
 
 
 def _likelihood(output: "RequestOutput", start: int) -> float:
-    """The log-probability of a prompt's tokens from one on."""
+    """The summed log-probability of a prompt's tokens from index `start` on."""
     assert output.prompt_logprobs is not None, "they were asked for"
     ids = output.prompt_token_ids or []
     return sum(
@@ -80,12 +84,12 @@ def _likelihood(output: "RequestOutput", start: int) -> float:
 def next_tokens(
     llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering]
 ) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The distribution of the first generated token, as log-probabilities.
+    """The distribution of the first generated token under each setting.
 
-    The engine's `max_logprobs` is -1.
+    The engine must have been started with `max_logprobs=-1`.
 
     Returns:
-        `[settings, prompts, vocabulary]`.
+        Log-probabilities in nats, `[settings, prompts, vocab_size]`.
 
     """
     from vllm import SamplingParams
@@ -93,7 +97,7 @@ def next_tokens(
     size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     found = np.full((len(settings), len(prompts), size), -np.inf, np.float32)
     for number, setting in enumerate(settings):
-        # One setting at a time: the distributions of all would fill the memory.
+        # One setting at a time, to bound the memory held in request outputs.
         params = SamplingParams(
             max_tokens=1,
             temperature=1.0,
@@ -111,7 +115,7 @@ def next_tokens(
 def answers(
     llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering], max_tokens: int
 ) -> list[list[Answer]]:
-    """By setting, what is generated greedily for each prompt."""
+    """Greedy completions of all prompts, by setting."""
     from vllm import SamplingParams
 
     params = [

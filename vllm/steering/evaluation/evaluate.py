@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effect and damage of vectors and their controls, dose by dose."""
+"""Measures effect and damage of vectors and their controls at several doses."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,43 +22,49 @@ if TYPE_CHECKING:
 Judge = Callable[[Sequence[Answer]], float]
 
 EARLY = 0.5
-"""An answer that the model ended before this share of the plain one ended early."""
+"""An answer ends early if it stops before this fraction of the plain one's length."""
 
 SURE = 2.0
-"""So many standard errors a vector's effect is above a control's."""
+"""A mean counts as positive if it exceeds this many standard errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A candidate at a dose."""
+    """The measurements of one candidate at one dose."""
 
     layer: int
     hook: str
     kind: str
+    """See `Candidate.kind`."""
     dose: float
-    """|change| over |stream|, mean over held-out texts."""
+    """Norm of the added vector over the mean norm of the held-out texts' rows."""
     auroc: float
+    """See `Candidate.auroc`."""
     effect: float
     """Mean change of the log-odds of a held-out pair's positive text, in nats."""
     effect_error: float
-    """Its standard error."""
+    """Standard error of the effect."""
     right_sign: float
-    """Share of the pairs whose log-odds rose."""
+    """Fraction of the pairs whose log-odds increased."""
     kl: float
-    """Mean KL divergence from the plain model, first token after harmless prompts."""
+    """Mean KL divergence in nats from the unsteered model, over harmless prompts.
+
+    Of the distribution of the first generated token.
+    """
     perplexity: float
-    """Of answers to harmless prompts, under the plain model."""
+    """Perplexity of answers to harmless prompts, under the unsteered model."""
     repetition: float
-    """Share of repeated 3-grams in them."""
+    """Mean fraction of repeated 3-grams in these answers."""
     early_ends: float
-    """Share of them that end before half of the plain answer's length."""
+    """Fraction of these answers that end before half of the unsteered answer's length.
+    """
     judged: float = math.nan
-    """The judge's mean score, if there is one."""
+    """The judge's mean score; NaN without a judge."""
     changes: tuple[float, ...] = ()
-    """The change of each pair's log-odds, whose mean is the effect."""
+    """The change of each pair's log-odds in nats, whose mean is the effect."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; what is not known is None."""
+        """A JSON-serialisable dict; numbers that are not finite are None."""
         told = asdict(self)
         return {
             name: None if isinstance(v, float) and not math.isfinite(v) else v
@@ -76,18 +82,21 @@ def evaluate(
     seed: int = 0,
     judge: Judge | None = None,
 ) -> list[Point]:
-    """Every vector and its controls at every dose.
+    """Evaluate every vector and its controls at every dose.
 
     Args:
-        llm: an engine that steers, with the consumer `extract.CONSUMER` and
+        llm: an engine with steering, the consumer `extract.CONSUMER` and
             `max_logprobs=-1`.
-        vectors: what is evaluated, each place by itself.
-        pairs: held out: not those that the vectors were made of.
-        harmless: prompts that have nothing to do with the vectors.
-        doses: |change| over |stream|.
-        max_tokens: of an answer to a harmless prompt.
-        seed: of the controls.
+        vectors: the vectors, each of which is evaluated alone.
+        pairs: held-out pairs, which the vectors were not computed from.
+        harmless: prompts unrelated to the vectors.
+        doses: norms of the added vector, relative to the stream's mean norm.
+        max_tokens: length limit of an answer to a harmless prompt.
+        seed: random seed for the controls.
         judge: scores the answers of a setting.
+
+    Returns:
+        A point for each candidate and dose.
 
     """
     every = [
@@ -148,7 +157,7 @@ def _setting(candidate: Candidate, dose: float) -> dict[str, Any]:
 def _divergences(
     llm: "LLM", harmless: Sequence[Prompt], settings: Sequence[Any]
 ) -> list[float]:
-    """By setting, the mean over prompts."""
+    """The mean KL divergence over prompts, by setting; 0 for the first, unsteered."""
     (plain,) = next_tokens(llm, harmless, settings[:1]).astype(np.float64)
     found = [0.0]
     for setting in settings[1:]:
@@ -177,21 +186,25 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is to be said of a vector at a place."""
+    """The conclusion about one vector."""
 
     layer: int
     hook: str
     best_dose: float | None
     """The largest dose with a KL below the limit; None if there is none."""
     effect: float
-    """There."""
+    """The effect at this dose, in nats."""
     control_effect: float
-    """The larger of the controls' effects at this dose."""
+    """The larger of the controls' effects at this dose, in nats."""
     works: bool
-    """Whether the effect is surely above 0, and pair by pair above every control's."""
+    """Whether effect and AUROC are better than chance and than the controls.
+
+    The effect, and its paired difference to each control's, must exceed `SURE` standard
+    errors, and the AUROC 0.5.
+    """
 
     def sentence(self, kl_limit: float) -> str:
-        """For people."""
+        """The conclusion as a sentence."""
         place = f"layer {self.layer} {self.hook}"
         if self.best_dose is None:
             return f"{place}: no dose keeps the KL below {kl_limit:g}"
@@ -205,7 +218,7 @@ class Verdict:
 
 
 def verdicts(points: Sequence[Point], kl_limit: float) -> list[Verdict]:
-    """A verdict for each vector, the best first."""
+    """A verdict for each vector, best first."""
     found = []
     for layer, hook in sorted({(point.layer, point.hook) for point in points}):
         here = [p for p in points if (p.layer, p.hook) == (layer, hook)]
@@ -214,7 +227,7 @@ def verdicts(points: Sequence[Point], kl_limit: float) -> list[Verdict]:
 
 
 def _is_above_zero(changes: Sequence[float]) -> bool:
-    """Whether the mean over pairs is above 0, by as many standard errors as is sure."""
+    """Whether the mean over pairs exceeds `SURE` standard errors."""
     return _mean(changes) > SURE * standard_error(changes)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model as a judge, behind any URL of the OpenAI interface.
+"""A language model as a judge, on any server with an OpenAI-compatible API.
 
-The three questions are AxBench's (Wu et al. 2025, section 3): is the concept there,
-does the answer follow the instruction, is it fluent; each 0, 1 or 2, and their harmonic
-mean. The wording is our own.
+The three ratings are those of AxBench (Wu et al. 2025, section 3): presence of the
+concept, instruction following and fluency. Each is 0, 1 or 2; the score is their
+harmonic mean. The wording of the questions is ours.
 """
 
 import re
@@ -38,10 +38,10 @@ FORM = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteJudge:
-    """Asks for ratings."""
+    """Asks a remote model for ratings."""
 
     url: str
-    """Such as `http://localhost:8000`; `/v1/chat/completions` is asked."""
+    """Base URL such as `http://localhost:8000`, without `/v1/chat/completions`."""
     model: str
     concept: str
     api_key: str | None = None
@@ -50,7 +50,7 @@ class RemoteJudge:
         """The mean over answers of the harmonic mean of the three ratings.
 
         Raises:
-            SteeringValidationError: the judge does not answer, or gives no rating.
+            SteeringValidationError: the server fails, or a reply has no rating.
 
         """
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

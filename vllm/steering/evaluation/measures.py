@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of an evaluation, from rows, log-probabilities and texts."""
+"""The metrics of an evaluation."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ Values = npt.NDArray[np.float64]
 
 
 def auroc(positive: Values, negative: Values) -> float:
-    """The chance that a positive value is above a negative one; ties count half.
+    """The probability that a positive value exceeds a negative one; ties count half.
 
-    This is the Mann-Whitney U statistic over the number of pairs.
+    This is the Mann-Whitney U statistic divided by `N * M`.
 
     Args:
         positive: `[N]`.
@@ -29,11 +29,11 @@ def auroc(positive: Values, negative: Values) -> float:
 
 
 def divergence(plain: Values, steered: Values) -> float:
-    """KL divergence of `steered` from `plain`, in nats.
+    """KL(plain || steered) in nats.
 
     Args:
-        plain: log-probabilities over the vocabulary `[V]`.
-        steered: the same tokens' log-probabilities.
+        plain: `[V]`, log-probabilities over the vocabulary.
+        steered: `[V]`; values below -1e4 count as -1e4.
 
     """
     seen = np.isfinite(plain)
@@ -42,20 +42,20 @@ def divergence(plain: Values, steered: Values) -> float:
 
 
 def repetition(token_ids: Sequence[int], n: int = 3) -> float:
-    """The share of a text's n-grams that occurred in it before."""
+    """The fraction of a text's n-grams that repeat an earlier one."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def harmonic_mean(scores: Sequence[float]) -> float:
-    """0 if any score is 0, as in AxBench (Wu et al. 2025, section 3)."""
+    """The harmonic mean; 0 if any score is 0, as in AxBench (Wu et al. 2025)."""
     if min(scores) <= 0:
         return 0.0
     return len(scores) / sum(1 / score for score in scores)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; infinite for less than two values."""
+    """The standard error of the mean; infinite for fewer than two values."""
     if len(values) < 2:
         return math.inf
     return float(np.std(np.asarray(values), ddof=1) / math.sqrt(len(values)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What consumers and sinks can do beyond the minimum, read once.
+"""Optional capabilities of consumers and sinks, resolved once into frozen records.
 
-A consumer says so by attributes and methods that it may leave out. They are looked for
-here and nowhere else, when it is registered; the rest of capture reads these records.
+A consumer declares them by optional attributes and methods. They are probed only here,
+when the consumer is registered; all other code reads these records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,36 +18,45 @@ from vllm.v1.capture.types import (
 )
 
 PlacesOf: TypeAlias = Callable[[Any, str, int], Sequence[str]]
-"""`places_of(raw, request_id, num_samples)`: where a request's rows are written."""
+"""`places_of(raw, request_id, num_samples)`: the paths a request's rows go to.
+
+`raw` is the request's spec for the consumer, `request_id` the client's id.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerCapabilities:
-    """What a consumer can do at admission and with the results of a request."""
+    """Optional features of a consumer at admission and for results."""
 
     takes_requests: bool
-    """`reads_client_spec`: a request may name it in `SamplingParams.capture`."""
+    """`reads_client_spec`: requests may name it in `SamplingParams.capture`."""
     remembers_specs: bool
-    """It must see the specs of the requests whose rows it gets."""
+    """The instance that receives the rows must also validate the request's spec."""
     waits: bool
     """A request that names it always waits for its results."""
     streams: bool
-    """Outputs before the last carry the rows that have come by then."""
+    """Intermediate outputs carry the rows computed so far."""
     truncates: bool
-    """As of `SinkCapabilities`, for one that is a sink."""
+    """The same as in `SinkCapabilities`, if the consumer is a sink."""
     max_inflight_bytes: int | None
-    """How many bytes of rows all requests together may bring back."""
+    """Upper bound, over all requests in flight, on the bytes of rows in their results.
+
+    None means no bound.
+    """
     folder: Path | None
-    """Where it writes files, which nobody else may do."""
+    """The directory it writes to; no two instances may share one."""
     global_spec: Callable[[], Any] | None
     """`global_capture_spec`: what it captures of every request."""
     places_of: PlacesOf | None
-    """None if requests have no places of their own there."""
+    """None if its requests have no output paths that must be kept apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkCapabilities:
-    """What a sink takes besides `submit_chunk` and `submit_finalize`; see its class."""
+    """Optional methods and attributes of a sink, described at `CaptureSink`.
+
+    A method that the sink does not define is None.
+    """
 
     truncates: bool
     batches_steps: bool
@@ -59,7 +68,7 @@ class SinkCapabilities:
 
 
 def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
-    """What an instance can do."""
+    """Probe the optional attributes of a consumer instance."""
     takes_requests = bool(getattr(consumer, "reads_client_spec", False))
     folder = getattr(consumer, "folder", None)
     places_of: PlacesOf | None = getattr(consumer, "claimed_places", None)
@@ -81,12 +90,12 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
 
 
 def capabilities_of(consumers: Mapping[str, Any]) -> dict[str, ConsumerCapabilities]:
-    """What each of several instances can do, by its name."""
+    """Map `consumer_capabilities` over instances, keyed by instance name."""
     return {name: consumer_capabilities(one) for name, one in consumers.items()}
 
 
 def sink_capabilities(sink: Any) -> SinkCapabilities:
-    """What a sink takes."""
+    """Probe the optional attributes of a sink."""
     return SinkCapabilities(
         truncates=truncates(sink),
         batches_steps=bool(getattr(sink, "batches_steps", False)),
@@ -99,22 +108,28 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
 
 
 def truncates(thing: Any) -> bool:
-    """Whether a sink or its class takes rows before it is known if they count."""
+    """Whether a sink (or its class) accepts rows that may later be discarded."""
     return bool(getattr(thing, "truncates", False))
 
 
 def is_sink(consumer: Any) -> bool:
-    """Whether a consumer takes rows as they come, without `BatchingSink`."""
+    """Whether a consumer receives chunks itself instead of through `BatchingSink`."""
     return hasattr(consumer, "submit_chunk")
 
 
+def runs_in_steps(thing: Any) -> bool:
+    """Whether a consumer expects to be called within each step, which none is."""
+    execution = getattr(thing, "execution", "async")
+    return execution == "sync" or callable(getattr(thing, "on_step", None))
+
+
 def name_of(instance: Any) -> str:
-    """What a ready instance calls itself; its class's name if it says nothing."""
+    """The `instance_name` of a ready instance, or the name of its class."""
     return str(getattr(instance, "instance_name", "") or type(instance).__name__)
 
 
 def _places_as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
-    """The place that a spec names with `tag` and `request_id`."""
+    """The path `tag/request_id` of a spec that sets `request_id`."""
     if not isinstance(raw, Mapping) or raw.get("request_id") is None:
         return []
     return [f"{raw.get('tag') or ''}/{raw['request_id']}"]

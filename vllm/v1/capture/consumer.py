@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class that most consumers of captured rows extend."""
+"""`CaptureConsumer`, the base class of most consumers of captured rows."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,38 +25,44 @@ logger = init_logger(__name__)
 
 
 class CaptureConsumer(ABC):
-    """Gets each key's rows at once, when the request has ended.
+    """Receives all rows of a key in one call, after the request has ended.
 
-    Where rows must be seen as they are produced, implement `CaptureSink`
-    instead. An instance lives in each process that needs it: in the workers
-    (`location = "worker"`) or in the process that holds the `LLM` or the API
-    server (`"driver"`) for `on_capture`, and always also in the latter for
-    `validate_client_spec` and `global_capture_spec`.
+    To receive rows while the request runs, implement `CaptureSink` instead.
+
+    The process of the `LLM` or the API server always has an instance, for
+    `validate_client_spec` and `global_capture_spec`. `on_capture` is called on an
+    instance in each worker (`location = "worker"`) or on that same instance
+    (`location = "driver"`).
     """
 
     location: Literal["worker", "driver"] = "worker"
     """Where `on_capture` runs."""
 
     instance_name: str = ""
-    """The name that requests use, set once the instance is configured under it. A
-    ready instance may say itself what it is called; otherwise its class's name is."""
+    """The name that requests use; the framework sets it from the configuration.
+
+    An instance that is passed to `LLM(capture_consumers=[...])` ready-made may set it
+    itself; the default is the name of its class.
+    """
 
     reads_client_spec: ClassVar[bool] = False
     """Whether a request may name this consumer in `SamplingParams.capture`."""
 
     remembers_specs: ClassVar[bool] = True
-    """Whether `validate_client_spec` keeps something for `on_capture`. Then it is
-    called a second time for each sample of an admitted request, on the instance that
-    gets the rows, with the internal id that their keys have."""
+    """Whether `validate_client_spec` stores state that `on_capture` needs.
+
+    If so, it is called again for each sample of an admitted request, on the instance
+    that receives the rows, with the internal request id that is in their keys.
+    """
 
     waits: ClassVar[bool] = False
     """Whether a request that names this consumer always waits for its results."""
 
     streams: ClassVar[bool] = False
-    """Whether outputs before the last carry the rows that have come by then."""
+    """Whether intermediate outputs carry the rows computed so far."""
 
     required_sidecar_fields: ClassVar[frozenset[str]] = frozenset()
-    """Sidecar fields that the consumer cannot do without; see `SIDECAR_FIELDS`."""
+    """Sidecar fields that the consumer needs; a subset of `REQUIRABLE_FIELDS`."""
 
     def __init__(  # noqa: B027 (a default that does nothing is meant)
         self, vllm_config: "VllmConfig", params: dict[str, Any]
@@ -65,7 +71,7 @@ class CaptureConsumer(ABC):
 
         Args:
             vllm_config: the engine's configuration.
-            params: what the configuration gives this instance.
+            params: the parameters of this instance in the configuration.
 
         """
 
@@ -74,10 +80,18 @@ class CaptureConsumer(ABC):
         return None
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """What to capture of a request that carries `raw` for this consumer.
+        """Turn what a request asks of this consumer into a spec.
+
+        Args:
+            raw: the value of `SamplingParams.capture[instance_name]`.
+            ctx: facts about the request and the model.
+
+        Returns:
+            The hooks, layers and positions to capture.
 
         Raises:
-            CaptureValidationError: the request is refused with this message.
+            CaptureValidationError: the request is invalid; it is refused (HTTP 400)
+                with this message.
 
         """
         raise NotImplementedError(
@@ -89,26 +103,32 @@ class CaptureConsumer(ABC):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> Any:
-        """Take all rows of one key; what it returns becomes the result's payload.
+        """Take all rows of one key.
 
         Args:
             key: `(request id, layer, hook)`.
             tensor: `[rows, hidden_size]` on the CPU, in the stream's dtype.
-            sidecar: facts about the request and its rows.
+            sidecar: facts about the request and its rows; see `SIDECAR_FIELDS`.
+
+        Returns:
+            The payload of the key's result.
+
+        Raises:
+            Exception: anything raised makes the key's result an error.
 
         """
 
     def on_error(  # noqa: B027
         self, key: CaptureKey, error: str
     ) -> None:
-        """The capture of `key` failed."""
+        """Called when the capture of `key` failed, with the message of its result."""
 
     def shutdown(self, timeout: float = 30.0) -> None:  # noqa: B027
-        """The engine stops; finish within `timeout` seconds."""
+        """Called when the engine stops; finish within `timeout` seconds."""
 
 
 class BatchingSink:
-    """A `CaptureSink` that collects a key's chunks and calls `on_capture` once."""
+    """A `CaptureSink` that collects the chunks of a key for one `on_capture` call."""
 
     def __init__(self, consumer: CaptureConsumer) -> None:
         self._consumer = consumer
@@ -121,7 +141,7 @@ class BatchingSink:
         self._chunks.setdefault(chunk.key, []).append(chunk.tensor)
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Hand the key's rows to the consumer."""
+        """Call `on_capture` with the rows of the key."""
         key = finalize.key
         chunks = self._chunks.pop(key, [])
         try:
@@ -144,17 +164,17 @@ class BatchingSink:
         try:
             self._consumer.on_error(key, message)
         except Exception:
-            # What went wrong first is what the result says.
+            # The result keeps the first error.
             logger.exception("A consumer's on_error failed on %s", key)
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        """The key's result; it is given once."""
+        """The result of `key`, which is removed; None if there is none."""
         return self._results.pop(key, None)
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Shut the consumer down."""
+        """Shut down the consumer."""
         self._consumer.shutdown(timeout)
 
 
 _BatchedAdapter = BatchingSink
-"""Its name in an earlier fork, by which the tests of plug-ins know it."""
+"""Name in an earlier fork, still used by the tests of plug-ins."""

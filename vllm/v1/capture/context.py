@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer may know of a request: the same at admission and in a worker."""
+"""Builds the `CaptureContext` of a request, alike at admission and in a worker."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -23,7 +23,17 @@ def capture_context(
     max_tokens: int | None,
     num_samples: int = 1,
 ) -> CaptureContext:
-    """The context of one request."""
+    """The context of one request.
+
+    Args:
+        vllm_config: the engine's configuration.
+        hook_points: the hook points of each layer of the model, over all stages.
+        request_id: the request's internal id.
+        num_prompt_tokens: of the request.
+        max_tokens: how many tokens the request may generate; None if unlimited.
+        num_samples: `n` of the request.
+
+    """
     model_config = vllm_config.model_config
     parallel_config = vllm_config.parallel_config
     return CaptureContext(

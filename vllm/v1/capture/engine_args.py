@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture on the command line and among the engine's arguments."""
+"""Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
+from collections.abc import Collection
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
-from vllm.config.capture import CaptureConfig
+from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.capabilities import name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.foreign_variables import refuse_variables
+from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
@@ -23,11 +25,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _READY: dict[str, dict[str, Any]] = {}
-"""Ready instances by the key that their configuration carries, in this process."""
+"""Ready-made consumer instances of this process, by `CaptureConfig.driver_key`.
+
+Instances cannot be pickled with the configuration, which travels to other processes.
+"""
 
 
 def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `EngineArgs` has fields for."""
+    """Add the command-line options of capture; `EngineArgs` has a field for each."""
     group = parser.add_argument_group(
         "capture", "Activations of the residual stream, delivered to consumers."
     )
@@ -52,6 +57,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Honour the request fields of vllm-lens: adds the consumer vllm_lens and "
         "--enable-steering.",
+    )
+    group.add_argument(
+        "--interp-engine-api",
+        action="store_true",
+        default=False,
+        help="Mount the routes of interp-engine's server: adds the consumer inline, "
+        "--enable-steering and --enable-readouts.",
     )
     group.add_argument(
         "--capture-staging-bytes",
@@ -112,14 +124,14 @@ def capture_config(
     model_config: "ModelConfig",
     scheduler_config: "SchedulerConfig",
 ) -> CaptureConfig:
-    """The configuration that the engine's arguments stand for.
+    """Build the capture configuration from the engine's arguments.
 
     Raises:
-        ValueError: a consumer is unknown, badly written or not a consumer.
+        CaptureValidationError: (a `ValueError`) a consumer is unknown, malformed or not
+            a consumer, or an option is invalid.
 
     """
-    refuse_variables()
-    entries: list[Any] = []
+    entries: list[Any] = [*consumers_of_variables()]
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
     for entry in given if isinstance(given, (list, tuple)) else [given]:
@@ -143,22 +155,18 @@ def capture_config(
                     parameter="capture_consumers",
                     value=name,
                 )
-            if name in ready:
-                raise CaptureValidationError(
-                    f"two capture consumers are named {name!r}; give one of them "
-                    "an attribute `instance_name`",
-                    parameter="capture_consumers",
-                    value=name,
-                )
-            ready[name] = entry
+            ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
         entries.append("vllm_lens")
+    if args.interp_engine_api and not any(map(_is_inline, entries)):
+        entries.append("inline")
     key = ""
     if ready:
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    reads = args.enable_readouts or bool(args.readout_modules)
+    reads = args.enable_readouts or args.interp_engine_api
+    reads = bool(reads or args.readout_modules)
     takes = bool(entries or ready or reads)
     if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
@@ -201,8 +209,32 @@ def capture_config(
     return config
 
 
+def _is_inline(entry: str | dict[str, Any]) -> bool:
+    """Whether an entry is the consumer `inline` under its own name."""
+    return parse_consumer(entry).instance_name == "inline"
+
+
+def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:
+    """The name of a ready instance: the second of a class is `Class#2`.
+
+    Raises:
+        CaptureValidationError: both have said that they are called so.
+
+    """
+    if name not in taken:
+        return name
+    if getattr(entry, "instance_name", ""):
+        raise CaptureValidationError(
+            f"two capture consumers are named {name!r}; give one of them another "
+            "`instance_name`",
+            parameter="capture_consumers",
+            value=name,
+        )
+    return next(one for n in count(2) if (one := f"{name}#{n}") not in taken)
+
+
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:
-    """The ready instances that belong to a configuration."""
+    """The ready-made instances that `config` was created with, by instance name."""
     return _READY.get(config.driver_key, {})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong about capture, as upstream's client errors (HTTP 400)."""
+"""Errors in capture requests, as subclasses of upstream's client error (HTTP 400)."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from vllm.v1.residual.bounds import cut, shown
 
 
 class CaptureValidationError(VLLMValidationError, ValueError):
-    """A capture request that cannot be carried out as it stands.
+    """A capture request or configuration that is invalid.
 
-    The message names the parameter, the value and the remedy. It is a
-    `ValueError` too, which is what offline users catch.
+    The message names the parameter, the value and the remedy. It is also a
+    `ValueError`, which offline callers catch.
     """
 
     def __init__(
         self, message: str, *, parameter: str | None = None, value: Any = None
     ) -> None:
-        """Cut what is long: a client may have sent megabytes.
+        """Shorten long texts: a client may have sent megabytes.
 
         Args:
-            message: says what is wrong and what to do.
-            parameter: the parameter's name.
-            value: what was given; shown as text where it is not a number.
+            message: what is wrong and what to do about it.
+            parameter: the name of the invalid parameter.
+            value: its value; converted to text unless it is a number.
 
         """
         if value is not None and not isinstance(value, (int, float)):
@@ -33,4 +33,4 @@ class CaptureValidationError(VLLMValidationError, ValueError):
 
 
 class UnknownCaptureConsumerError(CaptureValidationError):
-    """A consumer name that this server does not have."""
+    """A consumer name that is not installed or not configured on this server."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plug-ins do wrong, told to the operator: each kind once with its traceback."""
+"""Logging of errors raised by plug-ins: one traceback for each kind of error."""
 
 import threading
 from types import TracebackType
@@ -12,21 +12,25 @@ _MOST_KINDS = 1000
 
 
 class Failures:
-    """Which kinds of errors were told of in full. Any thread may call."""
+    """Remembers which kinds of errors were logged with a traceback.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str, str, int]] = set()
         self._lock = threading.Lock()
 
     def tell(self, instance: str, about: object, error: BaseException) -> None:
-        """Log an error of a consumer; with its traceback where it is the first.
+        """Log an error of a consumer, with a traceback if it is the first of its kind.
 
-        Errors are of one kind if they are of one class and were raised at one line.
+        Errors of one consumer are of the same kind if they have the same class and were
+        raised on the same line.
 
         Args:
-            instance: the consumer's name.
+            instance: the consumer's instance name.
             about: what it failed on, such as a key.
-            error: what it raised.
+            error: the exception that it raised.
 
         """
         where = _raised_at(error.__traceback__)
@@ -45,7 +49,7 @@ class Failures:
 
 
 def _raised_at(traceback: TracebackType | None) -> tuple[str, int]:
-    """The file and the line that an error comes from."""
+    """The file and line of the innermost frame."""
     if traceback is None:
         return "", 0
     while traceback.tb_next is not None:
@@ -54,7 +58,7 @@ def _raised_at(traceback: TracebackType | None) -> tuple[str, int]:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, if it can say it."""
+    """`str(error)`, or a placeholder if that raises."""
     try:
         return str(error)
     except Exception:
@@ -62,9 +66,9 @@ def _text(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error as a result tells of it."""
+    """Class and message of an error, for the `error` field of a result."""
     return f"{type(error).__name__}: {_text(error)[:1000]}"
 
 
 FAILURES = Failures()
-"""Of this process."""
+"""The instance of this process."""

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables by which other systems capture: refused where they are set."""
+"""Environment variables of another capture system, which add a consumer here."""
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
-from vllm.v1.capture.errors import CaptureValidationError
-
-FOREIGN_VARIABLES = {
-    "VLLM_ACT_CAPTURE": "start the server with --capture-consumers filesystem:root=DIR "
-    "and send capture: {...} with a request, or name what every request captures in "
-    "the consumer's global_hooks",
-}
-"""Environment variables that make another system capture."""
+SWITCH = "VLLM_ACT_CAPTURE"
 
 
-def refuse_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where a variable asks another system to capture.
+def consumers_of_variables(
+    environment: Mapping[str, str] = os.environ,
+) -> list[dict[str, Any]]:
+    """The consumers that the variables ask for, in the form of `capture_consumers`.
 
     Raises:
-        CaptureValidationError: names the variable.
+        CaptureValidationError: a variable is invalid; names it, its value and the
+            remedy.
 
     """
-    for name, remedy in FOREIGN_VARIABLES.items():
-        if environment.get(name, "") not in ("", "0"):
-            raise CaptureValidationError(
-                f"{name} is set, which nothing here reads; {remedy}, and unset it",
-                parameter=name,
-                value=environment[name][:60],
-            )
+    if environment.get(SWITCH, "") in ("", "0"):
+        return []
+    from vllm.interop.activation_capture.variables import consumer_of
+
+    consumer = consumer_of(environment)
+    return [] if consumer is None else [consumer]

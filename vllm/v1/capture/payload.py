@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of results: captured rows that know their positions, and what may travel."""
+"""Payloads of results: rows with their positions, and limits on what can be sent."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,8 +12,8 @@ from vllm.v1.capture.plan import Tap
 class RowsByTap(dict[Tap, torch.Tensor]):
     """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU.
 
-    Beside the tensors, per tap: `positions[tap]` and `token_ids[tap]`, one entry
-    per row. A token id is None where the prompt was given as embeddings.
+    `positions[tap]` and `token_ids[tap]` hold one entry per row of the tap. A token id
+    is None if the prompt was given as embeddings.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.positions: dict[Tap, list[int]] = {}
         self.token_ids: dict[Tap, list[int | None]] = {}
         self.encoding: str | None = None
-        """How HTTP responses encode the values; None is plain base64."""
+        """Compression in HTTP responses: `"zstd"`, or None for plain base64."""
         self.transport = "http"
-        """How HTTP responses carry them; `"shm"` is memory that the client maps."""
+        """`"http"`: in the response body. `"shm"`: in memory that the client maps."""
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
-        """Add the rows of a tap; `facts` holds what `facts_of` returned for it."""
+        """Add the rows of a tap; `facts` has the form that `facts_of` returns."""
         self[tap] = rows
         self.positions[tap] = list(facts["positions"])
         self.token_ids[tap] = list(facts["token_ids"])
@@ -34,7 +34,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.transport = facts.get("transport", "http")
 
     def facts_of(self, tap: Tap) -> dict[str, Any]:
-        """Everything but the rows of a tap, as plain data."""
+        """Everything about a tap except its rows, as plain data."""
         return {
             "positions": self.positions[tap],
             "token_ids": self.token_ids[tap],
@@ -44,7 +44,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
 
     @classmethod
     def united(cls, parts: Iterable["RowsByTap"]) -> "RowsByTap":
-        """The taps of all parts in one."""
+        """The union of the parts; their taps must be disjoint."""
         whole = cls()
         for part in parts:
             for tap, rows in part.items():
@@ -53,7 +53,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
 
 
 def is_by_tap(payload: Any) -> bool:
-    """Whether a payload maps `(layer, hook)` to something."""
+    """Whether a payload is a non-empty dict whose keys all are `(layer, hook)`."""
     return (
         isinstance(payload, dict)
         and bool(payload)
@@ -67,19 +67,22 @@ def is_by_tap(payload: Any) -> bool:
 
 
 MAX_DEPTH = 64
-"""Of lists and objects in one another, in a payload."""
+"""Maximum nesting of lists and dicts in a payload."""
 
 
 MAX_CONTAINERS = 1 << 17
-"""Lists and objects; one that stands at several places counts at each."""
+"""Maximum number of lists and dicts in a payload; shared ones count each time."""
 
 
 def fault_of(payload: Any) -> str | None:
-    """Why a payload cannot travel: too deep, without end, or a number too large.
+    """Why a payload cannot be serialized: too deep, cyclic, or an integer too large.
 
     Args:
-        payload: what a consumer gave; what is not plain data is somebody else's to
-            check.
+        payload: what a consumer returned. Objects that are not plain data are not
+            checked here.
+
+    Returns:
+        The reason as the rest of a sentence about the payload; None if there is none.
 
     """
     waiting = [(payload, 0)]
@@ -101,11 +104,14 @@ def fault_of(payload: Any) -> str | None:
             return (
                 f"is more than {MAX_DEPTH} lists and objects deep, or contains itself"
             )
-        # One deeper than the rest of what waits: depth first finds cycles at once.
+        # Depth first, so that a cycle reaches MAX_DEPTH soon.
         waiting += [(one, depth + 1) for one in inner]
     return None
 
 
 def sendable(text: str) -> str:
-    """`text` without what no encoding has, such as a file name's stray bytes."""
+    """`text` with what UTF-8 cannot encode escaped, such as lone surrogates.
+
+    File names that are not UTF-8 hold them (`os.fsdecode`).
+    """
     return text.encode(errors="backslashreplace").decode()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request has captured, resolved: the form that travels to the workers.
+"""The resolved capture plan of a request, in the form that is sent to the workers.
 
-A plan is made once, at admission, from everything that asked for rows of the
-request: the specs it carries and the global specs of consumers. Nothing after
-admission interprets a user's input again. This module imports neither torch
-nor the rest of capture, because `vllm.sampling_params` imports it.
+A plan is made once, at admission, from the specs that the request carries and the
+global specs of consumers. Nothing after admission interprets user input again. This
+module imports neither torch nor the rest of capture, because `vllm.sampling_params`
+imports it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,19 +16,22 @@ import msgspec
 from vllm.v1.readouts.plan import ReadoutPlan
 
 OPEN_END = 1 << 40
-"""The end of a range that goes on as long as the request does."""
+"""The `stop` of a range that extends to the end of the request."""
 
 LIVE = "*live"
-"""The reader whose rows go to the front end as steps compute them."""
+"""Name of the reader whose rows go to the front end after each step."""
 
 READOUTS = "*readouts"
-"""The reader whose rows stay on the device: its answers come with the step's output."""
+"""Name of the reader whose rows stay on the device.
+
+What is computed from them is returned with the output of the step.
+"""
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Token positions as disjoint, ascending ranges `[start, stop)`."""
+"""Token positions as disjoint, ascending ranges `(start, stop)`, `stop` excluded."""
 
 Tap: TypeAlias = tuple[int, str]
-"""`(layer, hook)`: a place where rows are read."""
+"""`(layer, hook)`: a point in the model at which rows are read."""
 
 
 def ranges_of(positions: Iterable[int]) -> Ranges:
@@ -40,7 +43,7 @@ def ranges_of(positions: Iterable[int]) -> Ranges:
 
 
 def union(ranges: Iterable[Ranges]) -> Ranges:
-    """The ranges that cover what any of `ranges` covers."""
+    """The positions that lie in any of `ranges`."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(span for spans in ranges for span in spans):
         if merged and start <= merged[-1][1]:
@@ -65,11 +68,11 @@ def contains(ranges: Ranges, position: int) -> bool:
 
 
 class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one request, as the client has seen it.
+    """The end of one request (one sample), as its client sees it.
 
-    Travels to the workers with the scheduler's output, after every step that
-    computed rows of the request. Only the front end knows which generated tokens
-    count: it finds stop strings, and aborts come from there.
+    Sent to the workers with a scheduler output, after all steps that computed rows of
+    the request. Only the front end knows which generated tokens the output holds: it
+    detects stop strings and issues aborts.
     """
 
     request_id: str
@@ -81,20 +84,20 @@ class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True):
-    """One consumer instance that reads a group's rows at `ranges`."""
+    """A consumer instance, and the positions at which it reads the rows of a group."""
 
     instance: str
     ranges: Ranges
 
 
 class TapGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Taps that are all read at the same positions, by the same readers.
+    """Taps that the same readers read at the same positions.
 
-    `ranges` is what is staged: what the readers want, and around it what they may
-    want, where a step's positions are not known for certain when it begins.
+    `ranges` are the positions that are staged: the union of the readers' ranges,
+    widened if the true positions of a step are unknown when it starts (see `widened`).
 
-    Grouping is what keeps a step cheap: the rows of a group are placed, copied
-    and handed on as one block `[taps, rows, hidden_size]`.
+    The rows of a group are staged, copied and delivered as one block
+    `[taps, rows, hidden_size]`, which keeps the cost per step low.
     """
 
     taps: tuple[Tap, ...]
@@ -103,23 +106,23 @@ class TapGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """Everything the engine must know about the capture of one request."""
+    """What is captured of one request, and for whom."""
 
     client_request_id: str
     num_prompt_tokens: int
     groups: tuple[TapGroup, ...]
     reply_to: str
-    """Where the front end that admitted the request listens for results."""
+    """ZMQ address at which the front end that admitted the request takes results."""
     num_samples: int = 1
-    """`n` of the request; its samples run as requests of their own."""
+    """`n` of the request; each sample runs as a separate engine request."""
     readouts: ReadoutPlan | None = None
-    """What is answered from rows instead of handing them on."""
+    """What is computed on the device from rows, which are not delivered."""
 
     @property
     def first_prompt_row(self) -> int | None:
-        """The lowest prompt position that is captured, if any is.
+        """The lowest captured prompt position; None if no prompt token is captured.
 
-        The prefix cache may serve only what lies below it.
+        Only positions below it may come from the prefix cache.
         """
         starts = [
             group.ranges[0][0]
@@ -130,11 +133,11 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     @property
     def num_taps(self) -> int:
-        """How many rows a token has at most."""
+        """The maximum number of rows per token."""
         return sum([len(group.taps) for group in self.groups])
 
     def rows_in(self, start: int, stop: int) -> int:
-        """How many rows, over all taps, the positions `[start, stop)` have."""
+        """The number of rows, over all taps, at the positions `[start, stop)`."""
         return sum(
             len(group.taps) * (last - first)
             for group in self.groups
@@ -143,21 +146,22 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Everyone who is handed rows of this request, sorted."""
+        """Names of all readers that rows are delivered to (not `READOUTS`), sorted."""
         readers = {reader.instance for g in self.groups for reader in g.readers}
         return tuple(sorted(readers - {READOUTS}))
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """The consumer instances among them: these have results."""
+        """Names of the consumer instances, each of which returns a result."""
         return tuple(name for name in self.lanes if name != LIVE)
 
 
 def widened(ranges: Ranges, num_prompt_tokens: int, lag: int) -> Ranges:
-    """The ranges of a step's assumed positions whose true ones may be in `ranges`.
+    """The assumed positions of a step whose true positions may lie in `ranges`.
 
-    A position is assumed up to `lag` too high where drafts of the step before may
-    have been rejected, which is so for generated tokens only.
+    The scheduler assumes that all draft tokens of the previous step are accepted. If
+    some are rejected, the assumed positions of generated tokens are up to `lag` too
+    high. Positions of prompt tokens are exact.
     """
     return union(
         ((first, last + lag if last > num_prompt_tokens else last),)
@@ -170,12 +174,13 @@ def group_taps(
     num_prompt_tokens: int = 0,
     lag: int = 0,
 ) -> tuple[TapGroup, ...]:
-    """Groups that together read, once each, what every instance wants.
+    """Group taps by readers, so that each wanted row is staged exactly once.
 
     Args:
-        wanted: per consumer instance, the ranges it wants at each tap.
+        wanted: per consumer instance, the ranges that it reads at each tap.
         num_prompt_tokens: of the request.
-        lag: by how many tokens the scheduler may be ahead of what is true.
+        lag: by how many tokens the scheduler's positions may be too high; see
+            `widened`.
 
     """
     if len(wanted) == 1:  # As most: one reader, who wants the same at all taps.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding consumers: names in the configuration, classes behind entry points."""
+"""Finds, checks and builds consumers: entry-point names to classes to instances."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -8,7 +8,11 @@ from inspect import isabstract
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.capabilities import ConsumerCapabilities, is_sink
+from vllm.v1.capture.capabilities import (
+    ConsumerCapabilities,
+    is_sink,
+    runs_in_steps,
+)
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
@@ -48,10 +52,10 @@ SIDECAR_FIELDS = frozenset(
         "vllm_internal_request_id",
     }
 )
-"""What a sidecar can hold."""
+"""All fields that a sidecar may have."""
 
 REQUIRABLE_FIELDS = SIDECAR_FIELDS - {"capture_error", "capture_note", "dropped_rows"}
-"""What a sidecar always holds, so that a consumer may require it."""
+"""The fields that every sidecar has, which a consumer may require."""
 
 
 def consumer_names() -> list[str]:
@@ -60,12 +64,12 @@ def consumer_names() -> list[str]:
 
 
 def consumer_class(name: str) -> type[Any]:
-    """The class that the entry point `name` stands for.
+    """Load the class of the entry point `name` in the group `vllm.capture_consumers`.
 
     Raises:
-        UnknownCaptureConsumerError: no installed package has this name.
-        CaptureValidationError: the name is taken twice, or what it names is no
-            consumer.
+        UnknownCaptureConsumerError: no installed package defines this name.
+        CaptureValidationError: several packages define it, it cannot be imported, or
+            it is not a consumer.
 
     """
     found = {
@@ -103,7 +107,12 @@ def consumer_class(name: str) -> type[Any]:
 
 
 def check_consumer(thing: Any, name: str) -> None:
-    """Refuse what is neither a consumer nor a sink, class or instance."""
+    """Check that a class or an instance is a valid consumer or sink.
+
+    Raises:
+        CaptureValidationError: it is not; the message says why.
+
+    """
     kind = thing if isinstance(thing, type) else type(thing)
     location = getattr(thing, "location", None)
     problem = None
@@ -113,7 +122,13 @@ def check_consumer(thing: Any, name: str) -> None:
             f"it requires the sidecar fields {sorted(unknown)}, which requests do not "
             f"always have; they have {sorted(REQUIRABLE_FIELDS)}"
         )
-    if issubclass(kind, CaptureConsumer):
+    if runs_in_steps(kind):
+        problem = (
+            'it is to run within each step (execution = "sync", on_step), and '
+            "consumers here get rows after the step; what shall act on a row at once "
+            "is a steering entry with `when`, see docs/upgrading.md"
+        )
+    elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
             problem = "it leaves on_capture undefined"
     else:
@@ -138,11 +153,11 @@ def check_consumer(thing: Any, name: str) -> None:
 
 
 def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
-    """An instance for one entry of the configuration.
+    """Create the consumer instance of one entry of the configuration.
 
     Raises:
-        CaptureValidationError: its parameters are wrong; the message names the
-            instance and says what the consumer says.
+        CaptureValidationError: the consumer rejects its parameters, with the instance's
+            name and the consumer's message, or sets another location than its class.
 
     """
     kind = consumer_class(entry.name)
@@ -163,16 +178,19 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
             parameter="capture_consumers",
             value=entry.instance_name,
         )
-    with suppress(AttributeError):  # a class may have no room for it
+    with suppress(AttributeError):  # A class with slots may not have this attribute.
         consumer.instance_name = entry.instance_name
     return consumer
 
 
 def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:
-    """Refuse two instances, by name, that would write each other's files.
+    """Refuse two instances that write to the same directory.
+
+    Args:
+        consumers: the capabilities by instance name.
 
     Raises:
-        CaptureValidationError: they have the same `folder`.
+        CaptureValidationError: two have the same `folder`.
 
     """
     owners: dict[Path, str] = {}
@@ -191,6 +209,6 @@ def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:
 
 
 def as_sink(consumer: Any) -> CaptureSink:
-    """`consumer` itself if it takes rows as they come, otherwise batched."""
+    """`consumer` if it is a sink itself, otherwise a `BatchingSink` around it."""
     sink: CaptureSink = consumer if is_sink(consumer) else BatchingSink(consumer)
     return sink

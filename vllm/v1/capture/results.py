@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining results: over the streams of a request, its stages and its samples."""
+"""Merging results over the keys, pipeline stages and samples of a request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,12 @@ from vllm.v1.capture.types import CaptureResult, CaptureStatus
 
 
 def merge(request_id: str, results: Sequence[CaptureResult]) -> CaptureResult:
-    """One result for several: the worst status, all errors, the joined payloads."""
+    """Merge results into one with the key `(request_id, -1, "*")`.
+
+    The status is `"pending"` if any is, the common status if all agree,
+    `"partial_error"` if some failed, otherwise `"ok"`. Errors are joined by `"; "`,
+    payloads by `join_payloads`.
+    """
     assert results, "there is no result to merge"
     errors = sorted({result.error for result in results if result.error})
     return CaptureResult(
@@ -32,7 +37,10 @@ def _status(results: Sequence[CaptureResult]) -> CaptureStatus:
 
 
 def join_payloads(payloads: Sequence[Any]) -> Any:
-    """Lists are concatenated, dicts united; other values are put in a list."""
+    """Concatenate lists, unite dicts, and collect other values in a list.
+
+    None is skipped; a single payload stays as it is.
+    """
     present = [payload for payload in payloads if payload is not None]
     if not present:
         return None
@@ -48,7 +56,7 @@ def join_payloads(payloads: Sequence[Any]) -> Any:
 def merge_samples(
     request_id: str, samples: Mapping[int, CaptureResult]
 ) -> CaptureResult:
-    """The result of a request with several samples: `payload[sample index]`."""
+    """Merge the results of samples; the payload is a dict by sample index."""
     merged = merge(request_id, list(samples.values()))
     merged.payload = {index: result.payload for index, result in samples.items()}
     return merged

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a user writes (hooks, layers, positions) to what is captured."""
+"""Parsing and validation of what users write: hooks, layers and positions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -16,13 +16,13 @@ from vllm.v1.residual.bounds import count_values, listed, shown
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
-"""What is plain already, as nearly everything is in a request that came as JSON."""
+"""Types that `plain` returns unchanged: most values of a request parsed from JSON."""
 
 POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
 
 
 def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
-    """The error for `parameter`; long values are shortened in the message."""
+    """The error for `parameter`, with long values shortened; the caller raises it."""
     return CaptureValidationError(message, parameter=parameter, value=shown(value))
 
 
@@ -40,7 +40,7 @@ def plain(raw: Any) -> Any:
 
 
 def _converted(raw: Any) -> Any:
-    """Dataclasses and arrays in the form that Python has for them."""
+    """Dataclasses as dicts, arrays and tensors as lists or numbers."""
     if is_dataclass(raw) and not isinstance(raw, type):
         return asdict(raw)
     if isinstance(raw, (np.ndarray, np.generic, torch.Tensor)):
@@ -49,14 +49,17 @@ def _converted(raw: Any) -> Any:
 
 
 MAX_VALUES = 1 << 16
-"""In all that one request says of its capture; ranges stand for many layers."""
+"""Maximum number of values in a request's `capture` field.
+
+A range of layers counts as its two ends.
+"""
 
 
 def check_size(raw: Any, where: str) -> None:
-    """Refuse more values than one would write, before anything looks at each.
+    """Bound the number of values in `raw`, before code iterates over them.
 
     Raises:
-        CaptureValidationError: naming the parameter and the remedy.
+        CaptureValidationError: there are more than `MAX_VALUES`.
 
     """
     if count_values(raw, MAX_VALUES) > MAX_VALUES:
@@ -69,17 +72,21 @@ def check_size(raw: Any, where: str) -> None:
 
 
 def check_request_size(params: Any) -> None:
-    """As `check_size`, of a request's parameters, whichever they are."""
+    """`check_size` on the `capture` of sampling parameters; others pass."""
     capture = getattr(params, "capture", None)
     if capture is not None:
         check_size(capture, "capture")
 
 
 def check_text(raw: Any, where: str) -> None:
-    """Refuse plain data with text that cannot travel: lone surrogates.
+    """Refuse strings with lone surrogates, which UTF-8 cannot encode.
+
+    Args:
+        raw: plain data.
+        where: the parameter's name in the message.
 
     Raises:
-        CaptureValidationError: naming the parameter, the value, the remedy.
+        CaptureValidationError: a string holds one.
 
     """
     if isinstance(raw, str) and not raw.isascii():
@@ -104,16 +111,16 @@ def check_text(raw: Any, where: str) -> None:
 def parse_spec(
     raw: Any, ctx: CaptureContext, where: str, extra_keys: Iterable[str] = ()
 ) -> CaptureSpec:
-    """The spec that `{"hooks": {hook: layers}, "positions": selector}` stands for.
+    """Parse `{"hooks": {hook: layers}, "positions": selector}`.
 
     Args:
         raw: what the user wrote; `positions` defaults to `"last_prompt"`.
-        ctx: the request and the model.
+        ctx: facts about the request and the model.
         where: the parameter's name in messages, such as `capture.filesystem`.
-        extra_keys: keys beside `hooks` and `positions` that the caller reads.
+        extra_keys: allowed keys besides `hooks` and `positions`; not read here.
 
     Raises:
-        CaptureValidationError: naming the parameter, the value and the remedy.
+        CaptureValidationError: it is invalid; names the parameter, value and remedy.
 
     """
     raw = plain(raw)
@@ -135,7 +142,12 @@ def parse_spec(
 
 
 def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int]]:
-    """`{hook: layer selector}` with every selector as a sorted list of layers."""
+    """Parse `{hook: layer selector}`; each selector becomes a sorted list of layers.
+
+    Raises:
+        CaptureValidationError: a hook or a layer is unknown to the model.
+
+    """
     if not isinstance(raw, dict) or not raw:
         raise fail(
             f"{where} must map at least one hook point to layers, for example "
@@ -235,10 +247,15 @@ def _layer(raw: Any, ctx: CaptureContext, where: str) -> int:
 
 
 def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
-    """The ranges of token positions that a selector stands for.
+    """Resolve a position selector to ranges of token positions.
 
-    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
-    tokens it generates; ranges of generated positions are open at the end.
+    A request with P prompt tokens that generates N tokens has rows at positions 0 to
+    P+N-2; ranges of generated positions end at `OPEN_END`.
+
+    Raises:
+        CaptureValidationError: the selector is invalid, or lists a position that the
+            request cannot reach with its `max_tokens`.
+
     """
     prompt = ctx.num_prompt_tokens
     match raw:
@@ -281,10 +298,13 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
 
 
 def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
-    """What a spec for every request is for this one, which has not asked for it.
+    """Restrict a global spec to the positions that a request can reach.
 
-    Listed positions that the request cannot reach are no mistake of its own and are
-    left out. None if nothing is left.
+    The request did not choose these positions, so ones past its end are not an error.
+
+    Returns:
+        The restricted spec, None if no position is left.
+
     """
     listed = plain(spec.positions)
     if isinstance(listed, str) or ctx.max_tokens is None:

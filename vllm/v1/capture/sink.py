@@ -13,41 +13,51 @@ from vllm.v1.capture.types import (
 
 @runtime_checkable
 class CaptureSink(Protocol):
-    """Receives rows as they are settled; one instance serves all requests.
+    """Receives chunks of rows while requests run; one instance serves all requests.
 
-    For one key chunks arrive in ascending `row_offset` and before the key's
-    finalize; keys have no order among each other. All calls for an instance
-    come from one thread of its own, never from the engine's, so a method may
-    block; `get_result` may be called from it at any time after the finalize.
+    The chunks of a key arrive in ascending `row_offset` and before the finalize of the
+    key; different keys have no order. All calls on an instance come from one thread
+    that serves only this instance, not from the engine's thread, so methods may block.
+    `get_result` may be called at any time after the finalize.
 
-    Optional: `submit_chunk_batch(chunks)` receives the chunks of a step at once;
-    `submit_request_end(request_id, finalizes)` comes after the finalizes of all
-    keys of a request; `when_done(request_id, notify)` calls `notify` once, from
-    any thread, when the request's results are there, and meanwhile the sink gets
-    the rows of other requests (without it the sink is waited for);
-    `wait_for_result(key, timeout)` blocks until a result is there;
-    `truncates = True` says that rows of generated tokens may be submitted before
-    it is known that they count, and that the finalize's sidecar holds in
-    `num_rows` how many rows of the key count. Without it such rows are held
-    back until the request has ended;
-    `batches_steps = True`, beside `truncates`, says that rows need not come with
-    each step: those of several small steps may come together, which costs less.
+    Optional methods:
+
+    - `submit_chunk_batch(chunks)`: receives all chunks of a step in one call.
+    - `submit_request_end(request_id, finalizes)`: called after the finalizes of all
+      keys of a request.
+    - `when_done(request_id, notify)`: must call `notify` once, from any thread, when
+      all results of the request exist. Until then the sink receives rows of other
+      requests. Without this method the framework waits for the results.
+    - `wait_for_result(key, timeout)`: blocks until the result exists, `timeout`
+      seconds at most.
+
+    Optional attributes:
+
+    - `truncates = True`: rows of generated tokens may be submitted before it is known
+      whether the output includes these tokens; `num_rows` in the finalize's sidecar
+      says how many rows of the key are valid. Without it such rows are held back until
+      the request has ended.
+    - `batches_steps = True` (with `truncates`): the rows of several small steps may be
+      submitted together, which costs less than submitting each step.
+    - `max_call_seconds`: how long one call may take, in seconds, if that is longer than
+      the default limit (`STALL_SECONDS` of the consumer thread). A sink that exceeds it
+      counts as stalled, and its requests fail.
     """
 
     location: Literal["worker", "driver"]
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Take rows of one key."""
+        """Take rows of one key; the sink owns the tensor."""
         ...
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """The key is complete: flush it and make `get_result(key)` terminal."""
+        """All chunks of a key were submitted: finish it, so that it gets a result."""
         ...
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        """The terminal result of `key`, or None while there is none."""
+        """The final result of `key`, or None while there is none."""
         ...
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Finish what is under way within `timeout` seconds."""
+        """Finish all pending work within `timeout` seconds."""
         ...

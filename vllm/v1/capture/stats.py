@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sinks of a process have done so far, in numbers."""
+"""Counters of delivery and of host memory, which workers report to front ends."""
 
 from collections.abc import Iterable
 
@@ -7,51 +7,57 @@ import msgspec
 
 
 class LaneCounters(msgspec.Struct):
-    """One consumer instance in one process. Rows are rows at one hook point."""
+    """Counters of one consumer instance in one process.
+
+    A row is one token at one tap. The last three fields are current values, the others
+    totals since the start.
+    """
 
     rows: int = 0
-    """Rows that were handed to the consumer."""
+    """Rows submitted to the consumer."""
     bytes: int = 0
+    """Bytes of these rows."""
     spilled_rows: int = 0
-    """Rows that went over the disk because the consumer was behind."""
+    """Rows that were spilled to disk because the consumer was behind."""
     spilled_bytes: int = 0
+    """Bytes of these rows."""
     rewritten_bytes: int = 0
-    """Bytes that the consumer itself spilled, and so writes twice."""
+    """Bytes that the consumer itself spilled, and therefore wrote twice."""
     dropped_rows: int = 0
     """Rows that were dropped because the consumer was behind."""
     failed_rows: int = 0
-    """Rows of streams whose result is an error."""
+    """Rows of keys whose result is an error."""
     requests: int = 0
-    """Requests whose result was given."""
+    """Requests for which the consumer has returned a result."""
     queue_depth: int = 0
-    """Packets and ends of requests that wait now."""
+    """Packets and ends of requests in the queue."""
     queue_bytes: int = 0
-    """Bytes of rows that wait in memory now."""
+    """Bytes of rows queued in memory."""
     spill_bytes: int = 0
-    """Bytes of rows that wait on disk now."""
+    """Bytes of rows queued on disk."""
 
 
 class MemoryCounters(msgspec.Struct):
-    """What a worker holds for rows in host memory, and how rows have left it."""
+    """Host memory that a worker holds for rows, and the rows sent from it."""
 
     budget_bytes: int = 0
-    """What it may hold."""
+    """Limit on the memory that it may hold."""
     owners: dict[str, int] = msgspec.field(default_factory=dict)
-    """Bytes that are taken from the system now, by what for."""
+    """Bytes allocated now, by purpose."""
     overflow_bytes: int = 0
-    """Bytes of rows, so far, that went to ordinary memory as the budget was used up."""
+    """Total bytes of rows put in pageable memory because the budget was used up."""
     lent_bytes: int = 0
-    """Bytes of rows, so far, that front ends got without a copy; ..."""
+    """Total bytes of rows passed to front ends in shared memory, without a copy."""
     copied_bytes: int = 0
-    """... and over a socket."""
+    """Total bytes of rows sent to front ends over a socket."""
     held_by_front_ends_bytes: int = 0
-    """Of the owners' bytes, what front ends have not given back."""
+    """The part of the allocated bytes that front ends have not returned."""
     leases: int = 0
-    """The blocks of memory that these are."""
+    """Number of memory blocks that front ends have not returned."""
 
     @property
     def held_bytes(self) -> int:
-        """All owners' bytes."""
+        """Bytes allocated now, for all purposes."""
         return sum(self.owners.values())
 
 
@@ -65,14 +71,14 @@ TOTALS = (
     "failed_rows",
     "requests",
 )
-"""Fields that only grow."""
+"""Fields of `LaneCounters` that only grow."""
 
 LEVELS = ("queue_depth", "queue_bytes", "spill_bytes")
-"""Fields that are states of now."""
+"""Fields of `LaneCounters` that are current values."""
 
 
 def added(counters: Iterable[LaneCounters]) -> LaneCounters:
-    """The sum over several processes."""
+    """Field-wise sum, for instances in several processes."""
     found = list(counters)
     return LaneCounters(
         **{

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types that consumers, plugins and clients of capture see."""
+"""Public data types of capture, for consumers, plug-ins and clients."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NewType, TypeAlias
@@ -7,14 +7,14 @@ from typing import Any, Literal, NewType, TypeAlias
 import torch
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
-"""The id that the engine gives a request: unique, opaque, never chosen by a client."""
+"""The unique, opaque id that the engine gives each sample; clients cannot choose it."""
 
 HookName = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
-"""Where in a decoder block a row is read.
+"""The point in a decoder block at which a row is read.
 
-`pre_attn`: the residual stream entering the block. `post_attn`: after the
-attention (or other token mixer) was added. `post_block`: leaving the block,
-before any final norm. `mlp_in`, `mlp_out`: what enters and leaves the MLP.
+`pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
+of attention (or another token mixer) was added. `post_block`: at the output of the
+block, before any final norm. `mlp_in`, `mlp_out`: input and output of the MLP.
 """
 
 HOOK_NAMES: tuple[HookName, ...] = (
@@ -28,17 +28,17 @@ HOOK_NAMES: tuple[HookName, ...] = (
 PositionSelector: TypeAlias = (
     Literal["last_prompt", "all_prompt", "all_generated", "all"] | list[int]
 )
-"""Which rows of a request: a name, or a list of 0-based token positions."""
+"""The positions to capture: a name, or a list of 0-based token positions."""
 
 CaptureKey: TypeAlias = tuple[VllmInternalRequestId, int, str]
-"""`(request id, layer, hook)`: one stream of rows."""
+"""`(request id, layer, hook)`: identifies one sequence of rows."""
 
 CaptureStatus = Literal["pending", "ok", "partial_error", "error", "not_requested"]
 
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What to capture of a request: `hooks` maps a hook point to its layers."""
+    """What to capture of a request: `hooks` maps each hook point to its layers."""
 
     hooks: dict[HookName, list[int]]
     positions: PositionSelector
@@ -46,35 +46,36 @@ class CaptureSpec:
 
 @dataclass
 class CaptureChunk:
-    """Rows of one key, in ascending position, as a step produced them."""
+    """Consecutive rows of one key, in ascending position."""
 
     key: CaptureKey
     tensor: torch.Tensor
     """`[rows, hidden_size]` on the CPU, in the stream's dtype; the receiver owns it."""
     dtype: torch.dtype
     row_offset: int
-    """How many rows of this key came before."""
+    """The number of rows of this key in earlier chunks."""
     step_index: int
-    """The engine step that computed the last of these rows."""
+    """The index of the engine step that computed the last of these rows."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`positions`: the token position of each row, `list[int]`."""
 
 
 @dataclass
 class CaptureFinalize:
-    """The request has ended and every chunk of `key` has been submitted."""
+    """Marks the end of a key: the request ended and all its chunks were submitted."""
 
     key: CaptureKey
     sidecar: dict[str, Any] = field(default_factory=dict)
+    """Facts about the request and the rows; see `registry.SIDECAR_FIELDS`."""
 
 
 @dataclass
 class CaptureResult:
-    """What became of a request's capture at one consumer instance.
+    """The result of a capture at one consumer instance.
 
-    `key` is a stream's `(request id, layer, hook)` where a sink reports on one
-    stream, and `(request id, -1, "*")` where the results of all streams of a
-    request were merged, as in `RequestOutput.capture_results`.
+    `key` is `(request id, layer, hook)` in the result of a single key, which a sink
+    returns, and `(request id, -1, "*")` in the merged result of a request, as in
+    `RequestOutput.capture_results`.
     """
 
     key: CaptureKey
@@ -85,20 +86,20 @@ class CaptureResult:
 
 @dataclass
 class CaptureContext:
-    """What a consumer may know of a request when it validates its spec."""
+    """Facts about a request and the model, for `validate_client_spec`."""
 
     vllm_internal_request_id: VllmInternalRequestId
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Always 0: prompt rows behind the prefix cache are computed again."""
+    """Always 0: captured prompt tokens are recomputed even if they are cached."""
     num_hidden_layers: int
-    """Decoder blocks of the whole model, over all pipeline stages."""
+    """Number of decoder blocks in the whole model, over all pipeline stages."""
     hidden_size: int
     element_size_bytes: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
     max_tokens: int | None = None
-    """How many tokens the request may generate at most."""
+    """The maximum number of tokens to generate."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The hook points that each layer of the loaded model has."""
     num_samples: int = 1
@@ -123,21 +124,21 @@ def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list
 def min_captured_prompt_position(
     spec: CaptureSpec, num_prompt_tokens: int
 ) -> int | None:
-    """The first of them; None if no prompt token is captured."""
+    """The lowest prompt position that a spec captures; None if it captures none."""
     positions = captured_prompt_positions(spec, num_prompt_tokens)
     return positions[0] if positions else None
 
 
 def spec_touches_prompt(spec: CaptureSpec, num_prompt_tokens: int) -> bool:
-    """Whether a spec captures a prompt token."""
+    """Whether a spec captures any prompt token."""
     return bool(captured_prompt_positions(spec, num_prompt_tokens))
 
 
 def capture_expert_parallel_size(parallel_config: Any = None) -> int:
-    """How many ranks share the experts; 1 without expert parallelism.
+    """The number of ranks that share the experts; 1 without expert parallelism.
 
     Args:
-        parallel_config: of the engine; without it there is no expert parallelism.
+        parallel_config: upstream's `ParallelConfig`; None means no expert parallelism.
 
     """
     if parallel_config is None or not parallel_config.enable_expert_parallel:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts: probes, lenses, features, norms and reductions instead of rows.
+"""Readouts: probes, lenses, SAE features, norms and reductions of rows.
 
-A row is staged by its tap as for a capture, answered from on the device, and only the
-answer leaves it, with the output of the step.
+A tap stages the row as for a capture. The result is computed on the device, and only
+the result leaves it, together with the output of the step.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts and SAEs on the command line and among the engine's arguments."""
+"""Command-line options and engine arguments for readouts and SAEs."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_readout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `EngineArgs` has fields for."""
+    """Add the options that correspond to fields of `EngineArgs`."""
     group = parser.add_argument_group(
         "readouts", "Probes, lenses and features computed where the rows are."
     )
@@ -47,13 +47,13 @@ def add_readout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutConfig:
-    """The configuration that the engine's arguments stand for.
+    """Build the configuration from the engine's arguments.
 
-    Files are read here, so that one that is not what it says stops the start before
-    the model is loaded.
+    Module files are read here, so that an invalid file is reported before the model is
+    loaded.
 
     Raises:
-        ReadoutValidationError: an option is badly written, or a file.
+        ReadoutValidationError: an option or a file is invalid.
 
     """
     modules = _named(args.readout_modules, "--readout-modules", "readout_modules")
@@ -65,7 +65,7 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
             "sae",
             both[0],
         )
-    enabled = args.enable_readouts or bool(modules)
+    enabled = args.enable_readouts or args.interp_engine_api or bool(modules)
     if (enabled or saes) and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-readouts: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
@@ -86,17 +86,18 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
 def described_file(
     name: str, path: str, width: int, wanted: str = "", tap: Tap | None = None
 ) -> dict[str, Any]:
-    """What front ends must know of a file, which is read whole.
+    """Read a module file and return the fields of its `ModuleInfo`.
 
     Args:
-        name: for messages.
+        name: the module's name, also used in error messages.
         path: the file or folder.
-        width: of the model's rows.
-        wanted: `sae` or `module`, if it must be one; empty if either will do.
-        tap: the place of an SAE that does not say it.
+        width: the model's hidden size.
+        wanted: `sae` or `module` to require one of them; empty accepts both.
+        tap: `(layer, hook)` for an SAE that does not state its own.
 
     Raises:
-        ReadoutValidationError: it is not what it says, or for another width.
+        ReadoutValidationError: the file is invalid, of the wrong kind, or for another
+            hidden size.
 
     """
     info = describe_module(name, path, load_module(name, path, tap))
@@ -135,7 +136,7 @@ def _named(given: Any, option: str, parameter: str) -> dict[str, str]:
 
 
 def _from_object(text: str, option: str, parameter: str) -> dict[str, str]:
-    """Files as a configuration file's mapping gives them."""
+    """Parse a JSON object of names and paths, as a configuration file gives it."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong about readouts, as upstream's client error (HTTP 400)."""
+"""Client errors for readouts (HTTP 400)."""
 
 import reprlib
 from typing import Any
@@ -8,10 +8,10 @@ from vllm.exceptions import VLLMValidationError
 
 
 class ReadoutValidationError(VLLMValidationError, ValueError):
-    """A readout that cannot be carried out as it stands.
+    """A request's readouts, or an option for them, are invalid.
 
-    The message names the parameter, the value and the remedy. It is a `ValueError`
-    too, which is what offline users catch.
+    The message names the parameter, the value and the remedy. Also a `ValueError`,
+    which offline users catch.
     """
 
 

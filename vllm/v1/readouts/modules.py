@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named modules: probes, translators and SAEs that an operator puts on a server.
+"""Readout modules: probes, translators and SAEs that an operator registers by name.
 
-A file of probes or of a translator is safetensors with metadata:
+A probe or translator file is a safetensors file with these metadata and tensors:
 
-- `format` `clearbox-readout-v1`, `kind` `probe` or `translator`, `model` (what steering
-  files say of theirs) and, as they apply, `layer`, `hook`, `activation`, `cosine`,
-  `residual`;
-- a probe: `vectors` `[k, hidden_size]`, and `bias` `[k]`, `threshold` `[k]` if there
-  are any;
-- a translator: for each layer L `L.weight` `[hidden_size, hidden_size]` and, if there
-  is one, `L.bias` `[hidden_size]`. The row x becomes `weight @ x + bias`, and x more
-  where `residual` is true, as in a tuned lens (arXiv 2303.08112); a Jacobian lens is
-  the matrix alone.
+- metadata: `format` is `clearbox-readout-v1`, `kind` is `probe` or `translator`,
+  `model` has the meaning that it has in steering files, and, where they apply,
+  `layer`, `hook`, `activation`, `cosine` and `residual`;
+- a probe: `vectors` `[k, hidden_size]`, optionally `bias` `[k]` and `threshold` `[k]`;
+- a translator: for each layer L `L.weight` `[hidden_size, hidden_size]` and optionally
+  `L.bias` `[hidden_size]`. It maps a row x to `weight @ x + bias`, plus x if `residual`
+  is true, as in a tuned lens (arXiv 2303.08112). A Jacobian lens is the matrix alone.
 """
 
 from collections.abc import Mapping
@@ -35,28 +33,32 @@ ACTIVATIONS = ("none", "relu", "sigmoid", "softmax", "jumprelu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
-    """What a front end must know of a module; the weights are the workers'."""
+    """A module's description for the front end; only workers hold its weights."""
 
     name: str
     kind: ModuleKind
     path: str
     width: int
-    """Of the rows that it takes."""
+    """Hidden size of the rows that it reads."""
     size: int
-    """Values of a probe, features of an SAE, layers of a translator."""
+    """Values of a probe, features of an SAE, or layers of a translator."""
     tap: Tap | None = None
-    """The place that it was made for, if it says one."""
+    """`(layer, hook)` that the module states as its own, or None."""
     layers: tuple[int, ...] = ()
-    """Of a translator."""
+    """Layers of a translator."""
     model: str = ""
-    """The model that it names; empty if it names none."""
+    """The model that the file names; empty if none."""
     selection: str = ""
-    """Of an SAE."""
+    """How an SAE selects active features, see `SparseAutoencoder`."""
     active: int | None = None
-    """Features of a row that are active, of an SAE that fixes their number."""
+    """Active features per row, for an SAE with a fixed number of them."""
+    is_transcoder: bool = False
+    """Whether an SAE writes at another place than it reads."""
+    fingerprint: str = ""
+    """SHA-256 of an SAE's weights and of how it uses them."""
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, without the path."""
+        """A JSON-serialisable description, without the path."""
         said: dict[str, Any] = {"kind": self.kind, "width": self.width}
         said["features" if self.kind == "sae" else "size"] = self.size
         if self.tap is not None:
@@ -70,7 +72,10 @@ class ModuleInfo:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProbeModule:
-    """Directions with what is done to their products."""
+    """A linear probe: `activation(rows @ vectors.T + bias)`.
+
+    With `cosine`, rows and vectors are normalised to length 1 first.
+    """
 
     vectors: torch.Tensor  # [k, hidden_size], float32
     bias: torch.Tensor  # [k], float32
@@ -81,7 +86,7 @@ class ProbeModule:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TranslatorModule:
-    """A linear map per layer."""
+    """A linear map per layer, by layer; see the module's docstring."""
 
     weights: Mapping[int, torch.Tensor]  # [hidden_size, hidden_size]
     biases: Mapping[int, torch.Tensor]  # [hidden_size]
@@ -92,15 +97,15 @@ Module: TypeAlias = ProbeModule | TranslatorModule | SparseAutoencoder
 
 
 def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
-    """What a file or folder holds, on the CPU.
+    """Load a module from a file or folder to the CPU.
 
     Args:
-        name: for messages.
-        path: a safetensors file of readouts, or an SAE of a known layout.
-        tap: the place of an SAE that does not say its own.
+        name: used in error messages.
+        path: a probe or translator file, or an SAE in a supported layout.
+        tap: `(layer, hook)` for an SAE that does not state its own.
 
     Raises:
-        ReadoutValidationError: it is not what it says.
+        ReadoutValidationError: the file is invalid.
 
     """
     if Path(path).suffix == ".safetensors" and Path(path).is_file():
@@ -116,7 +121,15 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
 def describe_module(
     name: str, path: str, module: Module, metadata: Mapping[str, str] | None = None
 ) -> ModuleInfo:
-    """What a front end must know of a loaded module."""
+    """Describe a loaded module.
+
+    Args:
+        name: the name that it is registered under.
+        path: where it was loaded from.
+        module: the loaded module.
+        metadata: of a probe or translator file; read from `path` if None.
+
+    """
     if isinstance(module, SparseAutoencoder):
         return ModuleInfo(
             name=name,
@@ -128,6 +141,8 @@ def describe_module(
             model=module.model,
             selection=module.selection,
             active=module.k,
+            is_transcoder=module.is_transcoder,
+            fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path)) if metadata is None else metadata
     model = said.get("model", "")
@@ -165,18 +180,18 @@ def save_probe(
     threshold: torch.Tensor | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file of probes.
+    """Write a probe file. Tensors are stored in float32.
 
     Args:
-        path: ends in `.safetensors`.
+        path: the file to write, ending in `.safetensors`.
         vectors: `[k, hidden_size]`.
         bias: `[k]`.
-        layer: where the probe reads, if it has one place.
-        hook: the hook point there.
+        layer: the 0-based layer that the probe reads by default.
+        hook: the hook point of that layer.
         activation: `none`, `relu`, `sigmoid`, `softmax` or `jumprelu`.
-        cosine: whether rows and vectors are brought to length 1 first.
-        threshold: `[k]`, for `jumprelu`.
-        metadata: for people, and `model`.
+        cosine: whether rows and vectors are normalised to length 1 first.
+        threshold: `[k]`, required for `jumprelu`.
+        metadata: further metadata, such as `model`.
 
     """
     tensors = {"vectors": vectors.float().contiguous()}
@@ -198,7 +213,16 @@ def save_translator(
     residual: bool = False,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a translator: a linear map `[hidden_size, hidden_size]` per layer."""
+    """Write a translator file. Tensors keep their dtype.
+
+    Args:
+        path: the file to write, ending in `.safetensors`.
+        weights: `[hidden_size, hidden_size]` by 0-based layer.
+        biases: `[hidden_size]` by layer.
+        residual: whether the row is added to the mapped row.
+        metadata: further metadata, such as `model`.
+
+    """
     tensors = {f"{layer}.weight": one.contiguous() for layer, one in weights.items()}
     tensors |= {f"{k}.bias": one.contiguous() for k, one in (biases or {}).items()}
     said = {"kind": "translator", "residual": str(residual).lower()}
@@ -213,13 +237,18 @@ def _save(
 ) -> None:
     from safetensors.torch import save
 
-    # Not `save_file`, whose files only their owner may read.
+    # `save_file` would create a file that only its owner can read.
     whole = {**(metadata or {}), **said, "format": FORMAT}
     Path(path).write_bytes(save(dict(tensors), metadata=whole))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty where there is none."""
+    """The metadata of a safetensors file; empty if it has none.
+
+    Raises:
+        ReadoutValidationError: the file cannot be read as safetensors.
+
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -237,7 +266,7 @@ def _tap(said: Mapping[str, str]) -> Tap | None:
 
 
 def _from_safetensors(name: str, path: Path) -> Module | None:
-    """A probe or a translator; None where the file is no file of readouts."""
+    """A probe or a translator; None if the file has another format."""
     from safetensors.torch import load_file
 
     said = read_metadata(path)

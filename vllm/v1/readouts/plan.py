@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request reads out, resolved: the form that travels to core and workers.
+"""A request's resolved readouts, as sent to the engine core and the workers.
 
-Made once, at admission. This module imports neither torch nor the rest of readouts,
-because `vllm.sampling_params` imports it by way of the capture plan.
+Built once, at admission. This module must import neither torch nor other modules of
+readouts, because `vllm.sampling_params` imports it through the capture plan.
 """
 
 from typing import Literal, TypeAlias
@@ -19,7 +19,7 @@ Activation: TypeAlias = Literal["none", "relu", "sigmoid", "softmax", "jumprelu"
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True):
-    """Directions that a request brings along."""
+    """A probe given in the request."""
 
     vectors: bytes
     """float32 `[k, hidden_size]`, row-major."""
@@ -27,7 +27,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     """`[k]`."""
     activation: Activation = "none"
     cosine: bool = False
-    """Whether rows and vectors are brought to length 1 first."""
+    """Whether rows and vectors are normalised to length 1 first."""
     threshold: tuple[float, ...] = ()
     """`[k]`, for `jumprelu`."""
 
@@ -38,25 +38,28 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     name: str
     kind: Kind
     taps: tuple[Tap, ...]
-    """Whose rows it is about, in the order in which the results have them."""
+    """`(layer, hook)` of the rows that are read, in the order of the results."""
     ranges: Ranges
-    """The token positions that it is about."""
+    """Token positions `[start, stop)`, ascending."""
     module: str = ""
-    """The probe, translator, SAE or entry point, by its name on the server."""
+    """Registered name of the probe, translator or SAE, or of the entry point."""
     probe: Probe | None = None
-    """With `kind` probe, where no module is named."""
+    """For `kind` probe without a module."""
     reduce: Reduce = "none"
     top_k: int = 0
     tokens: tuple[int, ...] = ()
-    """Whose log-probabilities a lens gives besides."""
+    """Token ids whose log-probabilities a lens returns in addition."""
     features: tuple[int, ...] = ()
-    """Of an SAE; empty means the `top_k` largest."""
+    """Features of an SAE; empty means the `top_k` largest."""
     params: str = ""
-    """JSON: what a custom readout is given."""
+    """Parameters of a custom readout, as JSON."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:
-        """The taps whose rows it needs, `taps` first."""
+        """The taps whose rows must be staged, `taps` first.
+
+        A norm also needs the layer before each of its taps, for the cosine.
+        """
         if self.kind != "norm":
             return self.taps
         before = [(layer - 1, hook) for layer, hook in self.taps if layer > 0]
@@ -64,45 +67,49 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StopWhen(msgspec.Struct, frozen=True, array_like=True):
-    """Ends the request at the first generated token whose value fires."""
+    """Ends the request at the first generated token whose value crosses a bound."""
 
     readout: str
     above: float | None = None
     below: float | None = None
     index: int = 0
-    """Which of the readout's values; of an SAE, which feature."""
+    """Index into the readout's values; for an SAE the feature."""
 
     def fires(self, value: float) -> bool:
-        """Whether the value ends the request; NaN does not."""
+        """Whether the value ends the request; NaN never does."""
         over = self.above is not None and value > self.above
         return over or (self.below is not None and value < self.below)
 
 
 class ReadoutPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Everything the engine must know about the readouts of one request."""
+    """The readouts and stop conditions of one request."""
 
     readouts: tuple[Readout, ...]
     stop_when: tuple[StopWhen, ...] = ()
 
 
 class ReadoutPart(msgspec.Struct, array_like=True):
-    """What one step found out for one readout of a request."""
+    """One step's results for one readout of a request."""
 
     name: str
     start: int
-    """Token position of the first row; the others follow it."""
+    """Token position of the first token; the positions are consecutive."""
     count: int
-    """Rows that the values are about."""
+    """Tokens that the arrays cover."""
     arrays: dict[str, np.ndarray]
-    """NumPy arrays by name: `[count, ...]`, but for reduced rows."""
+    """NumPy arrays by name: `[count, ...]`, or without `count` if reduced."""
     reduced: bool = False
-    """Whether the arrays hold one value for all rows."""
+    """Whether the arrays hold one value for all tokens."""
     error: str = ""
+    """Why there is no result; empty if there is."""
 
 
 class RequestReadouts(msgspec.Struct, array_like=True):
-    """What one step found out for a request."""
+    """One step's results for a request."""
 
     start: int
-    """Token position of the request's first row in the step, as the worker knew it."""
+    """Token position of the request's first row in the step, as the worker assumed it.
+
+    With draft tokens it may be too large; the scheduler corrects it.
+    """
     parts: list[ReadoutPart]

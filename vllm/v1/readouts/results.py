@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users get: the results of a readout, joined over steps."""
+"""Results of readouts as users get them, joined over steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,22 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class ReadoutResult:
-    """What was read out under one name, `output.readouts[name]`.
+    """The result of one readout, `output.readouts[name]`.
 
-    `arrays` by kind; n are the tokens, in the order of `positions`, and taps those of
-    `taps`:
+    The contents of `arrays` depend on the kind. n is the number of tokens, in the order
+    of `positions`, and taps the length of `taps`:
 
-    - `rows`: `rows` `[n, taps, hidden_size]`, or `[taps, hidden_size]` where reduced;
+    - `rows`: `rows` `[n, taps, hidden_size]`, or `[taps, hidden_size]` if reduced;
     - `probe`: `values` `[n, k]`;
-    - `lens`: `token_ids` and `logprobs` `[n, taps, top_k]`, and of the tokens that were
-      named `token_logprobs` `[n, taps, tokens]`;
-    - `sae`: `features` and `activations` `[n, top_k]`, the former -1 where fewer are
-      active; or `activations` `[n, features]` of the features that were named;
+    - `lens`: `token_ids` and `logprobs` `[n, taps, top_k]`, and `token_logprobs`
+      `[n, taps, tokens]` of the requested tokens;
+    - `sae`: `features` and `activations` `[n, top_k]`, where features are -1 if fewer
+      than `top_k` are active; or `activations` `[n, features]` of the requested ones;
     - `norm`: `norm` and `cosine` `[n, taps]`;
     - `custom`: `values` `[n, ...]`.
+
+    Token ids and features are int32, other values float32; rows have the model's dtype,
+    or float32 if it is bfloat16 or if they are reduced. Log-probabilities are natural.
     """
 
     kind: str
@@ -36,31 +39,30 @@ class ReadoutResult:
     """`(layer, hook point)`, in the order of the arrays."""
     arrays: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
-    """What spoiled the result or a part of it."""
+    """Why the result is missing or incomplete; None if it is complete."""
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
 
 
 class Joined:
-    """The parts of one readout of a request, as they come."""
+    """The parts of one readout of a request, in order of arrival."""
 
     def __init__(self, readout: Readout) -> None:
-        """Begin without a part."""
         self._readout = readout
         self._parts: list[ReadoutPart] = []
         self._shown = 0
 
     def add(self, part: ReadoutPart) -> None:
-        """A step's part; its positions are behind those of the parts before."""
+        """Add a step's part; its positions follow those of earlier parts."""
         self._parts.append(part)
 
     def whole(self, stop: int) -> ReadoutResult:
-        """All of it, of tokens below the position `stop`."""
+        """The result for all tokens below position `stop`."""
         return joined(self._readout, self._parts, stop)
 
     def news(self, stop: int) -> ReadoutResult | None:
-        """What has come since this was asked last; None for nothing, or if reduced."""
+        """The result of parts added since the last call; None if none or if reduced."""
         fresh, self._shown = self._parts[self._shown :], len(self._parts)
         if not fresh or self._readout.reduce != "none":
             return None
@@ -68,7 +70,7 @@ class Joined:
 
 
 def joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
-    """One result for parts in ascending order, of tokens below `stop`."""
+    """Join parts in ascending order into one result for tokens below `stop`."""
     result = ReadoutResult(readout.kind, taps=readout.taps)
     errors = sorted({part.error for part in parts if part.error})
     kept = [_cut(part, stop) for part in parts if part.start < stop]
@@ -94,7 +96,7 @@ def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:
 
 
 def _reduced(how: str, parts: Sequence[ReadoutPart]) -> Array:
-    """`[taps, hidden_size]`, of parts that are reduced or have all their rows."""
+    """Reduce parts, already reduced or not, to `[taps, hidden_size]` float32."""
     if how == "last":
         last = parts[-1]
         rows = last.arrays["rows"]
@@ -118,12 +120,12 @@ def merge_results(
     second: Mapping[str, ReadoutResult] | None,
     second_is_whole: bool,
 ) -> dict[str, ReadoutResult] | None:
-    """The results of two outputs of one stream that become one.
+    """Merge the results of two consecutive outputs of a stream.
 
     Args:
-        first: of the output before.
-        second: of the output behind it.
-        second_is_whole: whether it is the stream's last, which has everything.
+        first: results of the earlier output.
+        second: results of the later output.
+        second_is_whole: whether the later one is the last, which has all results.
 
     """
     if second_is_whole or not first or not second:

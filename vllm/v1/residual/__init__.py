@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capture and steering share; neither imports the other."""
+"""Code shared by capture and steering, which do not import each other."""

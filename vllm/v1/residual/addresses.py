@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that other systems have for hook points, with and without a layer.
+"""Names of hook points in other libraries, with and without a layer.
 
-Accepted forms of an address, which names one layer's point:
+Accepted forms of an address, which names the hook point of one layer:
 
     resid_post.10               interp-engine
     blocks.10.hook_resid_post   TransformerLens 1 to 3, SAELens
@@ -31,10 +31,10 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "mlp.hook_out": "mlp_out",
     }
 )
-"""The other systems' names of our hook points.
+"""Our hook point for each name in another library.
 
-TransformerLens' `hook_mlp_in` is not among them: it is the stream before the norm,
-where `mlp_in` is what enters the MLP behind it.
+TransformerLens' `hook_mlp_in` is not included: it is the stream before the norm, while
+`mlp_in` is the input of the MLP, after the norm.
 """
 
 _OF_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.([a-z][a-z0-9_.]*)")
@@ -42,12 +42,12 @@ _WITH_LAYER = re.compile(r"([a-z][a-z0-9_]*)\.(0|[1-9]\d{0,5})")
 
 
 def hook_name(name: str) -> str | None:
-    """Our name of a hook point under any of its names; None if it is none."""
+    """Our name of the hook point `name`; None if it is unknown."""
     return name if name in OWN else ALIASES.get(name)
 
 
 def parse_address(text: str) -> tuple[int, str] | None:
-    """`(layer, hook)` of an address; None if `text` is no address.
+    """Parse an address to `(layer, hook)`; None if `text` is not one.
 
     The layer is 0-based and not checked against a model.
     """

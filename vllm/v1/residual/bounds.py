@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sends, bounded: how much of it there is, and how much is told of it."""
+"""Bounds on the size of clients' input, and on how much of it error messages show."""
 
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_MESSAGE = 1000
-"""Characters of an error's message."""
+"""Maximum number of characters of an error message."""
 
 _LISTED = 16
 
@@ -17,31 +17,31 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value for a message: what it begins with."""
+    """A shortened `repr` for a message."""
     try:
         return _SHORT.repr(value)
-    except Exception:  # A number too long to be written, a `repr` of a user's class.
+    except Exception:  # An int too long to print, or a failing `__repr__`.
         return f"<{type(value).__name__}>"
 
 
 def listed(names: Collection[Any]) -> str:
-    """Names for a message: the first ones, and how many more there are."""
+    """Names for a message: the first in sorted order, and the number of others."""
     first = [shown(name) for name in sorted(names)[:_LISTED]]
     more = len(names) - len(first)
     return f"[{', '.join(first)}]" + (f" and {more} more" if more else "")
 
 
 def cut(message: str) -> str:
-    """A message that is not too long; its end, the remedy, stays."""
+    """Shorten a message in the middle; its end contains the remedy."""
     if len(message) <= MAX_MESSAGE:
         return message
     return f"{message[: MAX_MESSAGE - 305]} ... {message[-300:]}"
 
 
 def count_values(raw: Any, most: int) -> int:
-    """How many values there are in lists and objects; more than `most` are not counted.
+    """Count the values in nested lists and dicts, until there are more than `most`.
 
-    A list that begins and ends with a number is taken for a list of numbers.
+    A list that begins and ends with a number is assumed to contain only numbers.
     """
     total = 0
     waiting = [raw]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request whose residual stream is no longer finite ends with an error.
+"""Ends requests whose residual stream contains NaN or infinity, with an error.
 
-NaN and infinity stay in the stream up to the logits. Where a step has a request that is
-given vectors or embeddings, the runners count NaN in each request's logits as upstream
-does for its metrics; a request that has some ends. What layer they came from is then
-read from the keys and values that the request left: nothing is recorded before.
+NaN and infinity in the stream propagate to the logits. If a step has a request with
+steering vectors or prompt embeddings, the runners count NaN in the logits of each
+request, as upstream does for its metrics. A request that has any is ended. The layer
+where they arose is then found in the keys and values that the request left in the KV
+cache, so nothing needs to be recorded before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MARK = "the residual stream is no longer finite: "
-"""Begins the `stop_reason` of such a request; where it happened follows."""
+"""Prefix of the `stop_reason` of such a request; the location follows."""
 BlockIds = tuple[list[int], ...]
-"""A request's blocks, by group of layers."""
+"""A request's KV cache blocks, by group of layers."""
 
 
 class LostStreamError(VLLMValidationError, ValueError):
@@ -31,16 +32,16 @@ class LostStreamError(VLLMValidationError, ValueError):
 
 
 class Met(NamedTuple):
-    """Layers of one worker, by what a request left in their keys and values."""
+    """A worker's layers, by whether a request left only finite keys and values."""
 
     finite: list[int]
     other: list[int]
 
 
 class LostStreams:
-    """Requests that have just been ended, until the reason has been found.
+    """Requests that were just ended, until the layer has been found.
 
-    Part of the scheduler; engine thread only.
+    Part of the scheduler; used on the engine's thread only.
     """
 
     def __init__(
@@ -51,28 +52,29 @@ class LostStreams:
         self._lost: dict[str, BlockIds] = {}
 
     def add(self, request: "Request", num_nans: Mapping[str, int] | None) -> bool:
-        """Whether the request must end, after a step with these counts of NaN."""
+        """Whether the request must end, given the NaN counts of the step by request."""
         if not num_nans or not num_nans.get(request.request_id):
             return False
         if not self._suspects.concerns(request):
-            return False  # Upstream's own: its metrics count it.
+            return False  # As upstream, which only counts it in its metrics.
         self._lost[request.request_id] = self._block_ids(request.request_id)
         return True
 
     def has(self, request: "Request") -> bool:
-        """Whether `add` has just said so."""
+        """Whether `add` ended the request in this step."""
         return request.request_id in self._lost
 
     def take(self) -> dict[str, BlockIds]:
-        """Those of the step that has just been accounted for, with their blocks."""
+        """Return and clear the ended requests of this step, with their blocks."""
         lost, self._lost = self._lost, {}
         return lost
 
 
 def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> None:
-    """Say in the outputs of a step where the streams of lost requests were lost.
+    """Add to the outputs of ended requests in which layer NaN or infinity arose.
 
-    Their blocks are free, but no step has been scheduled since that writes to them.
+    The requests' blocks are free already, but no later step has been scheduled yet, so
+    their content is intact.
     """
     scheduler: Any = core.scheduler
     if not (lost := scheduler.lost_streams.take()):
@@ -92,7 +94,7 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
 
 
 def describe(met: Sequence[Met]) -> str:
-    """Between which layers the stream was lost, from what each worker has found."""
+    """Describe between which layers NaN arose, from the findings of all workers."""
     lost = min((layer for one in met for layer in one.other), default=None)
     finite = [layer for one in met for layer in one.finite]
     if lost is None:
@@ -105,7 +107,7 @@ def describe(met: Sequence[Met]) -> str:
 
 
 def is_lost(output: "RequestOutput") -> bool:
-    """Whether an output tells that a request's stream was lost. Quick: all pass."""
+    """Whether an output ends a request with this error; called for every output."""
     return any(
         sample.finish_reason == "error" and _reason(sample) is not None
         for sample in output.outputs
@@ -115,16 +117,16 @@ def is_lost(output: "RequestOutput") -> bool:
 async def raise_error(
     engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
 ) -> None:
-    """Raise the error of a request whose stream was lost.
+    """Abort the request's other samples and raise its error.
 
     Args:
         engine: of this front end.
-        request_id: as the engine knows the request.
-        output: tells of it.
-        params: as the client has sent them.
+        request_id: the internal id of the request.
+        output: the output for which `is_lost` is true.
+        params: the sampling parameters that the client sent.
 
     Raises:
-        LostStreamError: says where.
+        LostStreamError: always; names the parameter and the layer.
 
     """
     await engine.abort(request_id, internal=True)  # Other samples may be in flight.

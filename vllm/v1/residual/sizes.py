@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wide a row of the residual stream is, and how much memory a step's rows get."""
+"""Sizes of rows of the residual stream, and the default size of staging memory."""
 
 from typing import TYPE_CHECKING
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 LEAST_STAGING = 256 << 20
-"""Bytes."""
+"""Minimum default size of staging memory, in bytes."""
 STAGING_SHARE = 32
-"""By itself staging takes at most this part of the memory that the server may use."""
+"""The default is at most the memory that the server may use divided by this."""
 
 
 def torch_dtype(model_config: "ModelConfig") -> torch.dtype:
-    """The dtype of the residual stream; the configuration has resolved names."""
+    """The dtype of the residual stream."""
     dtype = model_config.dtype
     assert isinstance(dtype, torch.dtype), f"the dtype {dtype!r} is not resolved"
     return dtype
 
 
 def row_bytes(model_config: "ModelConfig") -> int:
-    """The bytes of one row."""
+    """Bytes of one row, `[hidden_size]`."""
     width: int = model_config.get_hidden_size()
     return width * torch_dtype(model_config).itemsize
 
@@ -30,10 +30,17 @@ def row_bytes(model_config: "ModelConfig") -> int:
 def default_staging_bytes(
     bytes_a_row: int, layers: int, tokens_a_step: int, device_bytes: int
 ) -> int:
-    """Staging memory where the user names no size and `device_bytes` are ours to use.
+    """The default size of staging memory, in bytes.
 
-    Two of the largest steps have room, at one hook point of every layer: a smaller step
-    costs the processor as much as a large one and keeps the GPU less busy.
+    It holds two steps of maximum size, at one hook point of every layer. Smaller steps
+    would cost the CPU as much and leave the GPU less busy.
+
+    Args:
+        bytes_a_row: bytes of one row.
+        layers: number of decoder blocks.
+        tokens_a_step: maximum number of tokens per step.
+        device_bytes: device memory that the server may use.
+
     """
     wanted = 2 * tokens_a_step * layers * bytes_a_row
     return max(LEAST_STAGING, min(wanted, device_bytes // STAGING_SHARE))

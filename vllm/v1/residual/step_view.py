@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model runner says of a step: its batch and where its requests begin."""
+"""A runner-neutral view of a step: its batch, and the positions of its requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 
 class StepView(NamedTuple):
-    """What the runner-neutral code needs to know of a step, in batch order."""
+    """A step's requests with their token counts, in batch order."""
 
     req_ids: Sequence[str]
     num_computed: npt.NDArray[np.integer]  # [num_reqs], position of the first token
@@ -19,14 +19,16 @@ class StepView(NamedTuple):
     num_rows: int
     """Rows of the step's tensors, padding included."""
     true_starts: Callable[[], torch.Tensor] | None = None
-    """Gives `[num_reqs]`, on the device: what `num_computed` should be. None where it
-    is that. With drafts and asynchronous scheduling a step is prepared before it is
-    known how many drafts of the last one were rejected; `num_computed` assumes none.
+    """Returns the true `num_computed` `[num_reqs]`, a tensor that may be on the device.
+
+    None if `num_computed` is exact. With draft tokens and asynchronous scheduling a
+    step is prepared before it is known how many drafts of the last step were rejected;
+    `num_computed` then assumes none.
     """
 
     @property
     def first_row(self) -> npt.NDArray[np.integer]:  # [num_reqs]
-        """Row of each request's first token: they follow one another."""
+        """Index of each request's first token in the step's tensors."""
         return np.cumsum(self.num_scheduled) - self.num_scheduled
 
     @property
@@ -35,7 +37,7 @@ class StepView(NamedTuple):
         return bool((self.num_scheduled == 1).all())
 
     def settled(self) -> "StepView":
-        """The view with true positions. Waits for the device if they are there."""
+        """The view with true positions; synchronizes with the device if needed."""
         if self.true_starts is None:
             return self
         starts = self.true_starts().cpu().numpy()
@@ -43,14 +45,14 @@ class StepView(NamedTuple):
 
 
 class Decoding:
-    """A step of one token a request, as most are: is the next one like it?
+    """Detects whether a pure decode step is followed by one of the same batch.
 
-    Bytes are compared, as NumPy's operations take longer than all else that is done
-    for such a step.
+    Compares bytes, because operations of NumPy would take longer than everything else
+    done for such a step.
     """
 
     def __init__(self, view: StepView) -> None:
-        """Begin with a step that has one token of each of its requests."""
+        """Start with a step that has one token per request."""
         self._req_ids = list(view.req_ids)
         self._scheduled = view.num_scheduled.tobytes()
         self._next = view.num_computed + 1
@@ -58,7 +60,7 @@ class Decoding:
     def goes_on(self, view: StepView) -> bool:
         """Whether a step has the next token of each of these requests, in this order.
 
-        If so, the step behind it is asked for from now on.
+        If so, the next call compares with the step after it.
         """
         same = (
             view.num_computed.tobytes() == self._next.tobytes()
@@ -72,7 +74,10 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class TrueStarts:
-    """Where the requests of a step truly began: known once it is computed."""
+    """The assumed and true start positions of a step's requests.
+
+    `true` may be read after the step was computed.
+    """
 
     req_ids: Sequence[str]
     assumed: npt.NDArray[np.integer]  # [num_reqs]
@@ -80,7 +85,7 @@ class TrueStarts:
 
     @staticmethod
     def of(view: StepView) -> "TrueStarts | None":
-        """What `view` will know; None where it knows already."""
+        """Start copying the true positions to the host; None if `view` is exact."""
         if view.true_starts is None:
             return None
         starts = view.true_starts()
@@ -90,6 +95,6 @@ class TrueStarts:
         return TrueStarts(list(view.req_ids), view.num_computed.copy(), starts)
 
     def shifts(self) -> dict[str, int]:
-        """By how much each request's positions differ from what was assumed."""
+        """By request, the true position minus the assumed one."""
         shifts = (self.true.numpy() - self.assumed).tolist()
         return dict(zip(self.req_ids, shifts, strict=True))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the KV cache in which a request may have left numbers that are not finite.
+"""Clears KV cache blocks that may contain NaN or infinity before they are reused.
 
-Attention reads a sequence's last block as a whole and gives the rows behind the
-sequence's end the weight 0. What a former owner left there has no effect as long as it
-is finite, but 0 times NaN or infinity is NaN: upstream's CPU attention carries it into
-the output of a request that has nothing to do with it. Only vectors and embeddings that
-clients send can make a healthy model's stream overflow. A block that was allocated
-while such a request ran is therefore cleared before it belongs to another one.
+Attention reads the last block of a sequence as a whole and gives the entries past the
+end of the sequence the weight 0. Values that a former owner left there have no effect
+if they are finite, but 0 times NaN or infinity is NaN, and upstream's CPU attention
+carries that into the output of an unrelated request. Only vectors and embeddings sent
+by clients can make the stream of a healthy model overflow. A block that was allocated
+while such a request was running is therefore cleared before another request gets it.
 """
 
 from collections.abc import Iterable
@@ -19,48 +19,53 @@ if TYPE_CHECKING:
 
 
 class SuspectBlocks:
-    """Which requests change the stream, and which blocks they may have written.
+    """The requests that change the stream, and the blocks that they may have written.
 
-    Part of the scheduler; engine thread only.
+    Part of the scheduler; used on the engine's thread only.
     """
 
     def __init__(self, clears_all: bool) -> None:
-        """Begin; `clears_all`: upstream itself clears every new block."""
+        """Start without requests.
+
+        Args:
+            clears_all: whether upstream itself clears every newly allocated block.
+
+        """
         self._clears_all = clears_all
         self._blocks: set[int] = set()
         self._requests: set[str] = set()
 
     @property
     def any_running(self) -> bool:
-        """Whether a request runs that is given vectors or embeddings."""
+        """Whether a request with vectors or embeddings is running."""
         return bool(self._requests)
 
     def begin(self, request: "Request", for_all: bool) -> None:
-        """A waiting request is scheduled; `for_all`: global vectors are set."""
+        """Note a request that starts to run; `for_all`: global vectors are set."""
         params = request.sampling_params
         steered = params is not None and params._steering is not None
         if for_all or steered or request.prompt_embeds is not None:
             self._requests.add(request.request_id)
 
     def begin_all(self, running: Iterable["Request"]) -> None:
-        """Global vectors change the streams of all that run.
+        """Mark all running requests, because global vectors were set.
 
-        They stay suspect when the vectors are cleared: keys and values remain.
+        They stay marked when the vectors are removed: their keys and values remain.
         """
         self._requests.update(request.request_id for request in running)
 
     def concerns(self, request: "Request") -> bool:
-        """Whether the request is given vectors or embeddings."""
+        """Whether the request has, or has had, vectors or embeddings."""
         return request.request_id in self._requests
 
     def end(self, request: "Request", block_ids: Iterable[Iterable[int]]) -> None:
-        """A request gives its blocks back, by group of layers."""
+        """Mark the blocks, by group of layers, of a request that frees them."""
         if request.request_id in self._requests:
             self._requests.discard(request.request_id)
             self._blocks.update(*block_ids)
 
     def to_clear(self, new: list[int]) -> list[int]:
-        """Those of the blocks that were allocated in this step that must be cleared."""
+        """Which of the blocks allocated in this step must be cleared."""
         found = new
         if not self._clears_all:
             found = [block for block in new if block in self._blocks]
@@ -72,7 +77,7 @@ class SuspectBlocks:
 
 
 def mark(vllm_config: "VllmConfig", configs: Iterable["KVCacheConfig"]) -> None:
-    """Have workers prepare for clearing blocks where clients can change the stream."""
+    """Have workers prepare to clear blocks if clients can change the stream."""
     changed = vllm_config.steering_config.enabled
     changed |= vllm_config.model_config.enable_prompt_embeds
     for config in configs:

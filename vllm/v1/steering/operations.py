@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
 OpName: TypeAlias = Literal[
-    "replace", "add", "project_out", "swap", "rotate", "low_rank", "clamp"
+    "replace", "add", "project_out", "swap", "rotate", "low_rank", "feature", "clamp"
 ]
 
 OP_NAMES: tuple[OpName, ...] = (
@@ -26,6 +28,7 @@ OP_NAMES: tuple[OpName, ...] = (
     "swap",
     "rotate",
     "low_rank",
+    "feature",
     "clamp",
 )
 """In the order in which they are carried out at one hook point."""
@@ -44,6 +47,10 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     """Of `low_rank`."""
     arrays: tuple[tuple[str, bytes], ...] = ()
     """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
+    when: Condition | None = None
+    """If set, it acts where this is met."""
+    feature: FeatureUse | None = None
+    """Of `feature`, which has no vector of its own."""
 
     def array(self, name: str) -> npt.NDArray[np.float32] | None:
         """An array, flat; None if there is none of this name."""
@@ -73,6 +80,14 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     """SHA-256 of what it does, without where in the sequence."""
     details: Details = NO_DETAILS
+    num_rows: int = 0
+    """Where each position has a vector of its own: how many rows `data` holds, in the
+    order of the positions. 0: one vector, at all positions."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its vectors, in float32."""
+        return len(self.data) + sum(len(data) for _, data in self.details.arrays)
 
     @property
     def tap(self) -> tuple[int, str]:
@@ -111,13 +126,24 @@ def operation(
     norm_match: bool,
     positions: Spans | None,
     details: Details = NO_DETAILS,
+    num_rows: int = 0,
 ) -> Operation:
     """An operation with its digest."""
     data = vector.astype("<f4").tobytes()
-    what = repr((tap, op, scale, bounds, norm_match, details)).encode()
-    digest = hashlib.sha256(what + data).hexdigest()
+    what = repr((tap, op, scale, bounds, norm_match, details, num_rows))
+    digest = hashlib.sha256(what.encode())
+    digest.update(data)
     return Operation(
-        *tap, op, data, scale, *bounds, norm_match, positions, digest, details
+        *tap,
+        op,
+        data,
+        scale,
+        *bounds,
+        norm_match,
+        positions,
+        digest.hexdigest(),
+        details,
+        num_rows,
     )
 
 
@@ -128,10 +154,15 @@ def packed_arrays(
     return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
 
 
+def place_of(one: Operation) -> int:
+    """Its place among the kinds that one hook point carries out."""
+    return OP_NAMES.index(one.op)
+
+
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Operations in the order in which one hook point carries them out.
 
     Those of one kind keep their order: engine before request, base before phase,
     then as written.
     """
-    return tuple(sorted(operations, key=lambda one: OP_NAMES.index(one.op)))
+    return tuple(sorted(operations, key=place_of))

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.conditions import Condition, distinct
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.positions import Spans
 
@@ -156,6 +157,12 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return _operations(self.base) + _operations(self.decode)
 
     @cached_property
+    def bank_bytes(self) -> int:
+        """What the vectors of operations take on a device that has all layers."""
+        parts = (part.operations for part in self.parts if part is not None)
+        return sum(one.num_bytes for operations in parts for one in operations)
+
+    @cached_property
     def groups(self) -> tuple[tuple["Group", ...], ...]:
         """The operations of each tier that act at equal positions, together."""
         return tuple(tuple(_groups(_operations(part))) for part in self.parts)
@@ -171,17 +178,29 @@ class Group(NamedTuple):
     """Equal for groups that do the same."""
     first: Operation
     """Whose positions are those of all."""
+    by_position: bool
+    """Whether each position has a vector of its own."""
+
+    def name(self, num_prompt: int) -> str:
+        """What is done, for the hash of a block of a prompt of so many tokens."""
+        spans = self.first.positions
+        if self.by_position and spans and spans[0][0] < 0:
+            return f"{self.digest}:{num_prompt}"
+        return self.digest
 
 
 def _groups(operations: Sequence[Operation]) -> Iterator[Group]:
     together: dict[Spans | None, list[Operation]] = {}
     for one in operations:
         together.setdefault(one.positions, []).append(one)
-    for alike in together.values():
-        digests = [one.digest for one in alike]
-        if len(digests) > 1:
-            digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()]
-        yield Group(digests[0], alike[0])
+    for positions, alike in together.items():
+        parts = [one.digest for one in alike]
+        by_position = any(one.num_rows for one in alike)
+        if by_position:  # Which row a token gets depends on where all of them are.
+            parts.append(repr(positions))
+        if len(parts) > 1:
+            parts = [hashlib.sha256(" ".join(parts).encode()).hexdigest()]
+        yield Group(parts[0], alike[0], by_position)
 
 
 def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
@@ -189,6 +208,12 @@ def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
+
+
+def conditions_of(tiers: SteeringTiers) -> tuple[Condition, ...]:
+    """The different conditions of all operations, in their order."""
+    operations = (one for part in tiers.parts for one in _operations(part))
+    return distinct(one.details.when for one in operations)
 
 
 def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:

@@ -36,7 +36,17 @@ class Slots:
     needed: the next request with it costs nothing.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, room: int | None = None) -> None:
+        """Load nothing.
+
+        Args:
+            num_slots: how many.
+            room: bytes that the vectors of operations may take; None for any number.
+
+        """
+        self._room = room
+        self._sizes = [0] * num_slots
+        """Bytes of each slot's configuration."""
         self._users: list[set[str]] = [set() for _ in range(num_slots)]
         self._loaded: list[str | None] = [None] * num_slots
         self._slot_of: dict[str, int] = {}
@@ -49,11 +59,50 @@ class Slots:
         """How many slots have users."""
         return len(self._users) - len(self._idle)
 
-    def has_room(self, digest: str) -> bool:
-        """Whether a request with this configuration can get a slot now."""
-        return digest in self._slot_of or bool(self._idle)
+    def has_room(self, digest: str, size: int = 0, taken: int = 0) -> bool:
+        """Whether a request with this configuration can get a slot now.
 
-    def acquire(self, user: str, digest: str) -> tuple[int, bool]:
+        Args:
+            digest: of the configuration.
+            size: bytes of its operations' vectors.
+            taken: bytes of those that act for all requests.
+
+        """
+        if digest in self._slot_of:
+            return True
+        kept = sum(self._sizes) - sum(self._sizes[slot] for slot in self._idle)
+        return bool(self._idle) and self._fits(kept + size + taken)
+
+    def _fits(self, size: int) -> bool:
+        return self._room is None or size <= self._room
+
+    def make_room(self, digest: str, size: int, taken: int) -> list[int]:
+        """Forget idle configurations until another one fits; which slots are emptied.
+
+        The slot that the other one takes is among them if it has bytes to give back:
+        what was there goes before what comes. Arguments are those of `has_room`.
+        """
+        if digest in self._slot_of:
+            return []
+        emptied = []
+        for slot in list(self._idle):
+            is_next = slot == next(iter(self._idle))
+            full = not self._fits(sum(self._sizes) + size + taken)
+            if self._sizes[slot] and (full or is_next):
+                self._forget(slot)
+                emptied.append(slot)
+        for slot in reversed(emptied):
+            self._idle.move_to_end(slot, last=False)
+        return emptied
+
+    def _forget(self, slot: int) -> None:
+        previous = self._loaded[slot]
+        if previous is not None:
+            del self._slot_of[previous]
+        self._loaded[slot] = None
+        self._sizes[slot] = 0
+
+    def acquire(self, user: str, digest: str, size: int = 0) -> tuple[int, bool]:
         """Give `user` the slot of a configuration; whether it must be loaded.
 
         `has_room` must hold, and `user` must not have a slot.
@@ -64,10 +113,9 @@ class Slots:
         if slot is None:
             assert self._idle, "no steering slot is free"
             slot = next(iter(self._idle))
-            previous = self._loaded[slot]
-            if previous is not None:
-                del self._slot_of[previous]
+            self._forget(slot)
             self._loaded[slot] = digest
+            self._sizes[slot] = size
             self._slot_of[digest] = slot
         self._idle.pop(slot, None)
         self._users[slot].add(user)

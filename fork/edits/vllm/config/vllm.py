@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's configuration includes capture and steering."""
 
-from fork.language import add_field, add_import, after
+from fork.language import add_field, add_import, after, last
 
 EDITS = [
     add_import(
@@ -27,7 +27,17 @@ steering_config: SteeringConfig = Field(default_factory=SteeringConfig)
 readout_config: ReadoutConfig = Field(default_factory=ReadoutConfig)
 """Configuration of readouts and sparse autoencoders."""
 ''',
-        why="Every process reads it from here.",
+        why="Every process reads its configuration from here.",
+    ),
+    last(
+        scope="VllmConfig",
+        insert='''
+@property
+def capture_consumers_config(self) -> CaptureConfig | None:
+    """`capture_config`, or None where nothing captures."""
+    return self.capture_config if self.capture_config.enabled else None
+''',
+        why="Plug-ins that were written for another fork read it.",
     ),
     after(
         scope="VllmConfig.compute_hash",
@@ -36,6 +46,6 @@ readout_config: ReadoutConfig = Field(default_factory=ReadoutConfig)
 vllm_factors.append(self.capture_config.compute_hash())
 vllm_factors.append(self.steering_config.compute_hash())
 """,
-        why="Taps change the traced graph: they belong to the compile cache's key.",
+        why="Taps change the traced graph, so they are part of the compile-cache key.",
     ),
 ]

@@ -6,16 +6,16 @@ from fork.language import add_argument, add_field, add_import, before
 EDITS = [
     add_import(
         "from vllm.v1.capture.engine_args import add_capture_arguments, capture_config",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_import(
         "from vllm.v1.readouts import engine_args as readout_args",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_import(
         "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_field(
         scope="EngineArgs",
@@ -26,6 +26,7 @@ capture_staging_bytes: int | None = None
 capture_host_memory_bytes: int | None = None
 mlp_hook_points: bool = False
 vllm_lens_api: bool = False
+interp_engine_api: bool = False
 capture_dispatch_queue_size: int | None = None
 capture_dispatch_queue_bytes: int | None = None
 capture_overload_policy: str | None = None
@@ -38,6 +39,7 @@ sae: dict[str, str] | list[str] | None = None
 enable_steering: bool = False
 max_steering_configs: int = 4
 max_steering_ops: int = 8
+steering_bank_mib: int = 256
 steering_modules: dict[str, str] | list[str] | None = None
 steering_api_key: list[str] | None = None
 """,

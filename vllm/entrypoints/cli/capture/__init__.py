@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm capture`: from prompts to a data set of captured rows."""
+"""`vllm capture`: captures the rows of many prompts into a data set."""

@@ -16,7 +16,7 @@ class CaptureSubcommand(CLISubcommand):
     help = "Capture the rows of many prompts into a data set."
 
     def subparser_init(self, subparsers: Any) -> Any:
-        """Declare the options, only if `capture` is what was called."""
+        """Add the parser, and its options if `capture` is the command being run."""
         parser = subparsers.add_parser(
             self.name,
             help=self.help,
@@ -26,7 +26,7 @@ class CaptureSubcommand(CLISubcommand):
         )
         called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
         if called == self.name:
-            # Engine options take long to declare.
+            # Adding the engine options is slow.
             from vllm.entrypoints.cli.capture.options import add_arguments
             from vllm.utils.option_help import list_own_options
 
@@ -36,7 +36,7 @@ class CaptureSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
-        """Run the command; a user's mistake is told without a traceback."""
+        """Run the command and exit; user errors are printed without a traceback."""
         from vllm.entrypoints.cli.capture.run import run
 
         sys.exit(run(args))

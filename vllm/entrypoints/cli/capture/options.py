@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm capture`, and what they stand for."""
+"""The options of `vllm capture`, and the specs that they describe."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ COMPRESSIONS = ("none", "zstd", "lz4")
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options, including those of an engine."""
     parser.add_argument(
         "source",
         type=Path,
@@ -148,7 +148,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _positions(text: str) -> Any:
-    """A selector's name, or JSON."""
+    """Parse a position selector: a name, or JSON."""
     if not text.startswith(("[", "{", '"')):
         return text
     try:
@@ -158,10 +158,10 @@ def _positions(text: str) -> Any:
 
 
 def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec]:
-    """What the options ask for.
+    """Convert the options to specs.
 
     Raises:
-        CaptureValidationError: an option's value makes no sense.
+        CaptureValidationError: an option's value is invalid, or options conflict.
 
     """
     for name, least in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running `vllm capture`: checks, the engine or server, and how it may end."""
+"""Runs `vllm capture`: checks, collection, and exit status."""
 
 import argparse
 import os
@@ -26,8 +26,8 @@ INTERRUPTED = 130
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect a data set; the status to exit with."""
-    # Rows depend on how prompts are batched: in this process, the same each time.
+    """Collect a data set and return the exit status."""
+    # Rows depend on how prompts are batched, which is deterministic in one process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -75,7 +75,7 @@ def _collect(plan: Plan, runner: Runner) -> int:
 
 
 def estimate(plan: Plan, runner: Runner) -> None:
-    """Say rows, bytes and time; the time from some prompts that are run."""
+    """Print rows, bytes and time; the time is extrapolated from a few prompts."""
     prompts = tokens = rows = 0
     for prompt in plan.prompts():
         prompts += 1
@@ -97,7 +97,7 @@ def estimate(plan: Plan, runner: Runner) -> None:
 
 
 def _check_folder(output: OutputSpec, dry: bool) -> None:
-    """What can be said of the folder before a model is loaded."""
+    """Check the output folder before a model is loaded."""
     if dry or not (output.folder / NAME).exists():
         return
     if not output.resume:

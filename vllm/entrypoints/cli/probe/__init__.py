@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm probe`, a module per command."""
+"""`vllm probe`, with one module per command."""

@@ -10,7 +10,7 @@ from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 COMMANDS = {"train": "Train a linear probe from labelled texts."}
-"""Each has a module of its name here, with `add_arguments` and `run`."""
+"""Each command is a module of this package with `add_arguments` and `run`."""
 
 
 class ProbeSubcommand(CLISubcommand):
@@ -20,7 +20,7 @@ class ProbeSubcommand(CLISubcommand):
     help = "Train probes that readouts use."
 
     def subparser_init(self, subparsers: Any) -> Any:
-        """Declare the commands; their options only if `probe` is what was called."""
+        """Add the parser, and its commands if `probe` is being run."""
         parser = subparsers.add_parser(
             self.name,
             help=self.help,
@@ -43,7 +43,7 @@ class ProbeSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
-        """Run the command; a user's mistake is told without a traceback."""
+        """Run the command; user errors are printed without a traceback."""
         from vllm.exceptions import VLLMValidationError
 
         command = importlib.import_module(f"{__package__}.{args.probe_command}")

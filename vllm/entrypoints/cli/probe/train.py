@@ -15,7 +15,7 @@ from vllm.v1.steering.spec.parse import HOOKS
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument(
         "--data",
         required=True,
@@ -40,7 +40,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train at each layer, write the best, and tell how each does."""
+    """Train a probe at each layer, print their metrics and save the best one."""
     from vllm.steering.probes import (
         best_of,
         held_out,

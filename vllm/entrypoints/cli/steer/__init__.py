@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm steer`: getting steering vectors and trying them out."""
+"""`vllm steer`: extracts, converts and evaluates steering vectors."""

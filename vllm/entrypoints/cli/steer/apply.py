@@ -19,7 +19,7 @@ from vllm.entrypoints.cli.steer.options import (
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
     add_scales_argument(parser, "1")
     add_layers_argument(parser)
@@ -29,7 +29,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print each prompt's completions, unsteered first."""
+    """Print the completions of each prompt side by side, unsteered first."""
     from vllm.steering.convert import read_vectors, reworked
     from vllm.steering.sweep import check_fits, generate, unsteered_and
     from vllm.steering.tables import side_by_side

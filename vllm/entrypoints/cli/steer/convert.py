@@ -12,7 +12,7 @@ from vllm.entrypoints.cli.steer.options import (
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument(
         "source",
         help="A file in .safetensors, .json, .gguf, .svec, .pt, .npy or .npz, or an "
@@ -38,7 +38,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read, rework, write, and tell what was written."""
+    """Read, select and scale, write, and print what was written."""
     from vllm.steering.convert import for_model, read_vectors, reworked, write_vectors
     from vllm.steering.tables import vectors_table
 

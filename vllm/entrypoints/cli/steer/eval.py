@@ -24,7 +24,7 @@ DOSES = "0.05,0.1,0.2,0.4"
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
     parser.add_argument(
         "--pairs",
@@ -65,7 +65,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print table and verdicts, and write what was asked for."""
+    """Print the table and the verdicts; write the plot and the JSON if requested."""
     from vllm.steering.convert import read_vectors
     from vllm.steering.evaluation.curves import draw_points, points_table
     from vllm.steering.evaluation.evaluate import evaluate, verdicts

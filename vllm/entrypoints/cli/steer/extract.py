@@ -15,7 +15,7 @@ from vllm.v1.steering.spec.parse import HOOKS
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument(
         "--pairs",
         required=True,
@@ -44,7 +44,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Extract, write, and tell how well each layer's vector separates the pairs."""
+    """Extract and save vectors; print how well each one separates the pairs."""
     from vllm.steering.extract import CONSUMER, extract
     from vllm.steering.pairs import read_pairs
     from vllm.steering.tables import separation_table

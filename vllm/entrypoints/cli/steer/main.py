@@ -18,7 +18,7 @@ COMMANDS = {
     "convert": "Convert between forms of vectors, or rework them.",
     "show": "Tell what a file of vectors holds.",
 }
-"""Each has a module of its name here, with `add_arguments` and `run`."""
+"""Each command is a module of this package with `add_arguments` and `run`."""
 
 OPERANDS = {"convert": "SOURCE TARGET ", "show": "SOURCE "}
 
@@ -30,7 +30,7 @@ class SteerSubcommand(CLISubcommand):
     help = "Get steering vectors and try them out."
 
     def subparser_init(self, subparsers: Any) -> Any:
-        """Declare the commands; their options only if `steer` is what was called."""
+        """Add the parser, and its commands if `steer` is being run."""
         sys.argv[:] = join_numbers(sys.argv)
         parser = subparsers.add_parser(
             self.name,
@@ -49,7 +49,7 @@ class SteerSubcommand(CLISubcommand):
                 usage=f"vllm {words} {OPERANDS.get(name, '')}[options]",
                 epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=words),
             )
-            # Engine options take long to declare; only one command is run.
+            # Adding the engine options is slow, and only one command runs.
             if name in sys.argv:
                 importlib.import_module(f"{__package__}.{name}").add_arguments(command)
                 list_own_options(command)
@@ -57,7 +57,7 @@ class SteerSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
-        """Run the command; a user's mistake is told without a traceback."""
+        """Run the command; user errors are printed without a traceback."""
         from vllm.exceptions import VLLMValidationError
 
         command = importlib.import_module(f"{__package__}.{args.steer_command}")
@@ -68,9 +68,9 @@ class SteerSubcommand(CLISubcommand):
 
 
 def join_numbers(words: list[str]) -> list[str]:
-    """`--scales -0.5` as `--scales=-0.5`.
+    """Join `--scales -0.5` to `--scales=-0.5`.
 
-    Upstream's parser takes a word like `-0.5` for an option with a dotted name.
+    Upstream's parser would read `-0.5` as an option with a dotted name.
     """
     joined: list[str] = []
     for word in words:

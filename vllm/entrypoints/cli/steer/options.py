@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands of `vllm steer` share."""
+"""Options shared by commands of `vllm steer`."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_engine_arguments(parser: Any) -> None:
-    """The options of an engine. It starts without compiling, which suits few tokens."""
+    """Add the options of an engine, which by default runs eagerly for a quick start."""
     from vllm.engine.arg_utils import EngineArgs
 
     EngineArgs.add_cli_args(parser)
@@ -23,7 +23,7 @@ def add_engine_arguments(parser: Any) -> None:
 
 
 def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
-    """The engine that the options describe, with some fields set."""
+    """Start the engine that the options describe; `fields` override arguments."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
@@ -36,7 +36,7 @@ def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
 
 
 def add_layers_argument(parser: Any) -> None:
-    """The option that chooses layers."""
+    """Add the option `--layers`."""
     parser.add_argument(
         "--layers",
         type=parse_layers,
@@ -47,10 +47,10 @@ def add_layers_argument(parser: Any) -> None:
 
 
 def parse_layers(text: str) -> list[int] | None:
-    """`2,4-6` as `[2, 4, 5, 6]`, `all` as None.
+    """Parse layers: `2,4-6` is `[2, 4, 5, 6]`, `all` is None.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text is neither.
 
     """
     if text == "all":
@@ -69,7 +69,7 @@ def parse_layers(text: str) -> list[int] | None:
 
 
 def add_scales_argument(parser: Any, default: str) -> None:
-    """The option that chooses coefficients."""
+    """Add the option `--scales`."""
     parser.add_argument(
         "--scales",
         type=parse_scales,
@@ -80,10 +80,10 @@ def add_scales_argument(parser: Any, default: str) -> None:
 
 
 def parse_scales(text: str) -> list[float]:
-    """`-1,0.5` as `[-1.0, 0.5]`.
+    """Parse coefficients: `-1,0.5` is `[-1.0, 0.5]`.
 
     Raises:
-        argparse.ArgumentTypeError: they are not finite numbers.
+        argparse.ArgumentTypeError: a part is not a finite number.
 
     """
     try:
@@ -96,7 +96,7 @@ def parse_scales(text: str) -> list[float]:
 
 
 def add_reading_arguments(parser: Any) -> None:
-    """What a file of foreign form does not say of itself."""
+    """Add the options that supply what a file of another library may lack."""
     from vllm.steering.dictionaries import NUMBERS
 
     group = parser.add_argument_group("reading", "What the file leaves unsaid.")
@@ -128,7 +128,7 @@ def add_reading_arguments(parser: Any) -> None:
 
 
 def reading_of(args: argparse.Namespace) -> "Reading":
-    """How to read the file of vectors."""
+    """The `Reading` that the options describe."""
     from vllm.steering.convert import Reading
 
     return Reading(
@@ -142,7 +142,7 @@ def reading_of(args: argparse.Namespace) -> "Reading":
 
 
 def add_prompt_arguments(parser: Any) -> None:
-    """What to generate from, and how."""
+    """Add the options for prompts and sampling."""
     group = parser.add_argument_group("generation", "What to generate, and how.")
     group.add_argument(
         "--prompt", action="append", default=[], help="A prompt; repeatable."
@@ -162,10 +162,10 @@ def add_prompt_arguments(parser: Any) -> None:
 
 
 def prompts_of(args: argparse.Namespace) -> "list[Prompt]":
-    """The prompts that the options name.
+    """The prompts that the options give.
 
     Raises:
-        SteeringValidationError: there are none, or texts and chats are mixed.
+        SteeringValidationError: there are no prompts, or texts and chats are mixed.
 
     """
     from vllm.steering.pairs import read_prompts
@@ -189,7 +189,7 @@ def _as_chat(prompt: "Prompt") -> "Prompt":
 
 
 def sampling_of(args: argparse.Namespace, **fields: Any) -> "SamplingParams":
-    """How to generate."""
+    """The sampling parameters that the options describe."""
     from vllm import SamplingParams
 
     return SamplingParams(

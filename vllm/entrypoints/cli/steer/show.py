@@ -8,13 +8,13 @@ from vllm.entrypoints.cli.steer.options import add_reading_arguments, reading_of
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument("source", help="A file of vectors in any form, or an SAE.")
     add_reading_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print where the vectors act, how long they are and where they come from."""
+    """Print the vectors' layers, hook points, norms and provenance."""
     from vllm.steering.convert import read_vectors
     from vllm.steering.tables import vectors_table
 

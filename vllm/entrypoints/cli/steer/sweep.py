@@ -20,7 +20,7 @@ from vllm.entrypoints.cli.steer.options import (
 
 
 def add_arguments(parser: Any) -> None:
-    """Declare the options."""
+    """Add the options."""
     parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
     add_scales_argument(parser, "-2,-1,-0.5,0,0.5,1,2")
     add_layers_argument(parser)
@@ -45,7 +45,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the tables, and write what was asked for."""
+    """Print the tables; write the plot and the JSON if requested."""
     from vllm.steering.convert import read_vectors
     from vllm.steering.plot import check_can_draw, draw_sweep
     from vllm.steering.sweep import check_fits, load_score, sweep

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture over HTTP, beside the fields of requests."""
+"""Capture over HTTP: its own routes, and responses that carry rows."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that carry rows: in the form that the client accepts, as fast as it reads.
+"""Responses that carry captured rows, in the format that the client accepts.
 
-Rows are encoded on threads and written piece by piece, so that other requests' tokens
-wait for no answer.
+Rows are encoded on threads and sent in pieces, so that they do not delay the responses
+to other requests.
 """
 
 import asyncio
@@ -13,9 +13,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from vllm.logger import init_logger
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.payload import RowsByTap
@@ -24,16 +22,11 @@ from vllm.v1.capture.transport.handouts import HANDOUTS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
 
-logger = init_logger(__name__)
-
-STALL_SECONDS = 120.0
-"""A client that reads nothing for so long is given up, and its rows are freed."""
-
 _threads = ThreadPoolExecutor(2, "capture-answer")
 
 
 def carries_rows(response: Any) -> bool:
-    """Whether a response, or a chunk of one, has rows in its results."""
+    """Whether a response, or a streamed chunk, has rows in its results."""
     results = response.capture_results
     return results is not None and any(
         isinstance(result, Deferred) for result in results.values()
@@ -41,7 +34,14 @@ def carries_rows(response: Any) -> bool:
 
 
 class Document:
-    """A response whose results' rows are told apart from it."""
+    """A response split into JSON fields and the rows of its results.
+
+    Args:
+        response: a response or chunk with `capture_results`.
+        exclude: names of fields to leave out.
+        exclude_unset: whether to leave out fields that were not set.
+
+    """
 
     def __init__(
         self,
@@ -49,7 +49,6 @@ class Document:
         exclude: Collection[str] = (),
         exclude_unset: bool = False,
     ) -> None:
-        """Read `response`; the rest says which of its fields are left out."""
         self._response = response.model_dump(
             exclude={"capture_results", *exclude}, exclude_unset=exclude_unset
         )
@@ -64,7 +63,7 @@ class Document:
         self._handout: Handout | None = None
 
     def hand_out(self) -> None:
-        """Put rows that are wanted in shared memory there; takes as long as a copy."""
+        """Copy the rows requested in shared memory to it. Blocking."""
         shared = [part for part in self.parts if part.transport == "shm"]
         if shared:
             self._handout = HANDOUTS.make(shared)
@@ -72,7 +71,12 @@ class Document:
             self.parts = [part for part in self.parts if part.transport != "shm"]
 
     def tell(self, reference: Reference) -> Mapping[str, Any]:
-        """All of it, with references to the parts."""
+        """The whole response as JSON-serialisable data.
+
+        Args:
+            reference: makes the object that stands for a part.
+
+        """
         handout = self._handout
 
         def refer(part: Part) -> dict[str, Any]:
@@ -88,7 +92,7 @@ class Document:
 
 
 def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
-    """The parts of the payload that is found at `path`."""
+    """The parts of one payload; `path` is the name of its result."""
     result = CaptureResult(("", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
     return parts_of({path: result})
 
@@ -96,13 +100,13 @@ def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
 async def answer(
     response: Any, request: Request, headers: Mapping[str, str] | None
 ) -> StreamingResponse:
-    """The response to a request whose results carry rows."""
+    """The HTTP response to a request whose results carry rows."""
     document = Document(response)
     await _on_thread(document.hand_out)
     form = form_for(request.headers.get("accept", ""), document.parts)
     body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
-    return Answer(
+    return StreamingResponse(
         made_on_threads(body.pieces),
         media_type=body.media_type,
         headers={**(headers or {}), **sized},
@@ -112,7 +116,7 @@ async def answer(
 async def event(
     chunk: Any, exclude: Collection[str] = (), exclude_unset: bool = False
 ) -> AsyncIterator[Piece]:
-    """A chunk of a stream of server-sent events whose results carry rows."""
+    """A server-sent event whose results carry rows."""
     document = Document(chunk, exclude, exclude_unset)
     await _on_thread(document.hand_out)
     body = await _on_thread(partial(as_json, document.tell, document.parts))
@@ -123,7 +127,7 @@ async def event(
 
 
 async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
-    """The same pieces; the event loop makes none of them."""
+    """Yield the same pieces, each produced on a thread instead of the event loop."""
     while (piece := await _on_thread(partial(next, pieces, None))) is not None:
         if len(piece):
             yield piece
@@ -131,23 +135,3 @@ async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
 
 async def _on_thread(work: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
-
-
-class Answer(StreamingResponse):
-    """A response that is given up where its client reads nothing any more."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-
-        async def send_soon(message: Any) -> None:
-            try:
-                await asyncio.wait_for(send(message), STALL_SECONDS)
-            except TimeoutError:
-                logger.warning(
-                    "A client has read nothing of its captured rows for %.0f s; they "
-                    "are freed and its connection is closed",
-                    STALL_SECONDS,
-                )
-                raise OSError("the client does not read") from None
-
-        await super().__call__(scope, receive, send_soon)

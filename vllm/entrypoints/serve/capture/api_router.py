@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes below `/v1/capture`."""
+"""The routes under `/v1/capture`."""
 
 from http import HTTPStatus
 
@@ -19,7 +19,7 @@ def attach_router(app: FastAPI) -> None:
 
 @router.get("")
 async def get_capture(request: Request) -> JSONResponse:
-    """Consumers, limits, and what was captured so far.
+    """Consumers, limits and counters of captured rows.
 
     Workers report their counters about once a second.
     """
@@ -33,7 +33,7 @@ async def get_capture(request: Request) -> JSONResponse:
 
 @router.delete("/shm/{token}")
 async def free_answer(token: str) -> JSONResponse:
-    """Free an answer in shared memory; what the client has mapped stays whole."""
+    """Free an answer in shared memory; existing mappings of the client stay valid."""
     if not HANDOUTS.free(token):
         raise HTTPException(
             HTTPStatus.NOT_FOUND,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures in the requests of `vllm run-batch`."""
+"""Capture in the requests of `vllm run-batch`."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 
 def wait_for_results(body: Any) -> None:
-    """Have a batch request wait for its capture, unless it says otherwise itself.
+    """Default a batch request's `capture_wait` to true.
 
-    Consumers may also capture a request that has no `capture` field, so every
-    generation request waits. The other kinds of requests cannot be captured.
+    Consumers may also capture a request without a `capture` field, so this applies to
+    every generation request. Other kinds of requests cannot be captured.
     """
     if isinstance(body, ChatCompletionRequest):
         said = "capture_wait" in body.model_fields_set

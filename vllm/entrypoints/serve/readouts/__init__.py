@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of readouts and sparse autoencoders."""
+"""Routes for readouts and sparse autoencoders."""

@@ -20,7 +20,10 @@ FIELDS = ("name", "path", "layer", "hook", "replace")
 
 
 def attach_router(app: FastAPI) -> None:
-    """Mount the routes, after steering's: its key guards what changes something."""
+    """Mount the routes; mutating ones only with a steering key or in dev mode.
+
+    Must run after `attach_router` of steering, which reads the keys.
+    """
     app.include_router(reading)
     if app.state.steering_keys or envs.VLLM_SERVER_DEV_MODE:
         app.include_router(mutating)
@@ -28,43 +31,43 @@ def attach_router(app: FastAPI) -> None:
 
 @reading.get("/readouts")
 async def get_readouts(request: Request) -> JSONResponse:
-    """Modules, limits, and what was read out so far, by kind."""
+    """Modules, limits, and counters by kind of readout."""
     return JSONResponse(await _engine(request).get_readouts())
 
 
 @reading.get("/readouts/modules")
 async def get_modules(request: Request) -> JSONResponse:
-    """The named probes and translators."""
+    """The registered probes and translators."""
     return JSONResponse(await _modules(request, saes=False))
 
 
 @reading.get("/sae")
 async def get_saes(request: Request) -> JSONResponse:
-    """The named sparse autoencoders."""
+    """The registered sparse autoencoders."""
     return JSONResponse(await _modules(request, saes=True))
 
 
 @mutating.post("/readouts/modules/register")
 async def register_module(request: Request) -> JSONResponse:
-    """Load a probe or a translator from a file on the server."""
+    """Register a probe or a translator from a file on the server."""
     return await _register(request, "module")
 
 
 @mutating.post("/readouts/modules/unregister")
 async def unregister_module(request: Request) -> JSONResponse:
-    """Forget a probe or a translator."""
+    """Unregister a probe or a translator."""
     return await _unregister(request)
 
 
 @mutating.post("/sae/register")
 async def register_sae(request: Request) -> JSONResponse:
-    """Load a sparse autoencoder from a file or folder on the server."""
+    """Register a sparse autoencoder from a file or folder on the server."""
     return await _register(request, "sae")
 
 
 @mutating.post("/sae/unregister")
 async def unregister_sae(request: Request) -> JSONResponse:
-    """Forget a sparse autoencoder."""
+    """Unregister a sparse autoencoder."""
     return await _unregister(request)
 
 
@@ -101,7 +104,7 @@ async def _unregister(request: Request) -> JSONResponse:
 
 
 def _refusal(request: Request) -> JSONResponse | None:
-    """What a request without a key gets, before its body is read."""
+    """The 401 response to a request without a valid key, sent before reading a body."""
     keys = request.app.state.steering_keys
     if may_change(keys, request.headers.get("Authorization")):
         return None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/steering`: what steers every request, and named vectors."""
+"""`/v1/steering`: global vectors and named modules."""

@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 
 
 def attach_router(app: FastAPI, args: Namespace) -> None:
-    """Mount the routes; those that change something only where that is allowed."""
+    """Mount the routes; mutating ones only with a steering key or in dev mode."""
     keys = steering_keys(args)
     app.state.steering_keys = keys
     app.include_router(reading)
@@ -48,7 +48,7 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
 @closed.post("/modules/register")
 @closed.post("/modules/unregister")
 async def not_open() -> None:
-    """Say how to get the routes that change what is set for all."""
+    """Tell the client how mutating routes are enabled."""
     raise HTTPException(
         HTTPStatus.NOT_FOUND,
         "this server has no routes that change steering: start it with "
@@ -60,14 +60,14 @@ async def not_open() -> None:
 
 @reading.get("")
 async def get_steering(request: Request) -> JSONResponse:
-    """What steers every request, and how many configurations are in use."""
+    """The global vectors, and how many configurations are in use."""
     told = await _control(request).get()
     return JSONResponse({**told, "active_layers": _by_layer(told)})
 
 
 @reading.get("/layers")
 async def get_layers(request: Request) -> JSONResponse:
-    """The layers and hook points at which vectors can be added, over all ranks."""
+    """The layers and hook points that can be steered, over all ranks."""
     control = _control(request)
     control.frontend.check_enabled()
     return JSONResponse(control.frontend.describe_model())
@@ -75,7 +75,7 @@ async def get_layers(request: Request) -> JSONResponse:
 
 @reading.get("/modules")
 async def get_modules(request: Request) -> JSONResponse:
-    """The named vectors."""
+    """The named modules."""
     control = _control(request)
     modules = await control.describe_modules()
     return JSONResponse({"modules": modules, "count": len(modules)})
@@ -83,7 +83,7 @@ async def get_modules(request: Request) -> JSONResponse:
 
 @mutating.post("/set", openapi_extra=schema.SET)
 async def set_steering(request: Request) -> JSONResponse:
-    """Change what steers every request, on all ranks or on none."""
+    """Set global vectors, on all ranks or on none."""
     names = ("vectors", "prefill_vectors", "decode_vectors")
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
@@ -96,7 +96,7 @@ async def set_steering(request: Request) -> JSONResponse:
 
 @mutating.post("/clear", openapi_extra=schema.CLEAR)
 async def clear_steering(request: Request) -> JSONResponse:
-    """Remove what steers every request; their own vectors stay."""
+    """Remove all global vectors; vectors of requests are not affected."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         return {"status": "ok", **await control.clear()}
@@ -106,7 +106,7 @@ async def clear_steering(request: Request) -> JSONResponse:
 
 @mutating.post("/modules/register", openapi_extra=schema.REGISTER)
 async def register_module(request: Request) -> JSONResponse:
-    """Add named vectors."""
+    """Register a named module of vectors."""
     names = ("vectors", "prefill_vectors", "decode_vectors")
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
@@ -122,7 +122,7 @@ async def register_module(request: Request) -> JSONResponse:
 
 @mutating.post("/modules/unregister", openapi_extra=schema.UNREGISTER)
 async def unregister_module(request: Request) -> JSONResponse:
-    """Remove named vectors; requests under way keep them."""
+    """Unregister a named module; requests in flight keep its vectors."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
@@ -136,7 +136,7 @@ async def unregister_module(request: Request) -> JSONResponse:
 
 
 def _by_layer(told: Answer) -> dict[str, dict[str, dict[str, Any]]]:
-    """`{layer: {hook: {"norm", "prefill_norm", "decode_norm"}}}`, where there are."""
+    """`{layer: {hook: {"norm", "prefill_norm", "decode_norm"}}}`, as far as present."""
     names = {"vectors": "norm", "prefill_vectors": "prefill_norm"}
     names["decode_vectors"] = "decode_norm"
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -149,7 +149,7 @@ def _by_layer(told: Answer) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _done(applied: list[Answer]) -> Answer:
-    """What was changed, in the words of an earlier public fork."""
+    """A summary of the change, with the field names of an earlier public fork."""
     return {
         "status": "ok",
         "hook_points": sorted({one["hook"] for one in applied}),
@@ -162,7 +162,7 @@ async def _change(
     names: tuple[str, ...],
     change: Callable[[AsyncSteeringControl, Answer], Awaitable[Answer]],
 ) -> JSONResponse:
-    """Check the key, then read the body, then change something."""
+    """Check the key, read the body, then run `change`."""
     keys = request.app.state.steering_keys
     if not may_change(keys, request.headers.get("Authorization")):
         return JSONResponse(
@@ -175,7 +175,7 @@ async def _change(
 
 
 async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
-    """The JSON object of a request, which may have the fields `names` only."""
+    """The request's JSON object, which may have only the fields `names`."""
     raw = await read_body(request)
     try:
         body = await parse_json(raw) if raw else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may change steering over HTTP."""
+"""Authorization of requests that change steering or readout modules over HTTP."""
 
 import hashlib
 import os
@@ -22,11 +22,11 @@ MUTATING = frozenset(
     for place in ("readouts/modules", "sae")
     for name in ("register", "unregister")
 }
-"""Routes that need a steering key where one is set."""
+"""Routes that require a steering key if the server has one."""
 
 
 def steering_keys(args: Namespace) -> list[bytes]:
-    """Digests of the keys that are accepted, so that all comparisons cost the same."""
+    """SHA-256 digests of the accepted keys; digests compare in constant time."""
     keys = given_values(getattr(args, "steering_api_key", None))
     keys.append(os.environ.get(API_KEY_VARIABLE, ""))
     written = [form for key in keys if key for form in _forms(key)]
@@ -34,17 +34,17 @@ def steering_keys(args: Namespace) -> list[bytes]:
 
 
 OPEN_UPSTREAM = frozenset({"/invocations"})
-"""Routes that generate and that upstream's key does not guard."""
+"""Generating routes that upstream's API key does not protect."""
 
 
 def captures_or_steers(args: Namespace) -> bool:
-    """Whether a server was started to capture or to steer."""
+    """Whether a server was started with capture or steering."""
     steers = getattr(args, "enable_steering", False)
     return bool(steers or getattr(args, "capture_consumers", None))
 
 
 def needs_server_key(scope: Mapping[str, Any]) -> bool:
-    """Whether a request may capture or steer, on a route that upstream leaves open."""
+    """Whether upstream leaves the route open although it may capture or steer."""
     path = _path(scope)
     if scope.get("type") != "http" or path not in OPEN_UPSTREAM:
         return False
@@ -53,9 +53,9 @@ def needs_server_key(scope: Mapping[str, Any]) -> bool:
 
 
 def has_own_authority(scope: Mapping[str, Any]) -> bool:
-    """Whether a request is checked here instead of by the server's own key.
+    """Whether the route checks the steering key instead of the server's API key.
 
-    A client sends one `Authorization` header, and changing steering needs the
+    A client sends a single `Authorization` header, which on these routes has the
     steering key.
     """
     app: FastAPI | None = scope.get("app")
@@ -70,7 +70,7 @@ def _path(scope: Mapping[str, Any]) -> str:
 def may_change(keys: list[bytes], authorization: str | None) -> bool:
     """Whether a request with this `Authorization` header may change steering.
 
-    Without keys the server's own key, if any, has been checked already.
+    Without steering keys, upstream has already checked the server's API key, if any.
     """
     if not keys:
         return True
@@ -78,7 +78,7 @@ def may_change(keys: list[bytes], authorization: str | None) -> bool:
     if scheme.lower() != "bearer":
         return False
     try:
-        sent = key.encode("latin-1")  # As the server has read the header's bytes.
+        sent = key.encode("latin-1")  # The server decodes header bytes as Latin-1.
     except UnicodeEncodeError:
         sent = key.encode("utf-8", "surrogatepass")
     digest = hashlib.sha256(sent).digest()
@@ -87,7 +87,7 @@ def may_change(keys: list[bytes], authorization: str | None) -> bool:
 
 
 def _forms(key: str) -> set[bytes]:
-    """A key as clients may write it into a header: in UTF-8, or in Latin-1."""
+    """A key's bytes as clients may encode them in a header: UTF-8 or Latin-1."""
     forms = {os.fsencode(key)}
     for encoding in ("utf-8", "latin-1"):
         with suppress(UnicodeEncodeError):

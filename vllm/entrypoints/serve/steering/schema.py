@@ -1,27 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of the routes as OpenAPI tells them.
+"""OpenAPI schemas of the request bodies of `/v1/steering`.
 
-The routes read their bodies themselves, after the key is checked, and check them in
-full at admission: this is for clients, and for fuzzing.
+For clients and fuzzing only: the routes read their bodies themselves, after checking
+the key, and validate them in full at admission.
 """
 
 from typing import Any
 
+from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
 from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
-from vllm.v1.steering.spec.parse import _PACKED_DTYPES, HOOKS, PACKED_KEYS
+from vllm.v1.steering.spec.packing import NAMES
+from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
+from vllm.v1.steering.spec.when import KEYS as WHEN_KEYS
 
 Schema = dict[str, Any]
 
+
+def _shape(fewest: int, most: int) -> Schema:
+    size = {"type": "integer", "minimum": 1}
+    return {"type": "array", "items": size, "minItems": fewest, "maxItems": most}
+
+
+def _array(of: Schema) -> Schema:
+    """Numbers as a list, or packed."""
+    packed = {
+        "type": "object",
+        "properties": {
+            "dtype": {"enum": list(NAMES)},
+            "shape": _shape(1, 2),
+            "data": {"type": "string", "contentEncoding": "base64"},
+        },
+        "required": ["dtype", "shape", "data"],
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"type": "array", "items": of, "minItems": 1}, packed]}
+
+
 NUMBERS: Schema = {"type": "array", "items": {"type": "number"}, "minItems": 1}
-MATRIX: Schema = {"type": "array", "items": NUMBERS, "minItems": 1}
+ARRAY: Schema = _array({"type": "number"})
+MATRIX: Schema = _array(NUMBERS)
 NUMBER: Schema = {"type": "number"}
 
 
 def _only(**properties: Schema) -> Schema:
-    """An object with just these keys."""
+    """An object with exactly these keys."""
     return {
         "type": "object",
         "properties": properties,
@@ -44,18 +69,28 @@ POSITIONS: Schema = {
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
+WHEN: Schema = {
+    "type": "object",
+    "properties": {key: {} for key in WHEN_KEYS},
+    "additionalProperties": False,
+}
 ENTRY: Schema = {
     "type": "object",
     "properties": {
         "op": {"enum": list(OP_NAMES)},
         "positions": POSITIONS,
-        **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), NUMBERS),
-        **dict.fromkeys(("plane", "read", "write"), MATRIX),
+        **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), ARRAY),
+        **dict.fromkeys(("vectors", "plane", "read", "write"), MATRIX),
         **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
         "alpha": {"type": "number", "minimum": 0, "maximum": 1},
         "degrees": NUMBER,
         "activation": {"enum": list(ACTIVATIONS)},
         "norm_match": {"type": "boolean"},
+        "sae": {"type": "string", "minLength": 1},
+        "feature": {"type": "integer", "minimum": 0},
+        "mode": {"enum": list(MODES)},
+        "only_if_active": {"type": "boolean"},
+        "when": WHEN,
     },
     "additionalProperties": False,
 }
@@ -72,13 +107,8 @@ BY_LAYER: Schema = {
 PACKED: Schema = {
     "type": "object",
     "properties": {
-        "dtype": {"enum": [*_PACKED_DTYPES, "bfloat16"]},
-        "shape": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 1},
-            "minItems": 2,
-            "maxItems": 2,
-        },
+        "dtype": {"enum": list(NAMES)},
+        "shape": _shape(2, 3),
         "layer_indices": {
             "type": "array",
             "items": {"type": "integer", "minimum": 0},
@@ -86,6 +116,7 @@ PACKED: Schema = {
         },
         "data": {"type": "string", "contentEncoding": "base64"},
         "scales": NUMBERS,
+        **{key: ENTRY["properties"][key] for key in SHARED_KEYS},
     },
     "required": sorted(PACKED_KEYS - {"scales"}),
     "additionalProperties": False,
@@ -116,7 +147,7 @@ assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
 
 
 def body(*required: str, **properties: Schema) -> Schema:
-    """For `openapi_extra`: a route's JSON body, and what else it may answer."""
+    """The `openapi_extra` of a route: its JSON body and its error responses."""
     content = {
         "type": "object",
         "properties": properties,

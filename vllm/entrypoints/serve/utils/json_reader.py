@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading JSON without holding the interpreter for long.
+"""Parses JSON without holding the global interpreter lock for long.
 
-`json.loads` holds it for as long as it takes, on whatever thread it runs, so that a
-body of some megabytes stops every other request. Here long lists and texts are read
-in pieces, between which others run; what is around them is bounded.
+`json.loads` holds the lock until it returns, on whatever thread it runs, so a body of
+several megabytes would stall every other request. Here long lists and strings are
+parsed in pieces, between which other threads run. The size of the rest is bounded.
 """
 
 import json
@@ -24,32 +24,33 @@ from vllm.entrypoints.serve.utils.json_structure import (
     BodyLimits,
     Structure,
     check_count,
+    let_others_run,
     scanned,
     too_large,
 )
 
 INLINE_BYTES = 1 << 16
-"""Up to this size a body is read at once: in about a millisecond."""
+"""Bodies up to this size are parsed in one go, in about a millisecond."""
 SHORT, SHORT_TEXT = 64, 4096
 MAX_DIGITS = 64
-"""Of a whole number: longer ones cost more to read and tell than they are worth."""
-_PIECE, _PIECE_BYTES = 1 << 13, 1 << 18
+"""Most digits of an integer: parsing and printing takes quadratic time."""
+_PIECE, _PIECE_BYTES = 1 << 12, 1 << 17
 _WHOLE = re.compile(
     rb"(?:[^\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*+", re.DOTALL
 )
-"""Text up to the last place where it may be cut: not within an escape or a pair."""
+"""Matches up to the last place to split: outside escapes and surrogate pairs."""
 
 
 def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
-    """What a body says.
+    """Parse a body.
 
     Args:
-        raw: in UTF-8, -16 or -32.
-        limits: how much it may hold.
+        raw: JSON in UTF-8, UTF-16 or UTF-32.
+        limits: bounds on the size and number of its parts.
 
     Raises:
-        BodyError: it holds more than a body may hold.
-        ValueError: it is not JSON.
+        BodyError: the body exceeds a limit, or has a lone surrogate.
+        ValueError: the body is not JSON.
 
     """
     if len(raw) > limits.num_bytes:
@@ -85,18 +86,22 @@ def _loads(raw: bytes) -> Any:
 
 
 Span: TypeAlias = tuple[int, int]
-"""First and last byte of something in a body."""
+"""Offsets of the first and the last byte of a part of a body."""
 
 
 def _in_pieces(raw: bytes, structure: Structure, limits: BodyLimits) -> Any:
-    """Read a large body: long lists and texts in pieces, then what is around them."""
+    """Parse a large body: long lists and strings in pieces, then the rest.
+
+    In the rest each of them is replaced by a string with a random prefix, which is
+    looked up afterwards.
+    """
     nonce = secrets.token_hex(16)
     parts: list[Any] = []
     around: list[bytes] = []
     end = in_lists = 0
     for (begin, stop), signs in _long_parts(structure):
         if begin < end:
-            continue  # A text within a long list.
+            continue  # A string within a long list.
         around += [raw[end:begin], f'"{nonce}{len(parts)}"'.encode()]
         is_list = len(signs) > 0
         parts.append(list(_items(raw, signs)) if is_list else _text(raw, begin, stop))
@@ -116,9 +121,10 @@ def _in_pieces(raw: bytes, structure: Structure, limits: BodyLimits) -> Any:
 def _long_parts(
     structure: Structure,
 ) -> list[tuple[Span, npt.NDArray[np.int64]]]:
-    """Long texts, and long lists that hold no list and no object, with their signs.
+    """Spans of long strings, and of long lists without lists or objects in them.
 
-    In order; texts have no signs.
+    In order of position. Each span comes with the offsets of its brackets and commas;
+    strings have none.
     """
     brackets = np.flatnonzero(structure.kinds != COMMA)
     kinds = structure.kinds[brackets]
@@ -137,7 +143,7 @@ def _long_parts(
 
 
 def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
-    """The items of a list, whose brackets and commas are at `signs`."""
+    """Yield the items of a list whose brackets and commas are at `signs`."""
     at, last = 0, len(signs) - 1
     while at < last:
         far = int(np.searchsorted(signs, signs[at] + _PIECE_BYTES)) - 1
@@ -150,6 +156,7 @@ def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
                 raise BodyError(f"it has a number of more than {_PIECE_BYTES} digits")
             yield _text(text, 0, len(text) - 1)
             continue
+        let_others_run()
         items = _loads(b"[" + piece + b"]")
         if not items:
             raise ValueError(f"a value is missing before byte {int(signs[stop])}")
@@ -157,7 +164,7 @@ def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
 
 
 def _text(raw: bytes, begin: int, stop: int) -> str:
-    """The text between the quotes at `begin` and `stop`."""
+    """Parse the string between the quotes at `begin` and `stop`."""
     pieces = []
     at = begin + 1
     escapes = raw.find(b"\\", at, stop) >= 0
@@ -167,19 +174,20 @@ def _text(raw: bytes, begin: int, stop: int) -> str:
             found = _WHOLE.match(raw, at, end)
             end = found.end() if found is not None else at
         while end < stop and raw[end] & 0xC0 == 0x80:
-            end += 1  # Within a character.
+            end += 1  # Do not split a UTF-8 character.
         if end == at:
             raise BodyError("it holds an escape in a text that stands for nothing")
+        let_others_run()
         pieces.append(_loads(b'"' + raw[at:end] + b'"'))
         at = end
     return "".join(pieces)
 
 
 def _filled(found: Any, nonce: str, parts: list[Any]) -> Any:
-    """Put parts where texts stood in for them that nobody else knows.
+    """Replace the placeholders, recognised by `nonce`, by the parts.
 
     Raises:
-        BodyError: a name was a long text.
+        BodyError: a placeholder is a key, that is, a key was a long string.
 
     """
 
@@ -204,10 +212,10 @@ def _filled(found: Any, nonce: str, parts: list[Any]) -> Any:
 
 
 def _check_text(found: Any) -> None:
-    """Refuse lone surrogates, which no answer could tell of.
+    """Reject lone surrogates, which cannot be encoded in a response.
 
     Raises:
-        BodyError: one is in a text or name.
+        BodyError: a string or key contains one.
 
     """
     waiting = [found]

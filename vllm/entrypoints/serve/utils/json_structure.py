@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a JSON body is made of: counted before it is read, against limits."""
+"""Scans the structure of a JSON body and checks it against limits before parsing."""
 
 import os
 from dataclasses import dataclass
+from time import sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -10,21 +11,21 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How much one body may hold. Numbers in lists and text are cheap, all else not."""
+    """Limits of one body. Long lists of numbers and long strings are cheap to parse."""
 
     num_bytes: int = 64 << 20
     depth: int = 64
-    """Of lists and objects in one another."""
+    """Nesting depth of lists and objects."""
     containers: int = 1 << 16
-    """Lists and objects."""
+    """Number of lists and objects."""
     strings: int = 1 << 17
-    """Names and values; a batch of prompts has as many."""
+    """Number of strings, keys included; enough for a batch of prompts."""
     values: int = 1 << 20
-    """In all; vectors with more of them are sent packed."""
+    """Number of values in total; larger vectors must be sent packed."""
     loose_values: int = 1 << 17
-    """Outside of lists of more than `SHORT` values."""
+    """Number of values outside lists with more than `SHORT` values."""
     loose_bytes: int = 8 << 20
-    """Outside of such lists and of texts of more than `SHORT_TEXT` bytes."""
+    """Bytes outside such lists and outside strings longer than `SHORT_TEXT` bytes."""
 
 
 def _from_environment() -> BodyLimits:
@@ -34,7 +35,9 @@ def _from_environment() -> BodyLimits:
 
 LIMITS = _from_environment()
 
-_SLAB = 1 << 20
+_MOMENT = 5e-5
+"""Seconds: long enough for a thread that waits to wake."""
+_SLAB = 1 << 18
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 COMMA, OPEN_LIST, CLOSE_LIST, _OPEN, _CLOSE = 1, 2, 3, 4, 5
 _KINDS: npt.NDArray[np.uint8] = np.zeros(256, dtype=np.uint8)
@@ -43,11 +46,11 @@ for _sign, _kind in zip(b",[]{}", range(1, 6), strict=True):
 
 
 class BodyError(ValueError):
-    """A body that is not read; the message says why, and what to send instead."""
+    """A body is rejected; the message says why and what to send instead."""
 
 
 def too_large(limits: BodyLimits) -> str:
-    """What is said of a body with too many bytes."""
+    """The error message for a body with too many bytes."""
     return (
         f"it is larger than {limits.num_bytes} bytes; send vectors packed (base64), or "
         "in several requests. VLLM_MAX_BODY_BYTES of the server sets the limit"
@@ -56,20 +59,21 @@ def too_large(limits: BodyLimits) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Where things are in a body."""
+    """Byte offsets of structural characters in a body."""
 
     signs: npt.NDArray[np.int64]
-    """Commas and brackets outside of strings."""
+    """Offsets of commas and brackets outside strings."""
     kinds: npt.NDArray[np.uint8]
+    """Which character is at each of `signs`."""
     quotes: npt.NDArray[np.int64]
-    """Beginnings and ends of strings, in turn."""
+    """Offsets of opening and closing quotes, alternating."""
 
 
 def scanned(raw: bytes, limits: BodyLimits) -> Structure:
-    """The structure of a body, slab by slab.
+    """Scan the structure of a body in slabs of 1 MiB.
 
     Raises:
-        BodyError: there is too much of something.
+        BodyError: the body exceeds a limit.
 
     """
     data = np.frombuffer(raw, dtype=np.uint8)
@@ -77,6 +81,7 @@ def scanned(raw: bytes, limits: BodyLimits) -> Structure:
     strings = values = containers = depth = 0
     run = 0  # Backslashes directly before the slab.
     for start in range(0, len(data), _SLAB):
+        let_others_run()
         slab = data[start : start + _SLAB]
         marks, run = _quotes(slab, run)
         found = np.flatnonzero(_KINDS[slab])
@@ -101,11 +106,20 @@ def scanned(raw: bytes, limits: BodyLimits) -> Structure:
     return Structure(*together)
 
 
+def let_others_run() -> None:
+    """Give the interpreter to a thread that waits for it, for a moment.
+
+    Otherwise one that waits gets it after `sys.getswitchinterval()`, 5 ms, and an
+    event loop needs it many times for each small request.
+    """
+    sleep(_MOMENT)
+
+
 def check_count(what: str, count: int, most: int) -> None:
-    """Refuse more of something than there may be.
+    """Check a count against its limit.
 
     Raises:
-        BodyError: names what there is too much of.
+        BodyError: `count` exceeds `most`; the message names `what`.
 
     """
     if count > most:
@@ -116,18 +130,21 @@ def check_count(what: str, count: int, most: int) -> None:
 
 
 def _quotes(slab: npt.NDArray[np.uint8], run: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Where strings begin and end in a slab, and how many backslashes end it.
+    """Find the unescaped quotes in a slab.
 
     Args:
         slab: a part of a body.
-        run: backslashes directly before it.
+        run: the number of backslashes directly before the slab.
+
+    Returns:
+        Offsets of the quotes, and the number of backslashes at the end of the slab.
 
     """
     quotes = np.flatnonzero(slab == _QUOTE)
     others = np.flatnonzero(slab != _BACKSLASH)
     if len(others) == len(slab) and not run % 2:
         return quotes, 0
-    # The last byte before each quote that is no backslash; -1 - run if none is.
+    # The last byte before each quote that is not a backslash, else -1 - run.
     before = np.concatenate(([-1 - run], others))[np.searchsorted(others, quotes)]
     escaped = (quotes - 1 - before) & 1
     last = int(others[-1]) if len(others) else -1 - run

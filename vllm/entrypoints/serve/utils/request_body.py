@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose bodies are bounded, and read beside the event loop."""
+"""Requests whose bodies are bounded and parsed off the event loop."""
 
 import asyncio
 from argparse import Namespace
@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm.entrypoints.serve.capture.sending import counting_unsent
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
 from vllm.entrypoints.serve.utils.json_reader import INLINE_BYTES, read_json
 from vllm.entrypoints.serve.utils.json_structure import (
@@ -22,15 +23,15 @@ from vllm.entrypoints.serve.utils.json_structure import (
 )
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request-body")
-"""One large body at a time, whoever sends them."""
+"""Parses one large body at a time."""
 
 
 async def parse_json(raw: bytes) -> Any:
-    """What a body says, read without holding up the event loop.
+    """Parse a body; a large one on a thread.
 
     Raises:
-        BodyError: it holds more than a body may hold.
-        ValueError: it is not JSON.
+        BodyError: the body exceeds a limit.
+        ValueError: the body is not JSON.
 
     """
     if len(raw) <= INLINE_BYTES:
@@ -40,17 +41,17 @@ async def parse_json(raw: bytes) -> Any:
 
 
 _DRAINED = 4
-"""So many times the limit is read, and forgotten."""
+"""Bodies are read and discarded up to this multiple of the size limit."""
 
 
 class BoundedRequest(Request):
-    """A request whose body is bounded, and read beside the event loop."""
+    """A request whose body is bounded and parsed off the event loop."""
 
     async def body(self) -> bytes:
-        """The body.
+        """The body's bytes.
 
         Raises:
-            HTTPException: it is too large (413).
+            HTTPException: the body is too large (413).
 
         """
         if not hasattr(self, "_body"):
@@ -59,10 +60,11 @@ class BoundedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """What the body says.
+        """The parsed body.
 
         Raises:
-            HTTPException: it holds more than a body may hold (400).
+            HTTPException: the body exceeds a limit (400 or 413).
+            ValueError: the body is not JSON.
 
         """
         if not hasattr(self, "_json"):
@@ -74,13 +76,13 @@ class BoundedRequest(Request):
 
 
 async def read_body(request: Request) -> bytes:
-    """The bytes of a body.
+    """Read a body.
 
-    A client that sends too much is answered once it has sent it: one that still sends
-    does not read. What is far beyond the limit is not waited for.
+    A body that is too large is read to its end and discarded, as a client usually reads
+    the response only after sending. A body far above the limit is not.
 
     Raises:
-        HTTPException: there are too many (413).
+        HTTPException: the body is too large (413).
 
     """
     refused = HTTPException(
@@ -106,15 +108,17 @@ async def read_body(request: Request) -> bytes:
 
 
 def bound_bodies(app: FastAPI, args: Namespace) -> None:
-    """Let every route that is mounted read its bodies within the limits.
+    """Make all POST routes mounted so far read their bodies within the limits.
 
-    Without capture and steering a server reads them as upstream does.
+    Captured rows in their responses count towards `max_inflight_bytes` until they are
+    sent. Does nothing on a server without capture and steering.
     """
     if not captures_or_steers(args):
         return
     for route in app.routes:
         if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-            route.app = request_response(_bounded(route.get_route_handler()))
+            handle = request_response(_bounded(route.get_route_handler()))
+            route.app = counting_unsent(handle)
 
 
 def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:

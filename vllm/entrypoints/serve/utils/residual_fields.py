@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields of a request concern the residual stream, and which are refused.
+"""Rejects unsupported and misspelt request fields for capture and steering.
 
-Upstream's requests allow fields that nobody reads. A field that would capture, steer
-or patch under another name, in another system, or with a letter less, must not be
-ignored: the answer would look right and be another one.
+Upstream's request classes ignore unknown fields. A field that captures, steers or
+patches in another system, or is misspelt, must not be ignored: the response would look
+valid but would not do what was asked.
 
-A field that is implemented is known by its request's class; a key of `vllm_xargs` and
-`extra_args` that is implemented is listed in `HONOURED_ARGS`.
+A supported field is a field of the request's class. A supported key of `vllm_xargs` and
+`extra_args` is listed in `HONOURED_ARGS`.
 """
 
 import difflib
@@ -29,12 +29,12 @@ FIELDS = (
     "stop_when",
     *steering_admission.FIELDS,
 )
-"""Fields of the generation requests; other requests refuse them."""
+"""Fields of generation requests; other requests reject them."""
 
 HONOURED_ARGS: frozenset[str] = frozenset(
     {"output_residual_stream", "apply_steering_vectors"}
 )
-"""Keys of `vllm_xargs` and `extra_args` that are carried out."""
+"""Supported keys of `vllm_xargs` and `extra_args`."""
 
 _CLAMP = 'put {"vector": [...], "op": "clamp", "min": a, "max": b} into '
 _NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
@@ -44,7 +44,7 @@ _CAPTURE_ALL = (
 _LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
 FOREIGN: dict[str, str] = {
-    # Of the public fork whose names are ours too; not implemented, or not here.
+    # Fields of an earlier public fork that are not supported.
     "steering_clamps": _CLAMP + "steering_vectors",
     "prefill_steering_clamps": _CLAMP + "prefill_steering_vectors",
     "decode_steering_clamps": _CLAMP + "decode_steering_vectors",
@@ -53,7 +53,7 @@ FOREIGN: dict[str, str] = {
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
     "steering_module_ref": "use steering_name, and scale the module's vectors",
-    # Fields of our own routes and of Python, and what is easily mistaken for ours.
+    # Fields of our routes and Python API, and names easily mistaken for ours.
     "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}',
     "steering_layer": "a layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
     "vectors": "use steering_vectors",
@@ -62,28 +62,32 @@ FOREIGN: dict[str, str] = {
     "clamps": _CLAMP + "steering_vectors",
     "capture_consumers": "the server is started with --capture-consumers; a request "
     "says capture: {CONSUMER: {...}}",
-    # Of vllm-lens, as keys of vllm_xargs and extra_args, and of its client.
+    # Keys of vllm-lens in vllm_xargs and extra_args, and names of its client.
     "output_residual_stream": f"{_LENS}; or {_CAPTURE_ALL}",
     "apply_steering_vectors": f"{_LENS}; or use steering_vectors: {{HOOK: {{LAYER: "
     "vector}}",
     "apply_hooks": "hooks that are code are not run; use steering_vectors and capture",
     "capture_layers": _CAPTURE_ALL,
 }
-"""Names that mean something elsewhere, and what to use here."""
+"""By name of a field in another system: what to use instead."""
 
 WORDS = ("steer", "capture", "readout", "patch")
-"""A field with one of these in its name is one of ours, misspelt."""
+"""An unknown field whose name contains one of these is treated as misspelt."""
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
 
 
 def refuse_unsupported(model_class: Any, data: Any) -> None:
-    """Refuse fields that this kind of request would ignore.
+    """Reject fields that this kind of request would ignore.
+
+    Args:
+        model_class: the pydantic class of the request.
+        data: the request's body; anything but a mapping is accepted.
 
     Raises:
-        CaptureValidationError: names the field.
-        SteeringValidationError: names the field.
+        CaptureValidationError: the named field is not supported.
+        SteeringValidationError: the named field is not supported.
 
     """
     if not isinstance(data, Mapping):
@@ -108,16 +112,16 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
 def refuse_unknown(
     names: Iterable[Any], known: Collection[str], inside: str = ""
 ) -> None:
-    """Refuse names that are ours misspelt, or somebody else's.
+    """Reject unknown names that are misspelt or belong to another system.
 
     Args:
-        names: fields or keys that nobody reads.
-        known: what may have been meant.
-        inside: the field that holds them, if any.
+        names: unknown fields or keys; unrelated ones are accepted.
+        known: the supported names, for a suggestion.
+        inside: the field that contains them, if any.
 
     Raises:
-        CaptureValidationError: names the field, and what to use.
-        SteeringValidationError: names the field, and what to use.
+        CaptureValidationError: the message has the name and what to use instead.
+        SteeringValidationError: the message has the name and what to use instead.
 
     """
     for name in sorted(one for one in names if isinstance(one, str)):
@@ -134,11 +138,11 @@ def refuse_unknown(
 
 
 def refuse_args(args: Any, inside: str = "extra_args") -> None:
-    """Refuse keys of a request's arguments for extensions that are ours misspelt.
+    """Reject unsupported keys of `vllm_xargs` or `extra_args`.
 
     Raises:
-        CaptureValidationError: names the key.
-        SteeringValidationError: names the key.
+        CaptureValidationError: the named key is not supported.
+        SteeringValidationError: the named key is not supported.
 
     """
     if not isinstance(args, Mapping):
@@ -153,13 +157,13 @@ def refuse_args(args: Any, inside: str = "extra_args") -> None:
 
 
 def check_body(model_class: Any, data: Any) -> None:
-    """As `refuse_unsupported`, where pydantic validates a body.
+    """As `refuse_unsupported`, for use in a pydantic validator.
 
-    It wraps a `ValueError` into a list of errors with an error in it; this one
-    reaches the handler of HTTP errors as it is.
+    Pydantic would wrap a `ValueError` in a `ValidationError`; a plain
+    `VLLMValidationError` reaches the HTTP error handler unchanged.
 
     Raises:
-        VLLMValidationError: names the field.
+        VLLMValidationError: the named field is not supported.
 
     """
     try:
@@ -171,7 +175,7 @@ def check_body(model_class: Any, data: Any) -> None:
 
 
 def refusing() -> Any:
-    """A validator for kinds of requests that have no base class in common."""
+    """A pydantic validator for request classes that do not share a base class."""
 
     def check(cls: Any, data: Any) -> Any:
         check_body(cls, data)
@@ -181,7 +185,7 @@ def refusing() -> Any:
 
 
 def _names_of(model_class: Any) -> set[str]:
-    """The names under which a kind of request reads fields."""
+    """The names and aliases of a request class's fields."""
     fields = model_class.model_fields
     return fields.keys() | {one.alias for one in fields.values() if one.alias}
 
@@ -197,7 +201,7 @@ def _elsewhere(model_class: Any) -> str:
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """What a misspelt name probably stands for."""
+    """A hint at what a misspelt name probably means."""
     close = difflib.get_close_matches(name[:60], sorted(known), n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
@@ -207,7 +211,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def _refuse_nested(model_class: Any, data: Mapping[str, Any]) -> None:
-    """Refuse what stands one level too deep, where nobody looks."""
+    """Reject fields that are nested one level too deep, where they are not read."""
     params = data.get("sampling_params")
     if "sampling_params" in model_class.model_fields and isinstance(params, Mapping):
         known = set(SamplingParams.__struct_fields__)
@@ -224,7 +228,7 @@ def _refuse_nested(model_class: Any, data: Mapping[str, Any]) -> None:
 
 
 def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
-    """Refuse one name for the rows of several prompts: the last would overwrite."""
+    """Reject one `request_id` for several prompts: their rows would be overwritten."""
     prompts, capture = data.get("prompt"), data.get("capture")
     if not isinstance(prompts, list) or len(prompts) < 2:
         return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream's hook points: taps, ops and passes over the graph."""
+"""Hook points on the residual stream: taps, custom ops and graph passes."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form compiled graphs have at hook points.
+"""The part of the compile-cache key that covers hook points.
 
-A compiled graph holds calls of our ops, with their arguments and at their places. One
-that was compiled by another version of this code must not be taken from the cache, and
-the version's number does not change with each commit.
+A compiled graph contains calls of the custom ops in this folder. A graph compiled by
+another version of this code must not be reused, and the package version does not
+change with every commit, so the key hashes the source files.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @cache
 def form() -> str:
-    """Changes with the code that puts ops into the graph, and with the ops'."""
+    """SHA-256, in hex, of all source files in this folder."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())

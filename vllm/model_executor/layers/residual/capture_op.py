@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops of hook points launch, and the op that copies rows out.
+"""Which hook-point ops launch in a step, and the op that copies rows to staging.
 
-An op launches only where the step under way needs it, so that a graph recorded while
-nothing launches holds the same kernels as upstream's.
+An op launches a kernel only if the current step needs it. A CUDA graph recorded while
+no op launches therefore contains the same kernels as upstream's.
 
 Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory.
@@ -16,46 +16,57 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 ALIGNMENT = 16
-"""Bytes. Compiled code copies arguments that are not aligned so, if the ones that it
-was compiled for were, and an op would not know them again: all of a tap's are."""
+"""Alignment in bytes of every tensor that belongs to a tap.
+
+Code compiled for aligned arguments copies an argument that is not aligned. The op
+would then see an address that it does not recognise.
+"""
 
 NOBODY = frozenset({0})
-"""Launches nothing, but has ops called: no tensor has this address."""
+"""Launches nothing, but is not empty, so the ops are still called.
+
+No tensor has the address 0.
+"""
 
 
 class Launch:
-    """Which ops launch in the forward pass under way.
+    """Which ops launch in the current forward pass.
 
-    An op is known by the address of what it reads: a tap's slots, a tap's table.
-    Set by the runner's adapter before each pass, read while a pass runs eagerly
-    or is recorded as a graph; replaying a graph does what was recorded. Engine
-    thread only.
+    An op is identified by the address of a tensor that it reads: the tap's slots or
+    the tap's table. The runner's adapter sets `taps` before each pass. It is read
+    while a pass runs eagerly or is recorded as a CUDA graph; replaying a graph repeats
+    what was recorded. Engine thread only.
     """
 
     taps: frozenset[int] = frozenset()
     known: frozenset[int] | None = None
-    """Those of all engines that the process has had; None where it had none."""
+    """Addresses of all engines that this process has had; None before the first."""
     families: tuple[frozenset[int], ...] = (frozenset(),)
-    """What a recorded graph may launch: at the start nothing first and everything
-    last, then what is recorded while serving."""
+    """The sets of ops for which graphs are recorded.
+
+    Recorded at start-up: the empty set first and the full set last. Sets recorded
+    while serving follow.
+    """
     whole: bool = False
-    """The whole pass is being recorded as one graph, in which an op may begin before
-    its turn, beside other kernels."""
+    """Whether the whole pass is being recorded as one graph.
+
+    An op may then start early, concurrently with other kernels.
+    """
 
     @classmethod
     def begin(cls, idle: frozenset[int], families: tuple[frozenset[int], ...]) -> None:
-        """An engine begins; what one before it would launch is forgotten."""
+        """Start a new engine and replace the launch sets of the previous one."""
         cls.taps, cls.families = idle, families
         cls.known = (cls.known or frozenset()).union(*families)
 
     @classmethod
     def wants(cls, read: torch.Tensor) -> bool:
-        """Whether the op that reads this tensor launches.
+        """Whether the op that reads this tensor launches in the current pass.
 
         Raises:
-            RuntimeError: it is no engine's tensor. Compiled code copies an
-                argument that is aligned otherwise than the one it was compiled for;
-                the op would never launch, and rows would be lost.
+            RuntimeError: the tensor belongs to no engine. Compiled code copies an
+                argument whose alignment differs from the one it was compiled for; the
+                op would then never launch, and rows would be lost.
 
         """
         address = read.data_ptr()
@@ -84,7 +95,7 @@ if HAS_TRITON:
         mask = column < width
         row = tl.load(hidden_ptr + column, mask=mask)
         if HAS_RESIDUAL:
-            # Summed and rounded as the next fused add-norm does it.
+            # Sum in float32 and round once, as the next fused add-norm does.
             other = tl.load(residual_ptr + column, mask=mask)
             row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
         return row
@@ -108,7 +119,7 @@ if HAS_TRITON:
     ):
         token = tl.program_id(0)
         column = tl.arange(0, BLOCK)
-        if AT_ONCE:  # Nothing waits for anything, if the row is wanted.
+        if AT_ONCE:  # Overlap this load with the load of the slot.
             row = _stream_row(
                 hidden_ptr + token * hidden_stride,
                 residual_ptr + token * residual_stride,
@@ -119,8 +130,8 @@ if HAS_TRITON:
         base = tl.load(base_ptr)
         slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
         if launch_pdl:
-            # By all: who ends before the kernel in front of this one lets the one
-            # behind begin too early.
+            # Every block waits: one that exits before the previous kernel has
+            # finished would let the next kernel start too early.
             tl.extra.cuda.gdc_wait()
         if slot < 0:
             return
@@ -141,28 +152,29 @@ if HAS_TRITON:
 
 
 def block_of(width: int) -> int:
-    """How many columns a kernel takes at a time."""
+    """Columns that a kernel processes at a time: a power of two, at most 4096."""
     return min(triton.next_power_of_2(width), 4096)
 
 
 def reads_at_once(num_tokens: int, width: int) -> bool:
-    """Whether rows are read before it is known that they are wanted.
+    """Whether a kernel loads rows before it knows whether they are needed.
 
-    That saves a decode step the time between two loads; of a prompt's many rows, most
-    of which nobody may want, the reading itself would cost more.
+    In a decode step this hides the latency of one load. In a prefill step with many
+    rows, few of which may be needed, the extra loads would cost more than that.
     """
     return num_tokens <= FEW_TOKENS and width <= block_of(width)
 
 
 FEW_TOKENS = 512
+"""Most tokens of a step whose rows are loaded unconditionally."""
 
 
 def begins_early() -> bool:
-    """Whether a kernel may begin while the one in front of it ends, and waits inside.
+    """Whether kernels use CUDA's programmatic dependent launch.
 
-    CUDA's programmatic dependent launch: slots, rows and vectors are read meanwhile.
-    They must have been written by then, which is sure where they were before the whole
-    graph began.
+    The kernel then starts while the previous one finishes, loads slots, table rows and
+    vectors, and waits before it touches the stream. Those inputs must have been written
+    before the graph started, which holds only if the whole pass is one graph.
     """
     return (
         Launch.whole
@@ -182,19 +194,22 @@ def capture_rows(
     """Copy rows that have a slot to staging: `staging[base + slots[t]] = stream[t]`.
 
     Args:
-        hidden: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
-        residual: the other half, or None.
-        slots: `[>= T]` int32, -1 where the token's row is not wanted.
-        base: `[1]` int32: only it changes where steps are alike.
+        hidden: `[T, H]` or `[1, T, H]`, the stream or one half of the pair.
+        residual: the other half, same shape; None if `hidden` is the stream.
+        slots: `[>= T]` int32, -1 for a token whose row is not captured.
+        base: `[1]` int32, added to every slot. In consecutive decode steps of the same
+            requests only this value changes.
         staging: `[S, H]` in the stream's dtype.
-        partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
+        partial: whether `hidden` is this rank's summand of an all-reduce over
+            tensor-parallel ranks.
 
     """
     if not Launch.wants(slots):
         return
     if partial:
-        # All ranks launch alike, so all of them come here. The layer goes on with
-        # its own part: only a copy is summed. Upstream sums in place on a CPU.
+        # All ranks launch the same ops, so this collective cannot deadlock. The layer
+        # continues with its own summand, so a copy is reduced; upstream reduces in
+        # place on a CPU.
         part = hidden if hidden.is_cuda else hidden.clone()
         hidden = tensor_model_parallel_all_reduce(part)
     if hidden.dim() > 2:

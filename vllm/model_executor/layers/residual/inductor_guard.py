@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code that calls an op of a hook point only in passes that may want it.
+"""Guards hook-point ops in Inductor's generated code with an inline condition.
 
-A step that is too large for any graph runs what Inductor wrote: a line of Python for
-each op, which looks whether it has anything to do. That took 7.5 µs a call on the host
-of an H200, 2.4 ms in a step of 32 layers with nothing to do. So the condition that all
-of them have in common stands in the line itself, in front of the call.
+A step that is too large for any CUDA graph runs Inductor's Python wrapper, one line
+per op, and every op then checks whether it has work to do. That took 7.5 µs per call
+on the host of an H200, or 2.4 ms in an idle step of 32 layers. The condition that all
+ops share is therefore written into the generated line, before the call.
 
-The lines are written by a function that Inductor's table of such functions has for the
-op, see `torch/_inductor/codegen/custom_extern_kernel_codegen.py`.
+The line is written by a function registered for the op in a table of Inductor's, see
+`torch/_inductor/codegen/custom_extern_kernel_codegen.py`.
 """
 
 from collections.abc import Callable
@@ -32,18 +32,18 @@ CONDITIONS = {
     "intervene_rows": ANY,
     "intervene_split_rows": ANY,
 }
-"""What must hold where an op does anything, by the op."""
+"""By op: an expression that is true whenever the op may have work to do."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 
 def ask_before_calls() -> None:
-    """Have Inductor write the conditions, from now on."""
+    """Register the guarded form of each op with Inductor for later compilations."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (
             CUSTOM_EXTERN_KERNEL_CODEGEN,
             CustomCodegen,
         )
-    except ImportError:  # Of another PyTorch than upstream pins for this platform.
+    except ImportError:  # Not the PyTorch that upstream pins for this platform.
         logger.debug("Compiled code calls ops of hook points that have nothing to do")
         return
     for name, condition in CONDITIONS.items():
@@ -58,7 +58,7 @@ def _write_call(
 
     writer = V.graph.wrapper_code
     while parent := getattr(writer, "parent_wrapper", None):
-        writer = parent  # A part of a graph has one of its own, without imports.
+        writer = parent  # A subgraph's own writer emits no imports.
     writer.add_import_once(IMPORT)
     arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
     writeline(f"{condition} and {node.get_kernel_name()}({arguments})")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets additions to the stream begin before their turn, in the graph that is compiled.
+"""Graph pass that overlaps steering additions with attention and the MLP.
 
-Between two kernels of a decode step an addition costs a launch, at 48 places of a model
-of 16 layers as much as 7 % of the step. But a residual that takes a vector is not read
-while attention or the MLP compute the branch beside it. So an op is put behind the
-first product of that part, which may begin all additions that this residual takes up
-to its next use, and another one in front of the last product: which of the two does it
-depends on the step. Where neither does, they are done at their places, as if the ops
-were not there.
+In a decode step each addition costs a kernel launch: with 48 of them in a model of 16
+layers, up to 7 % of the step. The residual that receives the vector is not read while
+attention or the MLP compute the branch. The pass therefore inserts an op after the
+first matrix product of that part, which may start all additions to this residual up to
+its next use, and another op before the last product. The size of the step decides
+which of the two starts them. If neither does, the additions run in their original
+places.
 
-Memory says what uses a residual: of whatever a node reads or writes, the graph has a
-fake tensor, and what shares memory shares the storage.
+Uses of a residual are found by storage: the graph has a fake tensor for everything a
+node reads or writes, and tensors that share memory share the fake tensor's storage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("linear", "mm", "gemm", "matmul", "moe")
-"""Parts of the names of what is long enough to begin something beside it."""
+"""Substrings of the names of functions that run long enough to hide an addition."""
 
 
 READERS = (
@@ -30,30 +30,35 @@ READERS = (
     "intervene_rows",
     "intervene_split_rows",
 )
-"""Ops of hook points that read the stream, where they launch. Nothing may be begun
-early beside one that does."""
+"""Hook-point ops that read the stream if they launch.
+
+No addition may start early across one that launches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What one residual takes between two of its uses."""
+    """The additions to one residual between two of its uses."""
 
     steers: Sequence[fx.Node]
     captures: Sequence[fx.Node]
-    """The ops of hook points that read it in between."""
+    """The `READERS` that read the residual in between."""
     early: fx.Node
-    """Behind which they may begin."""
+    """The node after which the additions may start."""
     late: fx.Node | None
-    """Behind which they may begin instead."""
+    """A later node after which they may start instead."""
 
 
 def begin_additions_early(graph: fx.Graph, device_type: str = "cuda") -> int:
-    """Insert `steer_rows_ahead` wherever that saves time; for how many residuals.
+    """Insert `steer_rows_ahead` wherever that saves time.
 
     Args:
-        graph: as Dynamo traced it: its nodes, in order, are what the program does, and
-            write in place. A graph that was treated before is left as it is.
-        device_type: where the stream must be. A stream on a CPU gains nothing.
+        graph: as traced by Dynamo: nodes are in program order and may write in place.
+            Changed in place, unless the pass has already been applied to it.
+        device_type: the device type of the stream. On a CPU there is nothing to gain.
+
+    Returns:
+        The number of `Additions` that may now start early.
 
     """
     if any(_is(node, "steer_rows_ahead") for node in graph.nodes):
@@ -103,7 +108,7 @@ def _find(nodes: Sequence[fx.Node], device_type: str) -> Iterator[Additions]:
 def _steers_behind(
     nodes: Sequence[fx.Node], memory: set[int]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Additions to `memory` from the first node on, and captures between them."""
+    """Additions to `memory` up to its next use, and the captures between them."""
     steers: list[fx.Node] = []
     captures: list[fx.Node] = []
     seen: list[fx.Node] = []
@@ -122,7 +127,7 @@ def _steers_behind(
 def _unused_before(
     nodes: Sequence[fx.Node], memory: set[int]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The last use of `memory` and the nodes behind it; captures among these."""
+    """The nodes from the last use of `memory` on, and the captures among them."""
     captures: list[fx.Node] = []
     for place in range(len(nodes) - 1, -1, -1):
         node = nodes[place]
@@ -134,10 +139,10 @@ def _unused_before(
 
 
 def _place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Behind which node to begin: so that a product is left to do it beside.
+    """The node after which the additions start, so that a product runs beside them.
 
-    The first product itself is better left alone: both would begin at once, and wait
-    for the same memory.
+    With several products this is the first: starting together with it would make both
+    compete for memory bandwidth.
     """
     products = [
         place for place, node in enumerate(nodes) if place and _is_product(node)
@@ -149,7 +154,7 @@ def _place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _late_place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """What the last product waits for, unless that is before the first of `nodes`."""
+    """The last input of the last product that is computed within `nodes`, or None."""
     products = [node for node in nodes if _is_product(node)]
     read = products[-1].all_input_nodes if products else ()
     made = [node for node in nodes if node in read and _is_computed(node)]
@@ -157,7 +162,7 @@ def _late_place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _is_known_at(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
-    """Whether all but the stream itself, which an op reads, is there at `place`."""
+    """Whether the op's inputs other than the stream are computed before `place`."""
     read = node.args[2:3] if _is_capture(node) else node.args[1:3]
     return all(order[one] < place for one in read if isinstance(one, fx.Node))
 
@@ -168,7 +173,7 @@ def _is(node: fx.Node, op: str) -> bool:
 
 
 def _is_capture(node: fx.Node) -> bool:
-    """Whether it is another op of a hook point, which reads its third argument."""
+    """Whether the node is one of `READERS`; its third argument is read at launch."""
     return any(_is(node, op) for op in READERS)
 
 
@@ -198,7 +203,7 @@ def _touches(node: fx.Node, memory: set[int]) -> bool:
 
 
 def _memory(node: object) -> set[int]:
-    """The storages of a node's tensors."""
+    """Identities of the storages of a node's tensors."""
     assert isinstance(node, fx.Node)
     return {
         value.untyped_storage()._cdata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at one hook point of one layer: capture, then steer.
+"""The tap at one hook point of one layer: capture first, then steer.
 
 Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
@@ -16,10 +16,22 @@ from vllm.model_executor.layers.residual.split_ops import share
 
 
 class ResidualTap:
-    """The hook point of one layer: persistent tensors that recorded graphs read.
+    """Persistent tensors of one hook point of one layer, read by recorded graphs.
 
-    Both features are optional. All arguments that differ between layers are
-    tensors, so that equal subgraphs stay equal for the compile cache.
+    Capture, added vectors and programs are each optional. Everything that differs
+    between layers is a tensor, so that the subgraphs of equal layers stay equal for
+    the compile cache.
+
+    Args:
+        slots: `[T]` int32, may be strided. The token's staging row, or -1.
+        base: `[1]` int32, added to every slot.
+        staging: `[S, H]` in the stream's dtype.
+        table: `[V, H]` in the stream's dtype; row 0 adds nothing.
+        rows: `[>= T]` int32, the row of `table` for each token.
+        index: `[I]` int64, addresses of programs.
+        program_rows: `[>= T]` int32, the row of `index` for each token.
+        gates: `[>= T, columns]` float32.
+
     """
 
     def __init__(
@@ -45,13 +57,23 @@ class ResidualTap:
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Capture, then intervene; returns the pair that the layer goes on with."""
+        """Capture, then steer.
+
+        Args:
+            hidden_states: `[T, H]` or `[1, T, H]`, the branch; without a residual the
+                stream.
+            residual: the other half of the pair, same shape, or None.
+
+        Returns:
+            The pair with which the layer continues.
+
+        """
         return self._visit(hidden_states, residual, partial=False)
 
     def on_partial(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `__call__`, for a branch that still waits for its all-reduce.
+        """As `__call__`, for a branch that has not been all-reduced yet.
 
         Without a residual there is no branch yet: `hidden_states` is the stream.
         """
@@ -61,10 +83,10 @@ class ResidualTap:
     def on_split(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `__call__`, where each tensor-parallel rank has its share of the tokens.
+        """As `__call__`, where tokens are split over the tensor-parallel ranks.
 
-        Rows are gathered where the step captures any. A change of the stream needs no
-        other rank: each changes the tokens that it has.
+        Rows are all-gathered if the step captures any. Steering needs no
+        communication: each rank changes its own tokens.
         """
         assert hidden_states.dim() == 2, f"split {tuple(hidden_states.shape)}"
         if self.slots is not None:
@@ -105,11 +127,11 @@ class ResidualTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add each token's vector by an op that launches only if a vector is set.
 
-        The residual takes it where there is one, in place, as the fused norm behind
-        it may write it in place too: no copy. While the branch may be a partial
-        sum, the residual is the same on all ranks. A stream without a residual may
-        be known to the layer by another name: a copy takes the vector, which the
-        compiler joins to whatever made the stream.
+        With a residual the vector is added to it in place, without a copy: the
+        following fused norm may write it in place too, and unlike the branch it is
+        never a partial sum. Without a residual the layer may hold another reference to
+        the stream, so a copy is changed; the compiler fuses the copy into the kernel
+        that produces the stream.
         """
         if self.table is None or self.rows is None:
             return hidden_states, residual
@@ -126,7 +148,7 @@ class ResidualTap:
         residual: torch.Tensor | None,
         rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_steer_in_graph`, in a pass that is not compiled: nothing in place."""
+        """As `_steer_in_graph`, out of place, for a pass that is not compiled."""
         assert self.table is not None
         if not Launch.wants(self.table):
             return hidden_states, residual
@@ -143,12 +165,12 @@ class ResidualTap:
         residual: torch.Tensor | None,
         partial: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Carry out each token's program; `partial` is None where tokens are split.
+        """Run each token's program; `partial` is None if tokens are split over ranks.
 
-        Rows that change become the branch. The layer may use what it passed in
-        elsewhere: a copy takes them, which the compiler leaves out where nothing else
-        reads the original. What the graph holds as the residual is written in place,
-        as additions do it.
+        Changed rows are written to the branch. The layer may still use the tensor that
+        it passed, so a copy is written, which the compiler removes if nothing else
+        reads the original. Inside a compiled graph the residual is written in place,
+        as additions do.
         """
         index, rows, gates = self.index, self.program_rows, self.gates
         if index is None or rows is None or gates is None:

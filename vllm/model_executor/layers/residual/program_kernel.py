@@ -30,6 +30,7 @@ if HAS_TRITON:
     _MASK = tl.constexpr(int(Flag.MASK))
     _ONLY_ACTIVE = tl.constexpr(int(Flag.ONLY_ACTIVE))
     _COSINE = tl.constexpr(int(Flag.COSINE))
+    _STANDARD = tl.constexpr(int(Flag.STANDARD))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
@@ -82,7 +83,7 @@ if HAS_TRITON:
         high = tl.load(floats + 23, mask=live, other=0.0)
         return kind, flags, read_at, write_at, c0, c1, c2, c3, low, high
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["first"])
     def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
         source_ptr,  # [T, H], the branch, whole
         hidden_ptr,  # [T, H], what of it this rank goes on with
@@ -95,6 +96,7 @@ if HAS_TRITON:
         residual_stride,
         gates_stride,
         width,
+        first,  # of these tokens, in the step
         HAS_RESIDUAL: tl.constexpr,
         LEADS: tl.constexpr,
         ALIGNED: tl.constexpr,
@@ -109,7 +111,7 @@ if HAS_TRITON:
         words = tl.cast(program, tl.pointer_type(tl.int32))
         count = tl.load(words, mask=program != 0, other=0)
         kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
-            words, 0, token, count
+            words, 0, token + first, count
         )
         u = _vector(read_at, column, column < tl.where(count > 0, width, 0), ALIGNED)
         # All of that was written before the graph began; the stream may not be yet.
@@ -165,13 +167,25 @@ if HAS_TRITON:
                 activation = tl.load(at + 3)
                 biases = tl.load(longs + 7)
                 thresholds = tl.load(longs + 8)
+                c0s = tl.load(longs + 13)
+                c1s = tl.load(longs + 14)
+                size = tl.full([], 1.0, tl.float32)
+                by = size
+                if (flags & _COSINE) != 0:
+                    size = tl.sqrt(tl.sum(x * x))
+                    by = tl.maximum(size, 1.1754944e-38)
+                if (flags & _STANDARD) != 0:
+                    off = tl.where(mask, x - tl.sum(x) / width, 0.0)
+                    size = tl.sqrt(tl.sum(off * off) / (width - 1))
+                    by = size + 1e-5
                 total = tl.zeros([BLOCK], tl.float32)
                 for place in range(rank):
                     direction = _vector(read_at, column, mask, ALIGNED)
-                    value = tl.sum(x * direction) + _number(biases, place, 0.0)
+                    value = tl.sum(x * direction) / by + _number(biases, place, 0.0)
                     threshold = _number(thresholds, place, 0.0)
                     active = _activated(value, threshold, activation, low, high)
-                    amount = gate * (c0 + c1 * active)
+                    own = (c1 + _number(c1s, place, 0.0)) * active
+                    amount = gate * size * (c0 + _number(c0s, place, 0.0) + own)
                     if (flags & _ONLY_ACTIVE) != 0:
                         amount = tl.where(active != 0.0, amount, 0.0)
                     total += amount * _vector(write_at, column, mask, ALIGNED)
@@ -201,7 +215,7 @@ if HAS_TRITON:
                 tl.debug_barrier()  # What follows in this program may read it.
             # The next one's, while this one's are still at work.
             kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
-                words, number + 1, token, count
+                words, number + 1, token + first, count
             )
             there = tl.where(number + 1 < count, width, 0)
             u = _vector(read_at, column, column < there, ALIGNED)
@@ -227,6 +241,7 @@ def launch_programs(
     *,
     leads: bool = True,
     early: bool = False,
+    first: int = 0,
 ) -> None:
     """Carry out each token's program, in place.
 
@@ -240,6 +255,7 @@ def launch_programs(
         gates: `[>= T, columns]` float32, which probes write.
         leads: whether this rank has the result.
         early: the kernel may begin while the one in front of it ends.
+        first: which token of the step the first row is, where ranks share them out.
 
     """
     num_tokens, width = hidden.shape
@@ -258,6 +274,7 @@ def launch_programs(
         0 if residual is None else residual.stride(0),
         gates.stride(0),
         width,
+        first,
         HAS_RESIDUAL=residual is not None,
         LEADS=leads,
         ALIGNED=width % 4 == 0,

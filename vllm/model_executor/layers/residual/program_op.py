@@ -95,6 +95,7 @@ def _intervene(
             gates[first:],
             leads=leads,
             early=begins_early(),
+            first=first,
         )
         return
     for program, tokens in StepPrograms.at.get(index.data_ptr(), ()):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook points for a layer whose class is in no release, woven when it is loaded.
+"""Hook points for layers from outside the release, woven when the model is loaded.
 
-Layers of the Transformers library and of plug-ins are analysed as the build analyses
-upstream's. A layer that is understood becomes an instance of a subclass of its class,
-whose `forward` has the taps. Here the layer exists already, so that conditions on its
-configuration have one outcome, and the kinds of its norms are known.
+Layers of the Transformers library and of plug-ins are analysed like upstream's at
+build time. If the analysis succeeds, the layer becomes an instance of a subclass whose
+`forward` has the taps. As the layer already exists, conditions on its configuration
+have one known outcome, and the classes of its norms are known.
 """
 
 import __future__
@@ -30,24 +30,25 @@ _ON_SELF = re.compile(
     r"(not )?self(\.[a-zA-Z_]\w*)+"
     r"( (is|is not|==|!=|<|>|<=|>=) (None|True|False|-?\d+|\"[^\"]*\"|'[^']*'))?"
 )
-"""Conditions on a layer's own attributes and constants."""
+"""Conditions that compare an attribute of `self` with a constant."""
 _Outcomes = tuple[tuple[str, bool], ...]
 _Key = tuple[type[nn.Module], _Outcomes, tuple[str, ...], tuple[tuple[str, str], ...]]
 _woven: dict[_Key, type[nn.Module]] = {}
-"""One subclass for all layers alike: equal layers must stay equal when compiled."""
+"""Equal layers share a subclass, so that their compiled graphs stay equal."""
 
 
 class NotWoven(Exception):
-    """The layer is not understood; the text says why."""
+    """The layer cannot be woven; the message says why."""
 
 
 def weave_layer(layer: nn.Module) -> None:
     """Give `layer` hook points, by making it an instance of a woven subclass.
 
-    Called once a layer, after loading and before compilation.
+    Called once per layer, after loading and before compilation.
 
     Raises:
-        NotWoven: the layer was left as it is.
+        NotWoven: the analysis failed; the layer is unchanged.
+
     """
     cls = type(layer)
     if "forward" in vars(layer):
@@ -72,7 +73,7 @@ def _source(owner: type) -> str:
 
 
 def _rule(layer: nn.Module, owner: type, source: str) -> Rule:
-    """What the instance tells that the source does not."""
+    """The facts that the instance has and the source does not."""
     children = dict(layer.named_children())
     return Rule(
         reason="woven when it was loaded",
@@ -83,7 +84,7 @@ def _rule(layer: nn.Module, owner: type, source: str) -> Rule:
 
 
 def _adds(module: nn.Module) -> bool:
-    """Whether it is a norm that adds its second argument to its first."""
+    """Whether the module is a norm of vLLM's that adds its two arguments."""
     if not isinstance(module, RMSNorm | GemmaRMSNorm):
         return False
     owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
@@ -107,7 +108,7 @@ def _evaluated(text: str, layer: nn.Module) -> object:
     try:
         return eval(text, {"__builtins__": {}}, {"self": layer})
     except AttributeError:
-        return NotImplemented  # the path that asks for it may never run
+        return NotImplemented  # the branch that reads it may never run
 
 
 def _forward(source: str, name: str) -> ast.FunctionDef:
@@ -143,16 +144,16 @@ def _subclass(
 
 
 def _compiled(owner: type, forward: ast.FunctionDef) -> FunctionType:
-    """`forward` as a function of the module it comes from.
+    """Compile `forward` as a function of the module that it comes from.
 
-    It keeps that module's globals and file: the compile cache and tracebacks look
-    there.
+    It keeps that module's globals and file name, which the compile cache and
+    tracebacks use.
     """
     original = inspect.unwrap(vars(owner)["forward"])
     names: dict[str, Any] = original.__globals__
     if names.setdefault("residual_tap", tap) is not tap:
         raise NotWoven("its module has a residual_tap of its own")
-    # In a class of the same name, private names are mangled as they were.
+    # Inside a class of the same name private names are mangled as before.
     tree = ast.parse(f"class {owner.__name__}: pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [forward]
@@ -167,7 +168,7 @@ def _compiled(owner: type, forward: ast.FunctionDef) -> FunctionType:
     made: dict[str, Any] = {}
     try:
         exec(code, names, made)
-    except Exception as error:  # defaults and decorators are evaluated anew
+    except Exception as error:  # defaults and decorators are evaluated again
         raise NotWoven(f"its forward cannot be compiled anew: {error!r}") from error
     function = vars(made[owner.__name__])["forward"]
     if inspect.unwrap(function).__code__.co_freevars:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a hook point where each tensor-parallel rank has its share of the tokens.
+"""Hook-point ops for layers that split their tokens over tensor-parallel ranks.
 
-Of T tokens rank r has C = ceil(T / ranks), from number r * C on. What is behind the
-last token is padding: no slot and no vector is ever set for it.
+Of T tokens, rank r has the C = ceil(T / ranks) tokens from r * C on. Rows after the
+last token are padding, for which no slot and no vector is ever set. Other letters are
+those of `point.py`.
 """
 
 import torch
@@ -17,7 +18,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 
 def share(num_rows: int) -> slice:
-    """Which tokens of the step this rank has, where each rank has `num_rows`."""
+    """The tokens of the step that this rank has, if each rank has `num_rows`."""
     start = get_tensor_model_parallel_rank() * num_rows
     return slice(start, start + num_rows)
 
@@ -29,24 +30,24 @@ def capture_split_rows(
     base: torch.Tensor,
     staging: torch.Tensor,
 ) -> None:
-    """Copy rows that have a slot to staging, whichever rank has them.
+    """All-gather the stream, then copy rows that have a slot to staging.
 
-    Every rank calls it, since all ranks launch alike.
+    All ranks launch the same ops, so all of them take part.
 
     Args:
-        hidden: `[C, H]`, this rank's share of the stream, or one half of the pair.
+        hidden: `[C, H]`, this rank's share of the stream or of one half of the pair.
         residual: the other half, or None.
-        slots: `[T]` or longer, int32, as `capture_rows` has it.
+        slots: `[>= T]` int32, -1 for a token whose row is not captured.
         base: `[1]` int32.
         staging: `[S, H]` in the stream's dtype.
 
     """
     if not Launch.wants(slots):
         return
-    # The sum is rounded here as the next fused add-norm rounds it.
+    # The next fused add-norm rounds the sum in the same way.
     stream = hidden if residual is None else hidden + residual
     whole = tensor_model_parallel_all_gather(stream.contiguous(), 0)
-    # Padding may reach beyond the slots, which are as many as a batch has tokens.
+    # With padding there may be more rows than slots.
     capture_rows(whole[: len(slots)], None, slots, base, staging, False)
 
 
@@ -74,13 +75,13 @@ def steer_split_rows(
     rows: torch.Tensor,
     branch: torch.Tensor | None,
 ) -> None:
-    """Add to each token of this rank its vector, in place, as `steer_rows` does.
+    """As `steer_rows`, for the tokens of this rank.
 
     Args:
-        target: `[C, H]`, this rank's share of the stream, or one half of the pair.
+        target: `[C, H]`, this rank's share of the stream or of one half of the pair.
         table: `[V, H]` in the stream's dtype; row 0 adds nothing.
-        rows: int32, a row of the table for each token of all ranks, and for padding.
-        branch: the other half, as `steer_rows` has it.
+        rows: `[>= ranks * C]` int32, the row of `table` for each token of all ranks.
+        branch: the other half; an ordering dependency as in `steer_rows`.
 
     """
     if not Launch.wants(table):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that add vectors to the stream, in the graph: at their place, or before it.
+"""The ops that add steering vectors to the stream, in place or ahead of time.
 
-Beside the kernels of a decode step an addition has next to nothing to do, but each
-kernel between two others costs a launch. What the pair's residual takes can be added as
-soon as nothing else reads it, while the branch beside it is still being computed:
-`steer_rows_ahead` does that on a stream of its own, and `steer_rows` then only waits.
+An addition is a tiny kernel, but in a decode step its launch costs time. A vector for
+the pair's residual can be added as soon as nothing else reads the residual, while the
+branch is still being computed: `steer_rows_ahead` does that on a side stream, and
+`steer_rows` then only waits for it.
 
 Legend: T tokens of the step (padding included), H width of the stream, V rows of
 vectors.
@@ -26,30 +26,31 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 Addition = tuple[torch.Tensor, torch.Tensor]
-"""A table `[V, H]`, and the row of it `[>= T]` that each token takes."""
+"""A table `[V, H]` and the row of it for each token, `[>= T]`."""
 
 WIDE = 4096
 FEW = 64
-"""Of a stream from this width on, additions of two to this many tokens begin late.
+"""Additions to a stream at least `WIDE` wide start late in steps of 2 to `FEW` tokens.
 
-Measured on H200s, all points steered, over plain steps, early and late: with a width of
-4096 1.000 and 1.029 for one token, 1.029 and 0.996 for 8, 1.024 and 1.011 for 32, 1.001
-and 1.019 for 128; with 2048 early is better, or as good to 0.4 %.
+Step time with all points steered over that of unsteered steps, on H200s, starting
+early and late: at width 4096 1.000 and 1.029 for one token, 1.029 and 0.996 for 8,
+1.024 and 1.011 for 32, 1.001 and 1.019 for 128. At width 2048 early is better or
+within 0.4 %.
 """
 
 
 class EarlyAdditions:
-    """Additions that were begun before their turn, in the pass that is recorded.
+    """Additions that were started early in the pass being recorded.
 
     Engine thread only.
     """
 
     begun: ClassVar[dict[int, "SideStream"]] = {}
-    """By the address of the table."""
+    """By address of the table."""
 
     @classmethod
     def join(cls, table: torch.Tensor) -> bool:
-        """Whether what `table` adds was begun; waits for it if so."""
+        """Wait for the addition of `table` if it was started; whether it was."""
         beside = cls.begun.pop(table.data_ptr(), None)
         if beside is not None:
             beside.join()
@@ -81,7 +82,7 @@ if HAS_TRITON:
         column = tl.arange(0, BLOCK)
         mask = column < width
         place = target_ptr + token * target_stride + column
-        if not launch_pdl:  # All that the addition needs besides the vectors, ...
+        if not launch_pdl:  # Overlap the load of the stream with that of the vector.
             value = tl.load(place, mask=mask)
         row = tl.load(rows_ptr + token).to(tl.int64)
         vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
@@ -90,16 +91,16 @@ if HAS_TRITON:
             other_row = tl.load(other_rows_ptr + token).to(tl.int64)
             other_ptr = other_table_ptr + other_row * other_table_stride
             other = tl.load(other_ptr + column, mask=mask)
-        if launch_pdl:  # ... or all besides the stream.
-            # In every block: one that ended before the kernel in front would let the
-            # one behind begin too early.
+        if launch_pdl:  # The previous kernel may still write the stream.
+            # Every block waits: one that exits before the previous kernel has
+            # finished would let the next kernel start too early.
             tl.extra.cuda.gdc_wait()
         if (row == 0) & (other_row == 0):
             return
         if launch_pdl:
             value = tl.load(place, mask=mask)
         value = _added(value, vector)
-        if TWICE:  # Rounded in between, as two ops would.
+        if TWICE:  # Rounded after each addition, as by two ops.
             value = _added(value, other)
         tl.store(place, value, mask=mask)
 
@@ -140,7 +141,7 @@ if HAS_TRITON:
 
 
 def _add(target: torch.Tensor, additions: Sequence[Addition]) -> None:
-    """Add the tables' vectors to `[..., H]`, on a GPU those of two in one kernel."""
+    """Add the tables' vectors to `[..., H]`; on a GPU one kernel adds two tables."""
     target = target.view(-1, target.shape[-1])
     if target.is_cuda:
         for first in range(0, len(additions), 2):
@@ -179,16 +180,16 @@ def steer_rows(
     rows: torch.Tensor,
     branch: torch.Tensor | None,
 ) -> None:
-    """Add to each token its vector, in place: `target[t] += table[rows[t]]`.
+    """Add each token's vector in place: `target[t] += table[rows[t]]`.
 
-    Where that was begun by `steer_rows_ahead`, wait for it instead.
+    If `steer_rows_ahead` has started the addition, wait for it instead.
 
     Args:
-        target: `[T, H]` (or `[1, T, H]`), the stream, or one half of the pair.
+        target: `[T, H]` or `[1, T, H]`, the stream or one half of the pair.
         table: `[V, H]` in the stream's dtype; row 0 adds nothing.
-        rows: `[>= T]` int32, a row of the table for each token.
-        branch: the other half. Not read, but computed by then: the compiler would let
-            the wait come before what was to be done meanwhile.
+        rows: `[>= T]` int32, the row of `table` for each token.
+        branch: the other half, or None. Not read; as an argument it keeps the compiler
+            from moving the wait before the work that should overlap the addition.
 
     """
     if Launch.wants(table) and not EarlyAdditions.join(table):
@@ -201,7 +202,7 @@ def steer_rows_fake(
     rows: torch.Tensor,
     branch: torch.Tensor | None,
 ) -> None:
-    """What the compiler sees of `steer_rows`: it returns nothing."""
+    """Fake implementation of `steer_rows` for tracing."""
 
 
 direct_register_custom_op(
@@ -220,21 +221,21 @@ def steer_rows_ahead(
     behind: torch.Tensor | None,
     late: bool | None,
 ) -> None:
-    """Begin what calls of `steer_rows` behind this one would do, beside other kernels.
+    """Start the additions of later `steer_rows` calls, concurrently with other kernels.
 
-    Only where the whole pass is recorded as one graph: elsewhere there is nobody to
-    say that they will come before the recording ends. And only where none of the
-    captures in between launches, which would read the stream too late.
+    Only if the whole pass is recorded as one graph: otherwise the later calls might not
+    run before the recording ends. And only if no capture in between launches, as it
+    would read the stream after the addition instead of before.
 
     Args:
-        target: `[T, H]` (or `[1, T, H]`), the pair's residual. Nothing but the ops of
-            hook points may read or write it until those calls.
+        target: `[T, H]` or `[1, T, H]`, the pair's residual. Only hook-point ops may
+            read or write it before those calls.
         tables: `[V, H]` each, in the order of the calls.
         rows: `[>= T]` int32 each.
-        captured: the slots of the captures that read `target` until then.
-        behind: not read, but computed before this begins.
-        late: whether this is the later one of two places where these may begin; None:
-            it is the only one.
+        captured: the slots of the captures that read `target` in between.
+        behind: a tensor that must be computed before the additions start; not read.
+        late: whether this is the later of two places where the additions may start;
+            None if it is the only one.
 
     """
     if not (Launch.whole and _recording()):
@@ -254,7 +255,7 @@ def _begins_late(target: torch.Tensor) -> bool:
 
 
 class SideStream:
-    """Additions to one residual, on a stream of their own from now on."""
+    """Additions to one residual, running on the side stream."""
 
     def __init__(self, target: torch.Tensor, additions: Sequence[Addition]) -> None:
         self._done: torch.cuda.Event | None = None
@@ -268,7 +269,7 @@ class SideStream:
             self._done = stream.record_event()
 
     def join(self) -> None:
-        """What follows on the current stream finds the vectors added."""
+        """Make the current stream wait until the vectors are added."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
             self._done = None
@@ -280,10 +281,10 @@ def _recording() -> bool:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One that nothing else runs on.
+    """A CUDA stream that nothing else uses.
 
-    PyTorch lends the same 32 streams of a priority in turn: one of the usual priority
-    would now and then be the one that records, on which nothing is beside anything.
+    PyTorch hands out streams from a pool of 32 per priority. One of the default
+    priority might be the stream that is being recorded, where nothing could overlap.
     """
     return torch.cuda.Stream(device, priority=-1)
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder layer calls at its hook points.
+"""The functions that a decoder layer calls at its hook points.
 
-The build weaves calls of `pair`, `partial`, `stream` and `value` into the
-`forward` of every decoder layer, and the decorator `tapped` onto its class.
-Where a layer may split its tokens over the tensor-parallel ranks, the call is one of
-`split_pair` and `split_value` while it does.
-With capture and steering off, `layer.residual_taps` is None: the calls return
-their arguments, and nothing of them is left in a compiled graph.
+The build weaves calls of `pair`, `partial`, `stream` and `value` into the `forward` of
+every decoder layer and decorates the class with `tapped`. A layer that may split its
+tokens over the tensor-parallel ranks calls `split_pair` or `split_value` while it does.
+With capture and steering off, `layer.residual_taps` is None: the calls return their
+arguments and leave nothing in a compiled graph.
 
-Layers that run several times a pass say at each call which run it is, and have hook
-points for every run.
+A layer that runs several times per pass states at each call which run it is, and has
+separate hook points for each run.
+
+Shapes: `hidden_states` and `residual` are `[num_tokens, hidden_size]` in the stream's
+dtype.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.residual.point import ResidualTap
 
 Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
-"""By point and run."""
+"""Taps by hook point and run."""
 
 LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
@@ -40,9 +42,9 @@ def tapped(*points: str) -> Callable[[LayerClass], LayerClass]:
 
 
 def hook_points(layer: nn.Module) -> tuple[str, ...]:
-    """The hook points of `layer`; none if its `forward` is not the woven one.
+    """The hook points of `layer`; empty if its `forward` is not the woven one.
 
-    A plug-in's subclass that overrides `forward` inherits the record but not
+    A plug-in's subclass that overrides `forward` inherits the list of points but not
     the calls.
     """
     woven = getattr(type(layer), "hook_points_forward", None)
@@ -52,9 +54,9 @@ def hook_points(layer: nn.Module) -> tuple[str, ...]:
 
 
 def attach(layer: nn.Module, point: str, tap: ResidualTap, run: int = 0) -> None:
-    """Give `layer` something to do at one of its hook points, in one of its runs."""
-    # Straight into the instance's dictionary: the class attribute that says
-    # "nothing to do" must stay visible to `torch.compile` on other instances.
+    """Attach a tap to one hook point of `layer`, for one of its runs."""
+    # Set in the instance's dictionary: other instances must keep the class attribute
+    # None, which `torch.compile` treats as a constant.
     layer.__dict__.setdefault("residual_taps", {})[point, run] = tap
 
 
@@ -67,7 +69,8 @@ def pair(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A hook point where the stream is `hidden_states + residual`.
 
-    Without a residual `hidden_states` is the stream.
+    Without a residual, `hidden_states` is the stream. Returns the pair with which the
+    layer continues.
     """
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or (point, run) not in taps:
@@ -82,7 +85,7 @@ def partial(
     residual: torch.Tensor | None,
     run: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `pair`, where `hidden_states` is not yet summed over tensor-parallel ranks."""
+    """As `pair`, where `hidden_states` has not been all-reduced over ranks yet."""
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or (point, run) not in taps:
         return hidden_states, residual
@@ -103,7 +106,7 @@ def split_pair(
     residual: torch.Tensor | None,
     run: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `pair`, where each tensor-parallel rank has its share of the tokens."""
+    """As `pair`, where tokens are split over the tensor-parallel ranks."""
     taps: Taps = layer.residual_taps  # type: ignore[assignment]
     if taps is None or (point, run) not in taps:
         return hidden_states, residual
@@ -113,7 +116,7 @@ def split_pair(
 def split_value(
     layer: nn.Module, point: str, hidden_states: torch.Tensor, run: int = 0
 ) -> torch.Tensor:
-    """As `value`, where each tensor-parallel rank has its share of the tokens."""
+    """As `value`, where tokens are split over the tensor-parallel ranks."""
     return split_pair(layer, point, hidden_states, None, run)[0]
 
 
@@ -123,11 +126,11 @@ def lone_token(
     hidden_states: torch.Tensor,  # [ceil(num_tokens / ranks), hidden_size]
     residual: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives all ranks the share of the first, if it is the only token.
+    """Give all ranks the first rank's share if the step has only one token.
 
-    The layers that call this tell shares from all tokens by their number, and so take
-    the share of a single token for the whole. In compiled code they were traced with
-    more. But steps that change single rows are not compiled.
+    The layers that call this recognise split tokens by their number, so they take one
+    rank's share of a single token for all tokens. Compiled code is not affected: it is
+    traced with more tokens.
     """
     if layer.residual_taps is None or hidden_states.shape[0] != num_tokens:
         return hidden_states, residual
@@ -137,4 +140,4 @@ def lone_token(
 
 
 value = stream
-"""A hook point at a tensor beside the stream: what enters or leaves the MLP."""
+"""A hook point on a tensor beside the stream: the input or output of the MLP."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumers that come with the fork."""
+"""The built-in consumers."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that says in the log what was captured, to see that capture works."""
+"""The consumer `logging`, which logs what was captured, to check that capture works."""
 
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,12 +17,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+LEVELS = {
+    name: getattr(logging, name)
+    for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
+
 
 class LoggingConsumer(CaptureConsumer):
     """Logs one line per key: shape, dtype and mean norm of the rows.
 
-    Parameters: `hooks` and `positions`, the global spec (none by default), with
-    `hooks` as `{hook: [layers]}`. Requests may ask for more under `logging`.
+    Parameters: `hooks` as `{hook: [layers]}`, and `positions`, which form the global
+    spec (none by default), and `level`, the log level, such as `DEBUG`. A request can
+    send a spec of its own under `logging`.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -29,14 +36,23 @@ class LoggingConsumer(CaptureConsumer):
     remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        unknown = params.keys() - {"hooks", "positions"}
+        unknown = params.keys() - {"hooks", "positions", "level"}
         if unknown:
             raise CaptureValidationError(
-                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks and "
-                "positions",
+                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks, "
+                "positions and level",
                 parameter=f"capture_consumers.logging.{sorted(unknown)[0]}",
                 value=params[sorted(unknown)[0]],
             )
+        level = params.get("level", "INFO")
+        if level not in LEVELS:
+            raise CaptureValidationError(
+                f"capture_consumers.logging.level={level!r}: it must be one of "
+                f"{list(LEVELS)}",
+                parameter="capture_consumers.logging.level",
+                value=level,
+            )
+        self._level = LEVELS[level]
         self._spec = (
             CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
             if "hooks" in params
@@ -44,23 +60,23 @@ class LoggingConsumer(CaptureConsumer):
         )
 
     def global_capture_spec(self) -> CaptureSpec | None:
-        """What the parameters say."""
+        """The spec in the parameters."""
         return self._spec
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """`{"hooks": ..., "positions": ...}`."""
+        """Parse `{"hooks": ..., "positions": ...}`."""
         return parse_spec(raw, ctx, f"capture.{self.instance_name or 'logging'}")
 
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> str:
-        """Log the rows; the line is the result's payload."""
+        """Log the rows; the logged line is the result's payload."""
         norm = mean_norm(tensor)
         line = (
             f"{sidecar['client_request_id']} layer {key[1]} {key[2]}: "
             f"{tuple(tensor.shape)} {sidecar['dtype']}, mean norm {norm:.4g}"
         )
-        logger.info("captured %s", line)
+        logger.log(self._level, "captured %s", line)
         return line
 
     def on_error(self, key: CaptureKey, error: str) -> None:
@@ -69,9 +85,9 @@ class LoggingConsumer(CaptureConsumer):
 
 
 def mean_norm(rows: torch.Tensor) -> float:
-    """The mean of the rows' norms, in float32; 0 of no rows.
+    """The mean L2 norm of rows, computed in float32; 0 if there are none.
 
-    Some rows at a time: what is in the cache is converted several times faster.
+    Processed in blocks that fit the CPU cache, which is several times faster.
     """
     if not len(rows):
         return 0.0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in the engine core's process."""
+"""Capture in the engine core process."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in the engine core: what its methods of the same names do."""
+"""The bodies of the methods that capture adds to the engine core."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,14 @@ logger = init_logger(__name__)
 
 
 def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
-    """Requests have ended for the client: tell the workers, after their steps.
+    """Send the ends of requests to the workers, after the steps of these requests.
 
-    While the engine runs steps the next one carries the message, so that nothing
-    waits; an idle engine is told at once.
+    If the engine has requests, the ends are sent with the next step, otherwise at once.
+
+    Args:
+        core: the engine core.
+        ends: `CaptureEnd`s, decoded or not.
+
     """
     decoded = [
         end if isinstance(end, CaptureEnd) else msgspec.convert(end, CaptureEnd)
@@ -34,10 +38,10 @@ def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
 
 
 def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
-    """As `end_captures`, where no further step may follow.
+    """Send the ends of requests to the workers at once, without waiting for a step.
 
-    A core in the process of its front end runs steps only as long as requests
-    are unfinished for the latter.
+    Needed if there may be no further step: a core in the process of its front end only
+    runs while the front end has unfinished requests.
     """
     from vllm.v1.worker import residual_stream
 
@@ -45,7 +49,7 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
 
 
 def deliver_ends(core: "EngineCore") -> None:
-    """The engine stops: tell the workers of the ends that wait for a step."""
+    """When the engine stops, send the ends that still wait for a step."""
     scheduler = getattr(core, "scheduler", None)
     capture = getattr(scheduler, "capture", None)
     ends = None if capture is None else capture.take_ends()
@@ -58,7 +62,7 @@ def deliver_ends(core: "EngineCore") -> None:
 
 
 def introduce_capture(core: "EngineCore", address: str) -> None:
-    """A front end that listens at `address` wants to hear of all captures."""
+    """Have all workers report their counters to the front end at `address`."""
     from vllm.v1.worker import residual_stream
 
     core.model_executor.collective_rpc(
@@ -67,7 +71,10 @@ def introduce_capture(core: "EngineCore", address: str) -> None:
 
 
 def note_hook_points(core: "EngineCore") -> None:
-    """Put the loaded model's hook points, over all stages, into the configuration."""
+    """Collect the hook points of the model from all stages into the configuration.
+
+    If capture is enabled, the workers get the full map as well.
+    """
     from vllm.v1.worker import residual_stream
 
     stages = core.model_executor.collective_rpc(residual_stream.hook_points_of)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in the scheduler: how many rows a step may take, and requests' ends."""
+"""Capture in the scheduler: limits the rows of a step, carries the ends of requests."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
 
 def plan_of(request: "Request") -> CapturePlan | None:
-    """The capture plan that admission gave a request, if any."""
+    """The capture plan of a request, None if it is not captured."""
     params = request.sampling_params
     return params._capture_plan if params is not None else None
 
 
 def scheduling_lag(vllm_config: "VllmConfig") -> int:
-    """By how many tokens a step's positions may be assumed too high.
+    """By how many tokens the scheduler's positions may be too high.
 
-    An asynchronous scheduler prepares a step before it knows how many drafts of the
-    step before are rejected, and assumes none; with pipeline stages, of as many steps
-    as there are stages.
+    An asynchronous scheduler prepares a step before it knows how many draft tokens of
+    the previous steps (one per pipeline stage) are rejected, and assumes none.
     """
     drafts: int = vllm_config.num_speculative_tokens
     if not vllm_config.scheduler_config.async_scheduling:
@@ -34,10 +33,10 @@ def scheduling_lag(vllm_config: "VllmConfig") -> int:
 
 
 def cacheable_tokens(request: "Request", num_tokens: int) -> int:
-    """How many of a request's first `num_tokens` the prefix cache may serve.
+    """How many of a request's first `num_tokens` tokens may come from the prefix cache.
 
-    A cached block is not computed again, so no row of it can be captured: reuse
-    ends at the lowest captured prompt position.
+    Cached tokens are not computed, so they cannot be captured: reuse ends at the lowest
+    captured prompt position.
     """
     plan = plan_of(request)
     first = plan.first_prompt_row if plan is not None else None
@@ -47,7 +46,7 @@ def cacheable_tokens(request: "Request", num_tokens: int) -> int:
 def note_forgone(
     manager: "KVCacheManager", request: "Request", num_cached: int
 ) -> None:
-    """How many more tokens the prefix cache would have served without the capture."""
+    """Store in the request how many more tokens would be cached without the capture."""
     if cacheable_tokens(request, request.num_tokens - 1) < request.num_tokens - 1:
         _, reachable, _ = manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
@@ -56,10 +55,10 @@ def note_forgone(
 
 
 def loadable_tokens(request: "Request", local: int, external: int) -> int:
-    """How many of `external` tokens a cache outside of the engine may serve.
+    """How many of `external` tokens may be loaded from an external cache: all or none.
 
-    They follow `local` tokens of the engine's own cache. All or none: a connector has
-    made its plan for what it offered.
+    They follow `local` tokens of the engine's own cache. A connector has planned to
+    load all that it offered, so a part of it is not possible.
     """
     return (
         external
@@ -69,28 +68,39 @@ def loadable_tokens(request: "Request", local: int, external: int) -> int:
 
 
 class CaptureScheduling:
-    """Bounds the captured rows of a step, and carries ends to the workers."""
+    """Limits the captured rows of a step, and holds ends for the next step.
+
+    Belongs to the engine core's thread. Rows are counted only while `counts` is true:
+    if no request has more taps than fit every token of a full step, no step can exceed
+    the limit.
+    """
 
     def __init__(self, rows_per_step: int, tokens_per_step: int) -> None:
-        """Begin; a step computes at most so many tokens, and stages so many rows."""
+        """Start without requests.
+
+        Args:
+            rows_per_step: how many rows a step may stage.
+            tokens_per_step: how many tokens a step computes at most.
+
+        """
         self.counts = False
-        """Whether a step could have too many rows, so that they must be counted."""
+        """Whether a step could exceed the limit, so that rows must be counted."""
         self._most_taps = rows_per_step // tokens_per_step
         self._large: set[str] = set()
-        """The requests for whose sake rows are counted."""
+        """The requests with more taps than `_most_taps`."""
         self._rows_per_step = rows_per_step
         self._rows = 0
-        """Of the step, without what is not counted yet."""
+        """Rows of the step, without those in `_uncounted`."""
         self._uncounted: list[tuple[CapturePlan, int, int]] = []
         self._at_most = 0
-        """Rows of the step, if every token had a row at every tap of its request."""
+        """Upper bound of the step's rows: every token has a row at each tap."""
         self._ends: list[CaptureEnd] = []
         self._plans: dict[str, tuple[CapturePlan, int]] = {}
-        """Of each captured request, and how many rows a token of it has at most."""
+        """By request: its plan, and its maximum number of rows per token."""
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
-        """A request has come to this engine."""
+        """Register a request that was added to this engine."""
         plan = plan_of(request)
         if plan is not None:
             self._plans[request.request_id] = plan, plan.num_taps
@@ -99,25 +109,24 @@ class CaptureScheduling:
                 self.counts = True
 
     def forget(self, request_id: str) -> bool:
-        """Whether a request that has ended was this engine's, which is asked once.
+        """Remove a request that has ended; whether it was captured by this engine.
 
-        Under data parallelism every engine hears of every end, and only the one
-        that had the request may answer.
+        Under data parallelism every engine receives every end, and only the one that
+        had the request may report its result.
         """
         self._large.discard(request_id)
         self.counts = bool(self._large)
         return self._plans.pop(request_id, None) is not None
 
     def new_step(self) -> None:
-        """A step is about to be scheduled."""
+        """Reset the counts, before a step is scheduled."""
         self._rows = self._at_most = 0
         self._uncounted.clear()
 
     def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens`, from position `computed` on, fit this step.
+        """How many of `num_tokens` tokens, from position `computed` on, fit this step.
 
-        What does not fit is scheduled in a later step: nothing fails, no row is
-        lost. To be asked while rows are counted.
+        The rest is scheduled in later steps. Only to be called while `counts` is true.
         """
         found = self._plans.get(request.request_id)
         if found is None or num_tokens <= 0:
@@ -138,7 +147,7 @@ class CaptureScheduling:
         return low
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
-        """The step will compute these tokens of the request; while rows are counted."""
+        """Count scheduled tokens; only to be called while `counts` is true."""
         found = self._plans.get(request.request_id)
         if found is not None:
             plan, taps = found
@@ -146,12 +155,12 @@ class CaptureScheduling:
             self._uncounted.append((plan, computed, num_tokens))
 
     def begins(self, request: "Request") -> None:
-        """The request is among those that run, from this step on."""
-        # Known since the cache was asked, which may be some steps ago.
+        """Count the recomputed tokens of a request that starts to run."""
+        # Set by `note_forgone`, perhaps some steps ago.
         self._reforwarded += vars(request).pop("capture_forgone", 0)
 
     def _count(self) -> int:
-        """The step's rows so far. Counted only if their bound does not suffice."""
+        """The exact number of rows of the step so far; tightens `_at_most`."""
         for plan, computed, num_tokens in self._uncounted:
             self._rows += plan.rows_in(computed, computed + num_tokens)
         self._uncounted.clear()
@@ -159,22 +168,22 @@ class CaptureScheduling:
         return self._rows
 
     def add_ends(self, ends: Sequence[CaptureEnd]) -> None:
-        """Requests that have ended; the next step's output carries them."""
+        """Add ends to send with the next scheduler output."""
         self._ends.extend(ends)
 
     def take_reforwarded(self) -> int:
-        """Cached tokens that this step begins to compute again for their rows."""
+        """Return and reset the number of cached tokens that are recomputed."""
         tokens, self._reforwarded = self._reforwarded, 0
         return tokens
 
     def take_ends(self) -> list[CaptureEnd] | None:
-        """The ends to send with this step, None where there are none."""
+        """Return and clear the ends to send with this step; None if there are none."""
         ends, self._ends = self._ends, []
         return ends or None
 
 
 def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
-    """The scheduler's part of capture for a configuration."""
+    """Create the `CaptureScheduling` of an engine core."""
     config = vllm_config.capture_config
     return CaptureScheduling(
         config.rows_per_step(row_bytes(vllm_config.model_config)),

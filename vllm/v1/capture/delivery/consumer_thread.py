@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One consumer instance's thread: isolation from the step and from each other."""
+"""`SinkLane`: the thread of a consumer instance, which isolates it from the engine."""
 
 import threading
 from collections.abc import Sequence
@@ -28,24 +28,26 @@ __all__ = ["Ending", "SinkLane"]
 logger = init_logger(__name__)
 
 RESULT_TIMEOUT = 60.0
-"""Seconds that a sink may take from a request's finalizes to their results."""
+"""Seconds that a sink may take from a request's finalizes to its results."""
 
 STALL_SECONDS = 90.0
-"""Seconds that one call of a sink may take before its requests are given up."""
+"""Seconds that one call of a sink may take before its requests fail."""
 
 
 SHUTDOWN_GRACE = 2.0
-"""Seconds that a sink's shutdown may take beyond what it is given."""
+"""Seconds that a sink's shutdown may exceed its timeout by."""
 
 
 class SinkLane:
-    """Feeds one sink from a bounded queue, on a thread of its own.
+    """Calls one sink from its own thread, which is fed by a bounded queue.
 
-    Whatever the sink raises becomes the result of the key it concerns; it
-    reaches neither the engine nor another consumer. That includes what is no
-    `Exception`, such as `SystemExit`: it would end this thread and nothing else. A
-    sink that does not come back from a call loses what waits for it, so that no
-    request hangs.
+    Whatever the sink raises becomes the result of the key concerned and affects neither
+    the engine nor other consumers. This includes exceptions that are not an
+    `Exception`, such as `SystemExit`, which would only end this thread. If a call of
+    the sink does not return in time, the queued rows are lost and their requests fail,
+    so that no request hangs.
+
+    `submit` and `finish` are called on one thread; the other methods on any.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class SinkLane:
 
         Args:
             instance: the name of the consumer instance.
-            sink: gets the rows.
-            max_bytes: how many bytes of rows may wait in memory.
-            max_items: how many packets of rows may wait in memory.
-            overload: what happens where no more rows can wait.
-            spill: where rows wait that do not fit in memory, if anywhere.
+            sink: receives the rows.
+            max_bytes: maximum bytes of rows queued in memory.
+            max_items: maximum number of packets queued in memory.
+            overload: whether `submit` blocks or drops rows when the queue is full.
+            spill: stores rows that do not fit in memory; None disables spilling.
 
         """
         self.instance = instance
@@ -78,23 +80,23 @@ class SinkLane:
         self._failures: dict[CaptureKey, str] = {}
         self._refusals: dict[str, str] = {}
         self._unfinished: set[CaptureKey] = set()
-        """Keys that the sink refused to finalize: it will have no result for them."""
+        """Keys whose `submit_finalize` raised: the sink has no result for them."""
         self._call_began: float | None = None
         self._stalled = False
         self._giving_up = threading.Lock()
         self._answered: set[Ending] = set()
-        """Requests that were given up while the sink did not come back."""
+        """Requests that got an error result because the sink had stalled."""
         self._thread = threading.Thread(
             target=self._run, name=f"capture-{instance}", daemon=True
         )
         self._thread.start()
 
     def open(self, opening: Opening) -> None:
-        """Queue a request's beginning, for a consumer that wants to know of it."""
+        """Queue the start of a request, for a consumer that needs its spec."""
         self._queue.mark(opening)
 
     def submit(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Queue the rows of a step; where the queue is full, wait, spill or drop."""
+        """Queue the rows of a step; if the queue is full, spill, drop or block."""
         self._dropped.renumber(chunks)
         packet = Packet.of(chunks)
         while not self.check():
@@ -112,7 +114,7 @@ class SinkLane:
         self._lose(packet)
 
     def finish(self, ending: Ending) -> None:
-        """Queue a request's end; never waits, as it holds no rows."""
+        """Queue the end of a request; never blocks, as it holds no rows."""
         settled = tuple(self._dropped.settle(ending.finalizes))
         ending = Ending(ending.request_id, settled, ending.answer)
         self._queue.mark(ending)
@@ -120,7 +122,7 @@ class SinkLane:
             self._give_up(ending)
 
     def counters(self) -> LaneCounters:
-        """What was done so far, and what waits now."""
+        """The counters, updated to the current state of the queue."""
         self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes
         self._counters.spill_bytes = self._queue.spilled_bytes
@@ -128,7 +130,7 @@ class SinkLane:
         return self._counters
 
     def close(self, timeout: float) -> None:
-        """Work off the queue, at most `timeout` seconds, and shut the sink down."""
+        """Process the queue, for `timeout` seconds at most, and shut down the sink."""
         deadline = monotonic() + timeout
         self._queue.close()
         self._thread.join(timeout)
@@ -148,7 +150,7 @@ class SinkLane:
         self._shut_down(max(deadline - monotonic(), 0.0))
 
     def _shut_down(self, timeout: float) -> None:
-        """Shut the sink down; one that does not come back is left behind."""
+        """Shut down the sink on a thread, which is abandoned if it hangs."""
         shutting = threading.Thread(
             target=self._shutdown_sink,
             args=(timeout,),
@@ -171,10 +173,10 @@ class SinkLane:
             FAILURES.tell(self.instance, "its shutdown", error)
 
     def check(self) -> bool:
-        """Whether the sink has not come back from a call for too long.
+        """Whether the sink has stalled: its current call takes longer than the limit.
 
-        Then its requests are answered with an error, and rows for it are lost,
-        until it does come back. Called now and then by the lane's owner.
+        While it is stalled, its requests fail and its rows are lost. Called
+        periodically by the owner of the lane.
         """
         began = self._call_began
         limit = max(STALL_SECONDS, self.can.max_call_seconds)
@@ -206,7 +208,7 @@ class SinkLane:
     def _give_up(
         self, ending: Ending, why: str = "the consumer does not come back"
     ) -> None:
-        """Answer for a sink that does not; it gets the finalizes when it returns."""
+        """Send an error result for a stalled sink, which still gets the finalizes."""
         if ending in self._answered:
             return
         self._answered.add(ending)
@@ -218,8 +220,8 @@ class SinkLane:
 
     def _run(self) -> None:
         while (item := self._queue.head()) is not None:
-            # The item keeps its place in the queue while it is worked on, so
-            # that the bounds count the rows that the sink still holds.
+            # The item stays in the queue while it is processed, so that the bounds
+            # include the rows that the sink is working on.
             if isinstance(item, Ending):
                 self._end(item)
             elif isinstance(item, Opening):
@@ -296,12 +298,12 @@ class SinkLane:
         if when_done is None or not ending.finalizes:
             self._answer(ending)
         else:
-            # Meanwhile the sink gets what follows, so that it can write the rows
-            # of several requests at once.
+            # Until then the sink gets further items, so that it can write the rows of
+            # several requests at once.
             when_done(ending.request_id, lambda: self._answer(ending))
 
     def _answer(self, ending: Ending) -> None:
-        """Give the results, on the lane's thread or on one of the sink's."""
+        """Collect and send the results, on the lane's thread or on one of the sink."""
         deadline = monotonic() + RESULT_TIMEOUT
         results = [self._result_of(final, deadline) for final in ending.finalizes]
         for finalize, result in zip(ending.finalizes, results):
@@ -380,6 +382,6 @@ class SinkLane:
         return result
 
     def _begin_call(self) -> None:
-        """The sink is about to be called; on a thread of its own it may wait."""
+        """Note when a call of the sink begins; calls on other threads may block."""
         if threading.current_thread() is self._thread:
             self._call_began = monotonic()

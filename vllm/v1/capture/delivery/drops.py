@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that were dropped because a consumer was behind: counted, and said."""
+"""Bookkeeping of rows that were dropped because a consumer was behind."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,32 +9,33 @@ from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureKey
 
 
 class DroppedRows:
-    """The positions that were dropped of each key, until its request ends.
+    """The dropped positions of each key, until its request ends.
 
-    Belongs to the thread that submits. What a consumer gets stays gapless for it:
-    row offsets count the rows it got, and a sidecar lists their positions.
+    Used on the submitting thread only. The rows that a consumer gets are numbered
+    without gaps: row offsets count delivered rows, and the sidecar lists their
+    positions.
     """
 
     def __init__(self) -> None:
         self._positions: dict[CaptureKey, list[int]] = {}
 
     def note(self, chunks: Sequence[CaptureChunk]) -> None:
-        """These chunks will not be delivered."""
+        """Record chunks that will not be delivered."""
         for chunk in chunks:
             dropped = self._positions.setdefault(chunk.key, [])
             dropped.extend(chunk.metadata["positions"])
 
     def renumber(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Let row offsets count only rows that are delivered."""
+        """Change row offsets so that they count delivered rows only."""
         if not self._positions:
             return
         for chunk in chunks:
             chunk.row_offset -= len(self._positions.get(chunk.key, ()))
 
     def settle(self, finalizes: Sequence[CaptureFinalize]) -> Sequence[CaptureFinalize]:
-        """The finalizes of a request, with sidecars that say what was dropped.
+        """The finalizes of a request, with its dropped rows noted in the sidecars.
 
-        Rows past the end of the request did not count, dropped or not.
+        Dropped rows past the end of the request are ignored.
         """
         if not self._positions:
             return finalizes
@@ -63,7 +64,7 @@ class DroppedRows:
 
 
 def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str, Any]:
-    """`sidecar` for the rows at the positions that were not dropped."""
+    """`sidecar` without the dropped positions, and with `note`."""
     kept = [
         (position, token)
         for position, token in zip(sidecar["positions"], sidecar["token_ids"])

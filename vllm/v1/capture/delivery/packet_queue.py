@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits for one sink: rows and ends of requests, in order, within bounds."""
+"""The bounded queue of a sink: rows, starts and ends of requests, in order."""
 
 import threading
 from collections import deque
@@ -18,26 +18,26 @@ from vllm.v1.capture.types import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ending:
-    """All streams of a request at one instance are complete."""
+    """The end of a request at one instance: all its keys are complete."""
 
     request_id: str
     finalizes: tuple[CaptureFinalize, ...]
     answer: Callable[[CaptureResult], None]
-    """Called on the lane's thread with the merged result."""
+    """Called once with the merged result, on the lane's thread or one of the sink."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opening:
-    """Rows of a request will follow, if it captures anything at this instance."""
+    """The start of a request at an instance that needs its spec."""
 
     request_id: str
     tell: Callable[[], object]
-    """Tells the consumer what the request says."""
+    """Passes the spec to the consumer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Chunks that a step produced for one sink, in memory."""
+    """Chunks for one sink, in memory, that are submitted together."""
 
     chunks: Sequence[CaptureChunk]
     num_rows: int
@@ -45,14 +45,14 @@ class Packet:
 
     @classmethod
     def of(cls, chunks: Sequence[CaptureChunk]) -> "Packet":
-        """The packet of `chunks`."""
+        """Create a packet; counts the rows and bytes of `chunks`."""
         tensors = [chunk.tensor for chunk in chunks]
         rows = sum(tensor.shape[0] for tensor in tensors)
         return cls(chunks, rows, sum(tensor.nbytes for tensor in tensors))
 
     @property
     def keys(self) -> tuple[CaptureKey, ...]:
-        """The keys that the chunks belong to."""
+        """The key of each chunk."""
         return tuple(chunk.key for chunk in self.chunks)
 
 
@@ -60,12 +60,14 @@ Item: TypeAlias = Packet | SpilledPacket | Opening | Ending
 
 
 class PacketQueue:
-    """Packets and endings in the order in which they came.
+    """A FIFO queue of packets, openings and endings.
 
-    One thread puts, one takes. The bounds count what is in memory, including the
-    item that is being worked on: it keeps its place until `pop`. What does not
-    fit may lie on disk instead, at the same place in the order. A request's
-    beginning and end hold no rows and are always taken.
+    One thread offers packets, one takes items, and any may add openings and endings.
+
+    The bounds apply to packets in memory, including the one that is being processed,
+    which stays in the queue until `pop`. A packet that does not fit can be spilled to
+    disk and keeps its place in the order. Openings and endings hold no rows and are
+    always accepted.
     """
 
     def __init__(
@@ -85,17 +87,22 @@ class PacketQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of rows that wait in memory."""
+        """Bytes of rows queued in memory."""
         return self._bytes
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes of rows that wait on disk."""
+        """Bytes of rows queued on disk."""
         items = list(self._items)
         return sum(i.num_bytes for i in items if isinstance(i, SpilledPacket))
 
     def offer(self, packet: Packet) -> Packet | SpilledPacket | None:
-        """Take `packet` if there is room; the form it was taken in, else None."""
+        """Append a packet if there is room in memory or on disk.
+
+        Returns:
+            The packet in the form in which it was queued; None if there is no room.
+
+        """
         with self._changed:
             if self._fits(packet):
                 self._packets += 1
@@ -111,30 +118,30 @@ class PacketQueue:
         return spilled
 
     def wait_for_room(self, packet: Packet, timeout: float) -> None:
-        """Wait until `packet` may fit in memory, or until the time is over."""
+        """Wait until `packet` fits in memory, for `timeout` seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._fits(packet), timeout)
 
     def mark(self, mark: Opening | Ending) -> None:
-        """Take a request's beginning or end."""
+        """Append the start or end of a request."""
         with self._changed:
             self._append(mark)
 
     def head(self) -> Item | None:
-        """The oldest item, which stays; None once closed and empty."""
+        """Wait for the oldest item, which stays queued; None once closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed)
             return self._items[0] if self._items else None
 
     def pop(self, item: Item) -> None:
-        """The oldest item, `item`, is done, unless it was discarded meanwhile."""
+        """Remove the oldest item, `item`, after it was processed."""
         with self._changed:
             if self._items and self._items[0] is item:
                 self._items.popleft()
             self._forget(item)
 
     def discard_packets(self) -> list[Packet | SpilledPacket]:
-        """Remove all rows but the oldest item, which is being worked on."""
+        """Remove and return all packets except the oldest item, which is in process."""
         with self._changed:
             kept, lost = deque(list(self._items)[:1]), []
             for item in list(self._items)[1:]:
@@ -147,12 +154,12 @@ class PacketQueue:
             return lost
 
     def endings(self) -> list[Ending]:
-        """The requests whose ends wait, or are being worked on."""
+        """The ends that are queued or being processed."""
         with self._changed:
             return [item for item in self._items if isinstance(item, Ending)]
 
     def waiting_rows(self) -> int:
-        """How many rows wait, in memory and on disk."""
+        """The number of rows queued in memory and on disk."""
         with self._changed:
             return sum(
                 item.num_rows
@@ -161,16 +168,16 @@ class PacketQueue:
             )
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Let `head` return None once the queue is empty."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def read(self, packet: Packet | SpilledPacket) -> Sequence[CaptureChunk]:
-        """The packet's chunks.
+        """The chunks of a packet, read from disk if they were spilled.
 
         Raises:
-            OSError: they lay on disk and are gone.
+            OSError: they cannot be read from disk.
 
         """
         if isinstance(packet, Packet):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as bytes, and bytes to and from files with few system calls."""
+"""Rows as bytes, and file input and output with few system calls."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 def raw_bytes(rows: torch.Tensor) -> memoryview:
-    """Rows as row-major bytes in their own dtype; bfloat16 as its 16 bits."""
+    """The row-major bytes of rows in their own dtype, without a copy if contiguous."""
     if rows.numel() == 0:
         return memoryview(b"")
     contiguous = rows.contiguous()
@@ -25,13 +25,19 @@ def raw_bytes(rows: torch.Tensor) -> memoryview:
 def write_all(
     file: int, buffers: Iterable[Bytes], max_bytes: int, offset: int = 0
 ) -> int:
-    """Write buffers one after the other to an open file, from `offset` on.
+    """Write buffers consecutively to an open file with `pwritev(2)`.
 
-    A system call gets as many of them as have up to `max_bytes` together; a larger
-    buffer is written by several. Returns the number of bytes written.
+    Args:
+        file: descriptor of the file.
+        buffers: what to write.
+        max_bytes: maximum bytes per system call; larger buffers are split.
+        offset: where in the file to start.
+
+    Returns:
+        The number of bytes written, that of all buffers.
 
     Raises:
-        OSError: the file system does not take them; some may be written.
+        OSError: the write failed; some bytes may be written.
 
     """
     end = offset
@@ -55,7 +61,7 @@ def write_all(
 def _write_batch(file: int, batch: list[memoryview], offset: int) -> int:
     total = sum(map(len, batch))
     written = os.pwritev(file, batch, offset)
-    while written < total:  # a full disk or a signal: the next call says which
+    while written < total:  # Short write: a signal, or a full disk, which then raises.
         left, skipped = [], written
         for view in batch:
             if skipped < len(view):
@@ -68,10 +74,10 @@ def _write_batch(file: int, batch: list[memoryview], offset: int) -> int:
 def read_rows(
     file: int, offset: int, num_rows: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows `[num_rows, width]` from an open file.
+    """Read rows `[num_rows, width]` from an open file, from the byte `offset` on.
 
     Raises:
-        OSError: the file ends before.
+        OSError: the read failed, or the file is too short.
 
     """
     data = bytearray(num_rows * width * dtype.itemsize)
@@ -89,13 +95,19 @@ def read_rows(
 def write_scattered(
     file: int, addresses: npt.NDArray[np.uint64], size: int, offset: int
 ) -> int:
-    """Write pieces of memory of `size` bytes each, one after the other.
+    """Write pieces of memory consecutively to an open file, up to 1024 per call.
 
-    They are written from where they lie, up to 1024 by a system call. Whoever calls
-    holds the memory. Returns the number of bytes written.
+    Args:
+        file: descriptor of the file.
+        addresses: of the pieces; the caller keeps the memory alive.
+        size: bytes of each piece.
+        offset: where in the file to start.
+
+    Returns:
+        The number of bytes written.
 
     Raises:
-        OSError: the file system does not take them; some may be written.
+        OSError: the write failed; some bytes may be written.
 
     """
     total, done = len(addresses) * size, 0

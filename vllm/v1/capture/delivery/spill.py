@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that wait on disk: the one place that spills them.
+"""Spilling of rows to disk.
 
-Rows are appended to files without a name, so nothing is left behind however the
-process ends. A file is given up as soon as its last rows have been released.
+Rows are appended to unnamed temporary files, so nothing is left behind however the
+process ends. A file is closed as soon as its last rows have been released.
 """
 
 import tempfile
@@ -22,18 +22,18 @@ from vllm.v1.capture.types import CaptureChunk, CaptureKey
 logger = init_logger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-"""A file takes rows up to this size; then the next file begins."""
+"""A new file is started once the current one has reached this size."""
 
 CALL_BYTES = 32 << 20
-"""What one system call writes at most."""
+"""Maximum bytes per system call."""
 
 RETRY_SECONDS = 5.0
-"""After the disk has refused a write, this long nothing is written."""
+"""Nothing is spilled for this long after a write has failed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One file, and how many writes in it are still needed."""
+    """A file, and the number of tensors in it that were not released."""
 
     file: IO[bytes]
     size: int = 0
@@ -42,7 +42,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpilledRows:
-    """Where rows of one width and dtype lie: `[num_rows, width]`."""
+    """A tensor `[num_rows, width]` on disk."""
 
     num_rows: int
     width: int
@@ -56,10 +56,10 @@ class SpilledRows:
         return self.width * self.dtype.itemsize
 
     def blocks(self, max_bytes: int) -> Iterator[torch.Tensor]:
-        """The rows, read from disk in tensors of about `max_bytes`.
+        """Read the rows from disk in tensors of about `max_bytes`.
 
         Raises:
-            OSError: the disk does not give them back.
+            OSError: the read failed.
 
         """
         file, at_once = self.segment.file.fileno(), max(max_bytes // self.row_bytes, 1)
@@ -70,7 +70,7 @@ class SpilledRows:
 
 
 class RowFiles:
-    """Files of spilled rows below one folder. Any thread may call."""
+    """The files of spilled rows in one folder; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,14 +79,14 @@ class RowFiles:
 
     @property
     def used_bytes(self) -> int:
-        """What the files take on disk."""
+        """Bytes of the files on disk."""
         return sum(segment.size for segment in self._segments)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SpilledRows]:
-        """Put tensors `[rows, width]` on disk; each is to be released.
+        """Write tensors `[rows, width]` to disk; each must be released later.
 
         Raises:
-            OSError: the disk refuses; none of them is there.
+            OSError: the write failed; nothing is kept.
 
         """
         size = sum(rows.nbytes for rows in tensors)
@@ -96,7 +96,7 @@ class RowFiles:
             segment.size += size
             segment.writes += len(tensors)
         file = segment.file.fileno()
-        try:  # Without the lock: a disk that hangs must hold up nobody else.
+        try:  # Outside of the lock: a hanging disk must not block other threads.
             write_all(file, map(raw_bytes, tensors), CALL_BYTES, start)
         except OSError:
             self._forget(segment, len(tensors))
@@ -109,7 +109,7 @@ class RowFiles:
         return found
 
     def release(self, rows: SpilledRows) -> None:
-        """The rows are not needed any more."""
+        """Allow the space of the rows to be freed."""
         self._forget(rows.segment, 1)
 
     def _forget(self, segment: _Segment, writes: int) -> None:
@@ -128,25 +128,22 @@ class RowFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpilledPacket:
-    """A packet whose rows lie on disk; what describes them stays in memory."""
+    """A packet whose rows are on disk; their descriptions stay in memory."""
 
     num_rows: int
     num_bytes: int
     chunks: Sequence[CaptureChunk] = field(repr=False)
-    """Without their rows."""
+    """The chunks without their tensors."""
     rows: Sequence[SpilledRows] = field(repr=False)
 
     @property
     def keys(self) -> tuple[CaptureKey, ...]:
-        """What is lost if the disk does not give the packet back."""
+        """The key of each chunk."""
         return tuple(chunk.key for chunk in self.chunks)
 
 
 class SpillStore:
-    """Packets of all sinks of a process, `max_bytes` of files at most.
-
-    Any thread may call.
-    """
+    """The spilled packets of all sinks of a process, up to `max_bytes`; thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -156,13 +153,13 @@ class SpillStore:
 
     @property
     def used_bytes(self) -> int:
-        """What the files take on disk."""
+        """Bytes of the files on disk."""
         return self._files.used_bytes
 
     def write(
         self, chunks: Sequence[CaptureChunk], num_rows: int, num_bytes: int
     ) -> SpilledPacket | None:
-        """Put a packet on disk; None if there is no room, or the disk refuses."""
+        """Write a packet to disk; None if there is no room or the write failed."""
         if monotonic() < self._blocked_until:
             return None
         if self.used_bytes + num_bytes > self._max_bytes:
@@ -182,10 +179,10 @@ class SpillStore:
         return SpilledPacket(num_rows, num_bytes, empty, rows)
 
     def read(self, packet: SpilledPacket) -> list[CaptureChunk]:
-        """The chunks of a packet.
+        """Read the chunks of a packet from disk.
 
         Raises:
-            OSError: the disk does not give them back.
+            OSError: the read failed.
 
         """
         return [
@@ -194,7 +191,7 @@ class SpillStore:
         ]
 
     def release(self, packet: SpilledPacket) -> None:
-        """The packet is not needed any more."""
+        """Allow the space of a packet to be freed."""
         for rows in packet.rows:
             self._files.release(rows)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From steps' staged rows to each consumer's chunks, off the engine's thread."""
+"""The dispatch thread: splits staged rows of steps into chunks for consumers."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +21,21 @@ from vllm.v1.capture.types import CaptureChunk
 logger = init_logger(__name__)
 
 PACKET_BYTES = 32 << 20
-"""What requests that end together hand on in one packet, about."""
+"""Approximate size of a packet with the last rows of requests that end together."""
 
 Arrival: TypeAlias = tuple[Sequence[StagedStep], "torch.cuda.Event | None"]
-"""Steps, and what says that their rows are on the host."""
+"""Steps, and the event after which their rows are on the host."""
 
 Work: TypeAlias = tuple[Sequence[Arrival], Callable[[], None]]
-"""What has arrived, then what to do."""
+"""Steps to add, and the function to call after that."""
 
 
 class Dispatcher:
-    """Owns the requests that are captured, on one thread, in the engine's order.
+    """Owns the captured requests and processes their rows on the dispatch thread.
 
-    The engine's thread only appends to its queue and opens requests; the amount of
-    rows in the queue is bounded by staging memory, whose segments are released here.
+    The public methods are called on the engine's thread and only append to a queue.
+    The rows in the queue are bounded by staging memory, whose segments are released
+    on the dispatch thread.
     """
 
     def __init__(
@@ -43,38 +44,53 @@ class Dispatcher:
         lanes: Mapping[str, SinkLane],
         packet_bytes: int = PACKET_BYTES,
     ) -> None:
-        """Start; a packet of `packet_bytes` and more gets no further request."""
+        """Start the thread.
+
+        Args:
+            staging: the staging memory, whose segments it releases.
+            lanes: the lane of each consumer instance.
+            packet_bytes: no further request is added to a packet of at least this
+                size.
+
+        """
         self._packet_bytes = packet_bytes
         self._lanes = lanes
         self._requests: dict[str, CapturedRequest] = {}
         self._pending = Pending(staging, self._requests)
         self._sent: list[Arrival] = []
-        """Go with what is put into the queue next; of the engine's thread."""
+        """Sent with the next item of the queue; used on the engine's thread only."""
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        """None is the last."""
+        """None ends the thread."""
         self._thread = threading.Thread(
             target=self._run, name="capture-dispatch", daemon=True
         )
         self._thread.start()
 
     def open(self, request: CapturedRequest) -> None:
-        """A request whose rows will follow; no other has had its id."""
+        """Add a request whose rows will follow; its id must be new."""
         self._requests[request.req_id] = request
 
     def steps(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
     ) -> None:
-        """The rows of steps, in order, once `copied` says that they are there.
+        """Add steps, in order.
 
-        They wait until their requests end, or until `hand_on`: one of both follows,
-        and the thread is woken only then.
+        Their rows wait until their requests end, or until `hand_on`. The thread is
+        woken only then.
+
+        Args:
+            staged: the steps.
+            copied: the event after which their rows are on the host; None if they are.
+
         """
         self._sent.append((staged, copied))
 
     def hand_on(self, req_ids: Sequence[str] | None = None) -> None:
-        """Let some requests have their rows that wait, or all of them.
+        """Distribute the waiting rows to their requests.
 
-        Then nothing waits any more, and the memory is given back.
+        Args:
+            req_ids: only these requests; by default all, which frees the memory.
+
         """
         if req_ids is None:
             self._put(lambda: self._hand_on(self._pending.take_all()))
@@ -82,11 +98,14 @@ class Dispatcher:
             self._put(lambda: self._hand_on_to(req_ids))
 
     def end(self, ends: Sequence[RequestEnd]) -> None:
-        """Ends of requests; every step that computed their rows came before."""
+        """End requests; all steps that computed their rows were added before."""
         self._put(lambda: self._finish(ends))
 
     def close(self, timeout: float) -> None:
-        """Work off the queue, which ends with the ends of all requests."""
+        """Process the rest of the queue, for `timeout` seconds at most, and stop.
+
+        The ends of all requests must be in the queue.
+        """
         self._put(lambda: None)
         self._queue.put(None)
         self._thread.join(timeout)
@@ -114,8 +133,7 @@ class Dispatcher:
         try:
             work()
         except Exception:
-            # Rows are missing now; each request that wanted them finds out
-            # when it ends, because its rows do not add up.
+            # Rows are missing now. Each request detects its missing rows at its end.
             logger.exception("Captured rows could not be handed on")
 
     def _arrive(
@@ -133,7 +151,7 @@ class Dispatcher:
         self._hand_on(self._pending.take(req_ids))
 
     def _hand_on(self, pieces: Mapping[str, ByGroup]) -> None:
-        """Let requests have their rows; one packet of them for each instance.
+        """Give rows to their requests, and submit one packet to each instance.
 
         More packets would wake the instance's thread more often.
         """
@@ -159,10 +177,10 @@ class Dispatcher:
             self._lanes[instance].submit(batch)
 
     def _finish(self, ends: Sequence[RequestEnd]) -> None:
-        """Hand on what is left of requests, several of them in one packet."""
+        """Submit the last rows and the ends of requests, several in one packet."""
         try:
             self._hand_on_to([end.request_id for end in ends])
-        except Exception:  # They end all the same, and say what is missing.
+        except Exception:  # The requests still end, and report missing rows.
             logger.exception("Captured rows could not be handed on")
         last = LastRows()
         for end in ends:
@@ -172,7 +190,7 @@ class Dispatcher:
                     end.never_started()
                 else:
                     last.add(*request.finish(end))
-            except Exception:  # The others' ends are as good as ever.
+            except Exception:  # The other requests must still end.
                 logger.exception("The capture of %s has no end", end.request_id)
             if last.num_bytes >= self._packet_bytes:
                 self._submit_last(last)
@@ -186,7 +204,7 @@ class Dispatcher:
 
 
 class LastRows:
-    """Requests' last chunks, and their ends, which come behind."""
+    """The last chunks of several requests, and the ends to submit after them."""
 
     def __init__(self) -> None:
         self.chunks: dict[str, list[CaptureChunk]] = {}
@@ -198,7 +216,7 @@ class LastRows:
         chunks: Mapping[str, Sequence[CaptureChunk]],
         endings: Mapping[str, Ending],
     ) -> None:
-        """Those of one more request, by instance."""
+        """Add the chunks and ends of a request, by instance."""
         for instance, batch in chunks.items():
             self.chunks.setdefault(instance, []).extend(batch)
             self.num_bytes += sum(chunk.tensor.nbytes for chunk in batch)

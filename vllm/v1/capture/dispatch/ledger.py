@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each selected row once, in ascending order, whatever the engine recomputes.
+"""Delivers each selected row exactly once and in order, whatever is recomputed.
 
-A step computes rows that may turn out not to count: a draft token that is
-rejected, a token past the one that ends the request, a position that is
-computed again after a preemption. The ledger of one group of taps holds rows
-back until that is settled, drops what was superseded, and skips what was
-handed on before.
+A step may compute rows that become invalid: of a rejected draft token, of a token past
+the end of the request, or of a position that is recomputed after a preemption. The
+ledger of a group of taps holds rows back until they are known to be valid, drops
+superseded ones, and skips positions that it has returned before.
 """
 
 from collections import deque
@@ -17,7 +16,8 @@ import torch
 class Rows(NamedTuple):
     """Rows at consecutive positions, at all taps of a group.
 
-    Some come into being per request and step: a tuple takes a third of the time.
+    A tuple, because several are created per request and step, and a dataclass takes
+    three times as long.
     """
 
     start: int
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     num_rows: int
     memory: torch.Tensor  # [taps, capacity, hidden_size], on the CPU
     first: int
-    """Where the first row is in the memory."""
+    """Index of the first row in `memory`."""
     step: int
     """The engine step that computed the last row."""
 
@@ -36,16 +36,16 @@ class Rows(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The position after the last row's."""
+        """The position after that of the last row."""
         return self.start + self.num_rows
 
     @property
     def tensor(self) -> torch.Tensor:  # [taps, num_rows, hidden_size]
-        """The rows themselves."""
+        """The rows, as a view of `memory`."""
         return self.memory.narrow(1, self.first, self.num_rows)
 
     def between(self, start: int, stop: int) -> "Rows | None":
-        """The part at positions `[start, stop)`, None where there is none."""
+        """The rows at positions `[start, stop)`; None if there are none."""
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return None
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return Rows(start, stop - start, self.memory, first, self.step)
 
     def adjoins(self, before: "Rows") -> bool:
-        """Whether the rows lie right behind those of `before` in the same memory."""
+        """Whether the rows directly follow those of `before` in the same memory."""
         return (
             self.memory is before.memory
             and self.first == before.first + before.num_rows
@@ -63,19 +63,19 @@ class Rows(NamedTuple):
 
 
 class RowLedger:
-    """The rows of one request at one group of taps, on their way to consumers."""
+    """The unsettled rows of one request at one group of taps."""
 
     def __init__(self) -> None:
         self._pending: deque[Rows] = deque()
         self._handed_on = 0
-        """Every row below this position was handed on, or is not selected."""
+        """Every selected row below this position was returned."""
 
     def add(self, rows: Rows) -> list[Rows]:
-        """Take rows of a step; returns those that have become settled by them.
+        """Add rows of a step, and return the earlier rows that they settle.
 
-        A step that computes position p proves that the tokens before p stand,
-        and that whatever earlier steps computed at p and after is void. It proves
-        nothing of its own rows: one step's rows may come in several parts.
+        A step that computes position p shows that the tokens before p are final, and
+        that rows of earlier steps at p and after are invalid. It does not settle its
+        own rows, which may be added in several parts.
         """
         settled: list[Rows] = []
         if not self._pending or self._pending[-1].step != rows.step:
@@ -87,7 +87,7 @@ class RowLedger:
         return settled
 
     def finish(self, stop: int) -> list[Rows]:
-        """The remaining rows of a request whose last row is at `stop - 1`."""
+        """Return the remaining rows of a request whose last row is at `stop - 1`."""
         settled = self._take_below(stop)
         self._pending.clear()
         return settled

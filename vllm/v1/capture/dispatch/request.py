@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One captured request in one worker: from rows to chunks and sidecars."""
+"""A captured request in a worker: turns its rows into chunks and sidecars."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ LAYER_CONVENTION = "0-based block index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnd:
-    """What the front end says of a request that has ended."""
+    """The end of a request, as reported by the front end."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """The generated tokens that count."""
+    """The generated tokens that the output contains."""
     sample_index: int
     finish_reason: str
     answer: Callable[[str, CaptureResult], None]
     """`answer(instance, result)`: sends a result to the front end."""
     instances: tuple[str, ...]
     error: str | None = None
-    """Why the capture has failed as a whole."""
+    """Why the whole capture failed, if it did."""
 
     def never_started(self) -> None:
-        """Answer for a request of which this worker has computed nothing."""
+        """Send errors for a request of which this worker has computed no row."""
         for instance in self.instances:
             self.answer(
                 instance,
@@ -57,7 +57,7 @@ class RequestEnd:
 class CapturedRequest:
     """Splits the rows of a request's groups into chunks for each reader.
 
-    Belongs to the dispatcher's thread.
+    Used on the dispatch thread only.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class CapturedRequest:
         max_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Open the request.
+        """Start without rows.
 
         Args:
-            req_id: the engine's id.
+            req_id: the request's internal id.
             plan: the request's plan.
-            groups: its groups, as far as they are in this process.
-            prompt_token_ids: None for prompts given as embeddings.
+            groups: its groups, reduced to the taps of this process.
+            prompt_token_ids: None if the prompt was given as embeddings.
             common: sidecar entries that all requests share.
-            client_specs: what the request says to each instance, as plain data.
-            early: the instances that take rows before it is known that they count.
-            max_tokens: how many tokens the request may generate, if that is known.
+            client_specs: `SamplingParams.capture` as plain data, by instance.
+            early: the instances that accept rows that may later be discarded
+                (`truncates`).
+            max_tokens: how many tokens the request may generate, if known.
             dtype: of the rows.
 
         """
@@ -106,16 +107,23 @@ class CapturedRequest:
             for group in groups
         ]
         self._held: dict[tuple[int, str], list[Rows]] = {}
-        """Rows that may still turn out not to count, by group and instance."""
+        """Rows of generated tokens held back until the end, by group and instance."""
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
     def gather(
         self, pieces: Mapping[int, Sequence[Piece]], copies: list[RowCopy]
     ) -> list[tuple[int, Rows]]:
-        """Rows to `add`, from the pieces of each group.
+        """Allocate memory for the pieces of each group.
 
-        `copies` gets what is to be done first; then nothing of the pieces is needed.
+        Args:
+            pieces: by group.
+            copies: extended by the copies to do before the rows are read; after them
+                the memory of the pieces is not needed any more.
+
+        Returns:
+            Groups and rows, to pass to `add`.
+
         """
         return [
             (group, rows)
@@ -124,13 +132,13 @@ class CapturedRequest:
         ]
 
     def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
-        """Rows of one group; returns the chunks to submit now."""
+        """Add rows of a group; returns the chunks to submit now, by instance."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
     def finish(
         self, end: RequestEnd
     ) -> tuple[dict[str, list[CaptureChunk]], dict[str, Ending]]:
-        """The remaining chunks, then what each instance is told at the end."""
+        """The remaining chunks and, to be sent after them, the ends; by instance."""
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
         chunks: dict[str, list[CaptureChunk]] = {}
         for number, ledger in enumerate(self._ledgers):
@@ -176,16 +184,16 @@ class CapturedRequest:
         return ready
 
     def _may_void(self, rows: Rows) -> bool:
-        """Whether the front end may still end the request before these rows.
+        """Whether the request may still end before these rows.
 
-        It finds stop strings and learns of aborts later than the engine computes.
+        The front end detects stop strings and aborts after the rows were computed.
         """
         return rows.stop > self._plan.num_prompt_tokens
 
     def _make_chunks(
         self, number: int, instance: str, parts: list[Rows]
     ) -> list[CaptureChunk]:
-        """A chunk for each tap of a group, with all of these rows."""
+        """One chunk per tap of a group, with all rows of `parts`."""
         place = number, instance
         offset = self._counts.get(place, 0)
         spans = self._handed_on.setdefault(place, [])
@@ -249,7 +257,7 @@ class CapturedRequest:
     def _positions(
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> tuple[list[int], dict[str, str]]:
-        """The positions of the reader's rows, and what there is to say about them."""
+        """The positions of the reader's rows, with an error or note for the sidecar."""
         positions = _positions_below(stop, reader.ranges)
         spans = self._handed_on.get((number, reader.instance), [])
         arrived = _positions_below(stop, tuple(spans))
@@ -286,7 +294,7 @@ def _positions_below(stop: int, ranges: Ranges) -> list[int]:
 
 
 def _unreached(ranges: Ranges, stop: int) -> list[int]:
-    """Positions that were named one by one but that the request did not reach."""
+    """Positions in bounded ranges that the request did not reach."""
     return [
         position
         for first, last in ranges

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's rows are put when they leave staging memory.
+"""Memory of a request's rows after they leave staging memory.
 
-Rows of generated tokens come one at a time and are handed on together at the end, so
-they are put one behind the other at once: nothing has to be joined later.
+Rows of generated tokens arrive one at a time and are delivered together at the end.
+They are placed consecutively from the start, so that they need not be joined later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,22 @@ from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.row_copy import RowCopy
 
 GATHERED = 256
-"""Rows of a group that lie together, if they come a few at a time."""
+"""Capacity, in rows, of memory for rows that arrive a few at a time."""
 
 
 class Run(NamedTuple):
-    """Rows of steps of one row each, one behind the other in memory."""
+    """Consecutive rows in memory, each from a step of one row."""
 
     start: int
     num_rows: int
     memory: torch.Tensor  # [taps, capacity, hidden_size]
     first: int
     step_before: int
-    """The step of the last row but one, if there are several."""
+    """The step of the second to last row, if there are several."""
     step: int
 
     def goes_on(self, before: "Run") -> bool:
-        """Whether these are the next positions, in the same memory."""
+        """Whether the rows continue `before` in position and in memory."""
         return (
             self.start == before.start + before.num_rows
             and self.memory is before.memory
@@ -40,7 +40,7 @@ class Run(NamedTuple):
         )
 
     def after(self, before: "Run") -> "Run":
-        """Both, where this one goes on."""
+        """`before` and this run as one."""
         return Run(
             before.start,
             before.num_rows + self.num_rows,
@@ -51,7 +51,7 @@ class Run(NamedTuple):
         )
 
     def rows(self) -> Iterator[Rows]:
-        """As the ledger takes them: a step's row settles those before."""
+        """Yield all rows but the last, then the last, which settles them (ledger)."""
         start, num_rows, memory, first, step_before, step = self
         if num_rows > 1:
             yield Rows(start, num_rows - 1, memory, first, step_before)
@@ -59,12 +59,18 @@ class Run(NamedTuple):
 
 
 class RowBuffer:
-    """The memory of one group's rows."""
+    """The memory for the rows of one group of a request."""
 
     def __init__(self, num_taps: int, dtype: torch.dtype, together: bool) -> None:
-        """`together`: whether rows of several steps may share memory.
+        """Start without memory.
 
-        Not where each step's rows leave at once: who keeps some would keep all.
+        Args:
+            num_taps: taps of the group.
+            dtype: of the rows.
+            together: whether rows of several steps may share memory. They should not
+                if rows are delivered after each step, because a consumer that keeps
+                one of them would keep all.
+
         """
         self._num_taps = num_taps
         self._dtype = dtype
@@ -72,21 +78,21 @@ class RowBuffer:
         self._memory: torch.Tensor | None = None
         self._used = 0
         self._run: Run | None = None
-        """What is in memory and was not given out, as more of it may come."""
+        """Rows that were not returned yet, as the next ones may continue them."""
         self._after_prompt = False
-        """Whether what was given out last waits for a row behind it."""
+        """Whether the rows returned last need a following row to be settled."""
 
     def gather(
         self, pieces: Sequence[Piece], end: int, copies: list[RowCopy]
     ) -> Iterator[Rows]:
-        """The rows of pieces, in order, as the ledger takes them.
+        """Place the rows of pieces; yields rows for the ledger, in order.
 
-        What leaves only at the end may be kept here until `rest`.
+        Some rows may be kept until `rest`, if they are delivered only at the end.
 
         Args:
             pieces: of this group.
-            end: the request has no position from here on.
-            copies: gets what is to be copied, before anyone reads the rows.
+            end: upper bound of the request's positions.
+            copies: extended by the copies to do before the rows are read.
 
         """
         for stretch in stretches(pieces):
@@ -116,7 +122,7 @@ class RowBuffer:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Rows]:
-        """What was kept; nothing goes on from it."""
+        """Yield the rows that were kept."""
         run, self._run = self._run, None
         if run is not None:
             yield from run.rows()
@@ -124,7 +130,7 @@ class RowBuffer:
     def _place(
         self, stretch: Sequence[Piece], most: int, copies: list[RowCopy]
     ) -> tuple[torch.Tensor, int, int]:
-        """Where the rows of a stretch go: memory, place in it, how many there are."""
+        """Place a stretch; returns memory, index of the first row, number of rows."""
         num_rows = sum([piece.num_rows for piece in stretch])
         memory, place = self._room_for(num_rows, most, stretch[0].width)
         end = place
@@ -136,7 +142,7 @@ class RowBuffer:
     def _room_for(
         self, num_rows: int, most: int, width: int
     ) -> tuple[torch.Tensor, int]:
-        """Memory, and where in it there is room; new memory if there is none."""
+        """Memory with room, and the index of the first free row in it."""
         memory, place = self._memory, self._used
         if memory is None or not self._together or place + num_rows > memory.shape[1]:
             capacity = (
@@ -149,7 +155,7 @@ class RowBuffer:
 
 
 def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """The pieces in order, with those together that go on from each other."""
+    """The pieces in order, grouped into those that continue each other."""
     stretch: list[Piece] = []
     for piece in pieces:
         if stretch and not piece.goes_on(stretch[-1]):
@@ -161,7 +167,7 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
 
 
 def joined(parts: list[Rows]) -> torch.Tensor:
-    """The rows of `parts`, `[taps, rows, width]`; copied only if they lie apart."""
+    """The rows of `parts` as `[taps, rows, width]`; a view if they are adjacent."""
     pieces: list[Rows] = []
     for part in parts:
         if pieces and part.adjoins(pieces[-1]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's rows of several steps lie on the host: at equal distances, mostly.
+"""Descriptions of a request's rows on the host, over many steps with a stride.
 
-While a request decodes, each step has one row of it, and as long as its place among
-the others stays, each row lies as far behind the last one. Such rows are one piece,
-however many they are; what is done for a request is done once for each piece.
+A decoding request has one row in each step. As long as its row index stays the same,
+these rows lie at a constant stride and are described by one `Piece`. The cost per
+request is that per piece, not per row.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from vllm.v1.capture.memory.row_copy import RowCopy
 
 
 class Span(NamedTuple):
-    """Steps with one layout on the host, each right behind the one before."""
+    """Consecutive steps with the same layout, adjacent on the host."""
 
     num_steps: int
     step: int
-    """The last one's number; ..."""
+    """Number of the last step."""
     step_before: int
-    """... and that of the one before it, if there is one."""
+    """Number of the second to last step, if there is one."""
     memory: torch.Tensor  # [rows, hidden_size]
     num_rows: int
-    """Of all requests, at all taps, in one step."""
+    """Rows of one step, of all requests at all taps."""
 
 
 class Piece:
-    """Rows of one request and group at consecutive positions, of a step or of many."""
+    """Rows of one request and group at consecutive positions, of one or more steps."""
 
     __slots__ = (
         "_apart",
@@ -46,15 +46,15 @@ class Piece:
     def __init__(
         self, span: Span, start: int, num_rows: int, first: int, apart: int, taps: int
     ) -> None:
-        """Begin with what a span has of it.
+        """Describe the rows that a request has in a span.
 
         Args:
-            span: its steps; if there are several, each has one row.
+            span: the steps; if there are several, each has one row of the request.
             start: token position of the first row.
-            num_rows: of each step.
-            first: where in the memory the first row is, at the first tap.
-            apart: from each tap to the next, in rows.
-            taps: how many.
+            num_rows: rows per step.
+            first: index of the first row at the first tap in the span's memory.
+            apart: distance between taps, in rows.
+            taps: number of taps.
 
         """
         self.start = start
@@ -63,12 +63,14 @@ class Piece:
         self.num_steps = span.num_steps
         """If there are several, each has one row."""
         self.step = span.step
-        """The engine step that computed the last row; ..."""
+        """The engine step that computed the last row."""
         self.step_before = span.step_before
-        """... and the one before it, if there are several."""
+        """The step before it, if there are several."""
         self.page: tuple[torch.Tensor, int] | None = None
-        """`[taps, rows, hidden_size]` and where in it the rows are, if a request may
-        keep that."""
+        """A page `[taps, rows, hidden_size]` and the index of the first row in it.
+
+        None if the rows are in the host ring.
+        """
         self._memory = span.memory
         self._first = first
         self._distance = span.num_rows
@@ -76,7 +78,7 @@ class Piece:
         self._taps = taps
 
     def goes_on(self, before: "Piece") -> bool:
-        """Whether both are of steps with one row each, and follow each other."""
+        """Whether both have one row per step, and this one continues `before`."""
         return (
             self.start == before.start + before.num_rows
             and self.num_rows == self.num_steps
@@ -86,7 +88,10 @@ class Piece:
         )
 
     def copy_to(self, memory: torch.Tensor, place: int) -> RowCopy:
-        """What puts the rows into `[taps, capacity, hidden_size]`, from a place on."""
+        """The copy of the rows to `memory` `[taps, capacity, hidden_size]`.
+
+        `place` is the index of the first row there.
+        """
         distance = 1 if self.num_steps == 1 else self._distance
         return RowCopy(
             memory,
@@ -100,5 +105,5 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Values of a row."""
+        """Values per row."""
         return self._memory.shape[1]

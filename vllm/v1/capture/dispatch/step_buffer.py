@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staged rows on the host, until their requests get them.
+"""Buffers staged rows on the host until they are distributed to their requests.
 
-While requests come and go, few steps have the same layout, and giving each request its
-rows of each few steps would cost more than all else that is done for them. So rows
-wait here until many steps have come together. A request that ends gets its own before.
+While requests start and end, only few consecutive steps have the same layout, and
+distributing rows after every few steps would dominate the cost. Rows therefore wait
+until many steps have accumulated. A request that ends gets its own rows earlier.
 """
 
 from collections import defaultdict
@@ -19,31 +19,32 @@ from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.ring import Segment, Staging
 
 ByGroup: TypeAlias = defaultdict[int, list[Piece]]
-"""A request's pieces in the order of their steps, by the number of their group."""
+"""The pieces of a request by group index, in the order of their steps."""
 
 
 class Pending:
-    """What waits, in order. Belongs to the dispatcher's thread."""
+    """The rows that wait, in order; used on the dispatch thread only."""
 
     def __init__(self, staging: Staging, known: Container[str]) -> None:
-        """Begin with nothing.
+        """Start without rows.
 
         Args:
-            staging: gets back what has been taken.
-            known: the requests that want their rows, now and later.
+            staging: its segments are released once their rows were taken.
+            known: the ids of open requests, updated by the caller; rows of others are
+                dropped.
 
         """
         self._staging = staging
         self._known = known
         self._chain: StepChain | None = None
-        """The last steps."""
+        """The latest steps, if they form a chain."""
         self._pieces: defaultdict[str, ByGroup] = new_pieces()
-        """Of the steps before, and of requests that have lost their seats since."""
+        """By request: pieces of earlier steps, and those taken out of the chain."""
         self._segments: list[Segment] = []
-        """Of all steps that have not been given back."""
+        """The segments of all steps that were not released."""
 
     def add(self, staged: Iterable[StagedStep]) -> None:
-        """Steps whose rows are on the host."""
+        """Add steps whose rows are on the host."""
         for step in staged:
             self._segments.append(step.segment)
             if self._chain is not None and self._chain.follows(step):
@@ -56,11 +57,11 @@ class Pending:
                 self._chain = StepChain(step, self._staging.host_rows)
 
     def lose(self, staged: Iterable[StagedStep]) -> None:
-        """Steps whose rows did not come to the host: nobody gets them."""
+        """Add steps whose copy failed: only their segments are kept, for release."""
         self._segments += [step.segment for step in staged]
 
     def take(self, req_ids: Sequence[str]) -> dict[str, ByGroup]:
-        """The pieces of some requests, as far as they are known; once."""
+        """Remove and return the pieces of some requests."""
         if self._chain is not None:
             for req_id in req_ids:
                 self._keep(self._chain.take(req_id))
@@ -71,13 +72,13 @@ class Pending:
         }
 
     def take_all(self) -> dict[str, ByGroup]:
-        """The pieces of all requests that are known; once."""
+        """Remove and return the pieces of all requests."""
         self._end_chain()
         taken, self._pieces = self._pieces, new_pieces()
         return taken
 
     def release(self) -> None:
-        """Give the memory back if nobody has rows in it that were not taken."""
+        """Release all segments, unless some still hold rows that were not taken."""
         if self._pieces or (
             self._chain is not None and self._chain.has_rows_of(self._known)
         ):
@@ -97,7 +98,7 @@ class Pending:
 
 
 def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
-    """The rows of a step that is in no chain."""
+    """The pieces of a step that cannot be part of a chain."""
     base, places = step.segment.start, step.places or {}
     span = Span(1, step.step, -1, host_rows, step.segment.num_rows)
     shifts = {} if step.true_starts is None else step.true_starts.shifts()
@@ -112,7 +113,7 @@ def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
 
 
 def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:
-    """`(request, group, position, number of rows, place in the block)` of all rows."""
+    """Yields `(request, group, position, number of rows, index in the block)`."""
     for req_id, seat in block.seated.items():
         yield req_id, seat.group, seat.origin + step.placed.shift, 1, seat.place
     for (req_id, group, position, num_rows, _), offset in zip(
@@ -122,5 +123,5 @@ def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int
 
 
 def new_pieces() -> defaultdict[str, ByGroup]:
-    """No pieces; who is asked for has none, of any group."""
+    """An empty mapping of pieces by request and group."""
     return defaultdict(partial(defaultdict, list))

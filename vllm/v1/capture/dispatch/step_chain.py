@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of one shape, one right behind the other in memory.
+"""Chains of steps with the same shape, adjacent in memory.
 
-A request that keeps its seat has rows at equal distances in it: one piece, however many
-the steps are. It is looked at when it sits down and when it gets up, not in between.
+A request that keeps its row index has rows at a constant stride in a chain, which are
+one piece however many steps there are. Work is done only when a request gets or loses
+its row index.
 """
 
 from collections.abc import Collection, Container, Iterator, Sequence
@@ -18,23 +19,23 @@ from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.residual.step_view import TrueStarts
 
 Found: TypeAlias = tuple[str, int, Piece]
-"""A request, its group's number, and rows of it."""
+"""A request, the index of its group, and a piece of its rows."""
 
 
 class StagedStep(NamedTuple):
-    """A step whose rows are in staging memory, or on their way to the host."""
+    """A step whose rows are in staging memory or being copied to the host."""
 
     step: int
     placed: PlacedStep
     segment: Segment
     true_starts: TrueStarts | None = None
-    """Where the positions are only assumed."""
+    """The true positions, if those in `placed` are only assumed."""
     places: Places | None = None
-    """Where rows of prompts are on the host that are not in the ring."""
+    """The pages of prompts' rows that are not copied to the host ring."""
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be no part of a chain."""
+        """Whether the step cannot be part of a chain."""
         return (
             self.true_starts is not None
             or self.places is not None
@@ -43,32 +44,38 @@ class StagedStep(NamedTuple):
 
 
 class Sitting(NamedTuple):
-    """A request on its seat."""
+    """A request that has a row index in the current steps of a chain."""
 
     seat: BlockRow
     since: int
-    """How many steps came before the first of its rows that are not taken."""
+    """Index in the chain of the first step whose row was not taken."""
 
 
 class StepChain:
-    """Steps that follow each other, and since when each request has had its seat."""
+    """A chain of steps, and since which step each request has had its row index."""
 
     def __init__(self, first: StagedStep, memory: torch.Tensor) -> None:
-        """Begin with a step that does not stand alone; `memory` is the host ring's."""
+        """Start with one step.
+
+        Args:
+            first: a step that does not stand alone.
+            memory: the host ring, `[rows, hidden_size]`.
+
+        """
         self._first = self._last = first
         self._memory = memory
         self._sitting: list[dict[str, Sitting]] = [
             {req_id: Sitting(seat, 0) for req_id, seat in block.seated.items()}
             for block in first.placed.layout.blocks
         ]
-        """By block and request."""
+        """By block, then by request."""
 
     @property
     def _length(self) -> int:
         return self._last.step - self._first.step + 1
 
     def follows(self, step: StagedStep) -> bool:
-        """Whether a step is the next one, of the same shape, right behind the last."""
+        """Whether a step continues the chain: same shape, and adjacent in memory."""
         last, layout = self._last, step.placed.layout
         return (
             step.segment.start == last.segment.start + last.segment.num_rows
@@ -88,7 +95,12 @@ class StepChain:
         )
 
     def add(self, step: StagedStep) -> list[Found]:
-        """The step that follows; the rows of those who have not kept their seats."""
+        """Append a step that `follows`.
+
+        Returns:
+            The rows of requests that have lost or changed their row index.
+
+        """
         found: list[Found] = []
         layout, before = step.placed.layout, self._last.placed.layout
         if layout is not before:
@@ -101,7 +113,7 @@ class StepChain:
     def _change(
         self, number: int, block: Block, changed: Collection[str] | None
     ) -> Iterator[Found]:
-        """Look at those who may have other seats; at all, if that is not known."""
+        """Update the requests in `changed`, by default all, for a new layout."""
         sitting, length = self._sitting[number], self._length
         if changed is None:
             changed = sitting.keys() | block.seated.keys()
@@ -115,7 +127,7 @@ class StepChain:
                 sitting[req_id] = Sitting(seat, length)
 
     def take(self, req_id: str) -> list[Found]:
-        """The rows of a request that were not taken."""
+        """Return the rows of a request that were not taken, and mark them taken."""
         return [
             found
             for number in range(len(self._sitting))
@@ -123,7 +135,7 @@ class StepChain:
         ]
 
     def take_all(self) -> list[Found]:
-        """The rows of all requests that were not taken."""
+        """Return all rows that were not taken, and mark them taken."""
         return [
             found
             for number, sitting in enumerate(self._sitting)
@@ -132,7 +144,7 @@ class StepChain:
         ]
 
     def has_rows_of(self, known: Container[str]) -> bool:
-        """Whether there are rows that were not taken, of a request that is known."""
+        """Whether a request in `known` has rows that were not taken."""
         length = self._length
         return any(
             had.since < length and req_id in known
@@ -141,7 +153,7 @@ class StepChain:
         )
 
     def _take(self, number: int, req_id: str) -> Iterator[Found]:
-        """A request's rows in one block, as far as they were not taken."""
+        """The rows of a request in one block that were not taken."""
         had = self._sitting[number].get(req_id)
         length = self._length
         if had is None or had.since == length:

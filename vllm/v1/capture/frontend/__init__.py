@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in a front end's process: admission, results, the state of requests."""
+"""Capture in a front-end process: admission, tracking of requests, results."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request's capture can be carried out, and how: decided once, up front.
+"""Admission: validates what a request asks to capture and resolves it to a plan.
 
-After admission nothing can fail for a reason that lies with the user.
+After admission nothing fails because of user input.
 """
 
 from collections.abc import Collection, Mapping
@@ -52,7 +52,7 @@ _KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 
 
 class Admission:
-    """Turns what requests and consumers ask for into plans."""
+    """Turns the specs of requests and consumers into plans."""
 
     def __init__(
         self,
@@ -60,12 +60,15 @@ class Admission:
         consumers: Mapping[str, Any],
         hook_points: HookPoints,
     ) -> None:
-        """Read the global specs.
+        """Read and check the global specs.
 
         Args:
             vllm_config: the engine's configuration.
             consumers: an instance of each consumer, by instance name.
             hook_points: of the loaded model.
+
+        Raises:
+            CaptureValidationError: a global spec is invalid for this model.
 
         """
         self.consumers = dict(consumers)
@@ -82,7 +85,7 @@ class Admission:
 
     @property
     def captures_everything(self) -> list[str]:
-        """The instances that capture every request, sorted."""
+        """Names of the instances that capture every request, sorted."""
         return sorted(self._global_specs)
 
     def _read_global_specs(self) -> dict[str, CaptureSpec]:
@@ -90,8 +93,8 @@ class Admission:
         for name, can in self.capabilities.items():
             spec = can.global_spec() if can.global_spec is not None else None
             if spec is not None:
-                # Layers and hooks are the same for every request: a mistake in
-                # them is found now, at start-up.
+                # Layers and hooks do not depend on the request, so mistakes in them
+                # are found at start-up.
                 taps = self._taps(spec, self.context("start-up", 1, None), name)
                 self._check_taps(len(taps))
                 specs[name] = spec
@@ -104,7 +107,7 @@ class Admission:
         max_tokens: int | None,
         num_samples: int = 1,
     ) -> CaptureContext:
-        """What consumers may know of a request."""
+        """The facts about a request that consumers validate its spec with."""
         return capture_context(
             self._vllm_config,
             self._hook_points,
@@ -122,19 +125,26 @@ class Admission:
         reply_to: str,
         streaming: Collection[str] = (),
     ) -> CapturePlan | None:
-        """The plan for a request, None if nothing is captured of it.
+        """Validate a request and resolve it to a plan.
 
-        The rows of the instances in `streaming` go to the front end as well, as
-        steps compute them.
+        Replaces `params.capture` by its plain form, which can be serialized.
 
-        `params.capture` is replaced by its plain form, which travels to workers.
+        Args:
+            request_id: the client's id of the request.
+            params: its sampling parameters.
+            num_prompt_tokens: of the request.
+            reply_to: ZMQ address at which the front end takes the results.
+            streaming: instances whose rows also go to the front end after each step.
+
+        Returns:
+            The plan; None if nothing is captured.
 
         Raises:
-            CaptureValidationError: naming the parameter, the value, the remedy.
+            CaptureValidationError: names the parameter, the value and the remedy.
 
         """
         if params.capture == {}:
-            params.capture = None  # Nothing is asked for, so nothing is captured.
+            params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when
         if asks == (None, None, None) and not self._global_specs:
             return None
@@ -168,7 +178,7 @@ class Admission:
         return plan
 
     def describe(self) -> dict[str, Any]:
-        """Who receives rows, of what, and within which limits; as plain data."""
+        """Consumers, limits and hook points, as JSON-like data."""
         config = self._vllm_config.capture_config
         return {
             "consumers": [
@@ -250,7 +260,7 @@ class Admission:
             except (CaptureValidationError, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                # A plug-in's own way of saying no, `SystemExit` included.
+                # Whatever a plug-in raises refuses the request, even `SystemExit`.
                 raise CaptureValidationError(
                     f"capture.{name}: {cut(str(error))}",
                     parameter=f"capture.{name}",
@@ -261,7 +271,7 @@ class Admission:
     def _taps(
         self, spec: CaptureSpec, ctx: CaptureContext, name: str
     ) -> dict[Tap, Ranges]:
-        """Every tap of a spec with its positions; checks what a plug-in returned."""
+        """The taps of a spec with their positions; checks what a plug-in returned."""
         if not isinstance(spec, CaptureSpec):
             raise fail(
                 f"capture.{name}: the consumer answered with {type(spec).__name__}, "
@@ -316,7 +326,7 @@ class Admission:
             )
 
     def _check_budget(self, plan: CapturePlan) -> None:
-        """Refuse what could never be scheduled: more taps than a step has rows."""
+        """Refuse a request whose rows can never fit one step."""
         self._check_taps(plan.num_taps)
         config = self._vllm_config.scheduler_config
         ranges = union(group.ranges for group in plan.groups)

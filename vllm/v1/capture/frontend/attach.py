@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end of capture, for each of upstream's two kinds of engine."""
+"""Creates the capture front end for upstream's offline and async engines."""
 
 import asyncio
 import weakref
@@ -25,12 +25,12 @@ logger = init_logger(__name__)
 
 
 def open_for_engine(engine: "LLMEngine") -> NoCapture:
-    """The front end of an offline engine, whose core may run in this process."""
+    """The front end for an `LLMEngine`, whose core may run in this process."""
     return _open(engine, _Sender(engine.engine_core), offline=engine)
 
 
 def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
-    """The front end of a serving engine, whose core runs in other processes."""
+    """The front end for an `AsyncLLM`, whose core runs in other processes."""
     return _open(engine, _AsyncSender(engine.engine_core))
 
 
@@ -68,7 +68,7 @@ def _open(
 
 
 class _Sender:
-    """Returns when the engine has the ends."""
+    """Sends ends synchronously: the engine has them when the call returns."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -80,15 +80,15 @@ class _Sender:
             end_captures_now(self._core.engine_core, ends)
 
     def wait(self, timeout: float) -> None:
-        """There is nothing to wait for."""
+        """Return at once: nothing is pending."""
 
 
 class _AsyncSender:
-    """Sends on the event loop's thread, which must not wait."""
+    """Sends ends from the event loop's thread, without blocking it."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        # The loop keeps only weak references to tasks.
+        # The event loop keeps only weak references to tasks.
         self._sending: set[asyncio.Task[Any]] = set()
 
     def __call__(self, ends: list[CaptureEnd]) -> None:
@@ -98,7 +98,7 @@ class _AsyncSender:
         task.add_done_callback(self._sent)
 
     def wait(self, timeout: float) -> None:
-        """The loop goes on meanwhile, unless this is its own thread."""
+        """Wait for pending tasks; on the loop's own thread, which runs them, return."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:

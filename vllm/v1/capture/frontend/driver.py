@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumers that live in the front end's process, and how rows come to them."""
+"""Consumers in the front end's process (`location = "driver"`), and their inboxes."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ Note = Callable[[str, str, int, CaptureResult], None]
 
 
 class DriverLanes:
-    """A lane for each driver-side instance, each with an address of its own.
+    """One lane (a thread with a queue) and one address per driver-side instance.
 
-    A lane that is full does not read: the workers' end of the connection fills up,
-    and there the overload policy decides. Other instances and results, which come
-    to the front end's own address, do not wait.
+    A full lane stops reading from its address. Then the workers' side of the connection
+    fills up, where the overload policy applies. Other instances are not delayed, and
+    neither are results, which are sent to the front end's own address.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class DriverLanes:
         """Start listening for rows.
 
         Args:
-            config: how much may wait.
-            consumers: all instances; those that live elsewhere are left out.
-            address: the front end's own address.
-            note: takes the results.
+            config: has the bounds of the queues.
+            consumers: all instances by name; those in workers are skipped.
+            address: the front end's own address, from which the others are derived.
+            note: called with each result.
 
         """
         self._note = note
@@ -81,21 +81,29 @@ class DriverLanes:
     def open(
         self, request_id: str, specs: Mapping[str, Any], context: CaptureContext
     ) -> None:
-        """A sample of a request will be computed; `specs` is what it says to each."""
+        """Announce a sample to the consumers that need its spec.
+
+        Args:
+            request_id: the sample's internal id.
+            specs: `SamplingParams.capture`, by instance.
+            context: facts about the sample.
+
+        """
         for name in specs.keys() & self._remembering.keys():
             consumer = self._remembering[name]
             tell = partial(consumer.validate_client_spec, specs[name], context)
             self._lanes[name].open(Opening(request_id, tell))
 
     def counters(self) -> dict[str, LaneCounters]:
-        """What the instances here have done, by name."""
+        """The counters of the lanes in this process, by instance."""
         return {name: lane.counters() for name, lane in self._lanes.items()}
 
     def close(self, timeout: float) -> None:
-        """Stop listening and shut the consumers down, all at once.
+        """Stop listening and shut the consumers down in parallel.
 
         Args:
-            timeout: seconds for what waits; one that hangs is left behind after them.
+            timeout: seconds to finish queued work; a consumer that hangs is abandoned
+                after that.
 
         """
         for inbox in self._inboxes:

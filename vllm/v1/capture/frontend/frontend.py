@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in the front end: admission, the ends of requests, and their results."""
+"""The capture front end: admits requests, reports their ends, collects results."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
+from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.frontend.waiting import ResultWaiter
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.transport.zmq_channel import (
@@ -42,7 +44,10 @@ if TYPE_CHECKING:
 
 
 class CaptureFrontend(NoCapture):
-    """One per engine client; results come in on a thread of their own."""
+    """Capture in the process of the API server or `LLM`; one per engine client.
+
+    Results and streamed rows arrive on the thread of its `Inbox`.
+    """
 
     def __init__(
         self,
@@ -53,15 +58,15 @@ class CaptureFrontend(NoCapture):
         alive: Callable[[], bool],
         offline_engine: "LLMEngine | None" = None,
     ) -> None:
-        """Start listening.
+        """Start listening for results.
 
         Args:
             vllm_config: the engine's configuration.
-            admission: checks what requests ask for.
-            send_ends: gives the engine the ends of requests.
-            live: the rows of requests that are read output by output.
-            alive: whether the engine lives.
-            offline_engine: an engine that only runs when it is told to.
+            admission: validates requests.
+            send_ends: sends the ends of requests to the engine.
+            live: rows for intermediate outputs.
+            alive: whether the engine is running.
+            offline_engine: an engine that only runs while `step` is called.
 
         """
         self._vllm_config = vllm_config
@@ -97,7 +102,7 @@ class CaptureFrontend(NoCapture):
 
     @property
     def readouts(self) -> ReadoutAdmission:
-        """What requests may read out."""
+        """Admission of readouts, with the modules that requests may use."""
         return self._admission.readouts
 
     def admit(
@@ -107,11 +112,18 @@ class CaptureFrontend(NoCapture):
         num_prompt_tokens: int,
         resumable: bool = False,
     ) -> None:
-        """Check what a request asks for and put its plan into `params`.
+        """Validate a request and store its plan in `params._capture_plan`.
+
+        Reserves its output paths and the bytes of its rows.
+
+        Args:
+            request_id: the client's id of the request.
+            params: its sampling parameters.
+            num_prompt_tokens: of the request.
+            resumable: whether its prompt comes in parts (streaming input).
 
         Raises:
-            CaptureValidationError: nothing was scheduled; the message says what
-                to change.
+            CaptureValidationError: it is refused; the message says what to change.
 
         """
         if resumable:
@@ -134,7 +146,7 @@ class CaptureFrontend(NoCapture):
         params._capture_plan = plan
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
-        """A sample is about to be sent to the engine."""
+        """Track a sample that is about to be sent to the engine."""
         plan = params._capture_plan
         if plan is None:
             return
@@ -150,6 +162,8 @@ class CaptureFrontend(NoCapture):
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.capture_id = parent
+        if tracked.held:
+            when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
         if params.capture:
             context = self._admission.context(
@@ -161,41 +175,40 @@ class CaptureFrontend(NoCapture):
             self._drivers.open(state.request_id, params.capture, context)
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
-        """A sample has ended for the client: by a stop, its length, or an abort."""
+        """Note the end of a sample for its client: a stop, its length or an abort."""
         sample = self._requests.end(state.request_id, finish_reason == "abort")
         if sample is not None:
             self._ends.note(state, sample, finish_reason)
 
     def refused(self, output: "RequestOutput") -> None:
-        """The engine has not taken a request: no worker will answer for it."""
+        """Fail the results of a request that the engine core refused."""
         parent = output.capture_id
         if parent is not None and not self._requests.is_complete(parent):
             self._requests.lose(parent, "the engine has refused the request")
         self.results(output)
 
     def flush(self) -> None:
-        """Send the ends that were noted to the engine.
+        """Send the noted ends to the engine.
 
-        Called after a batch of outputs, when every output that the ends rest on
-        has been processed.
+        Called after each batch of outputs was processed completely.
         """
         self._ends.flush()
 
     def results(self, output: "RequestOutput") -> None:
-        """Put what is known by now into a final output."""
+        """Attach the results known so far to a final output."""
         if output.capture_id is not None:
             found = self._requests.results(output.capture_id, output.request_id)
             if found is not None:
                 output.capture_results = found
 
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
-        """Put what is known by now into those of `outputs` that are final."""
+        """Attach the results known so far to the final ones of `outputs`."""
         for output in outputs:
             if output.finished and getattr(output, "capture_id", None) is not None:
                 self.results(output)
 
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
-        """Wait for the results of final outputs, and put them in."""
+        """Wait for the results of final outputs, and attach them."""
         for output in outputs:
             parent = getattr(output, "capture_id", None)
             if parent is not None:
@@ -203,19 +216,19 @@ class CaptureFrontend(NoCapture):
                 self.results(output)
 
     def take_finished(self) -> list[Any]:
-        """Outputs of the list that is being run whose rows had to make room."""
+        """Outputs that `Portions` finished early, for the call that submitted them."""
         return [] if self._portions is None else self._portions.take()
 
     def drop_finished(self, request_ids: Collection[str]) -> None:
-        """The list that these requests belong to was refused."""
+        """Discard the finished outputs of requests whose list was refused."""
         if self._portions is not None:
             self._portions.drop(request_ids)
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
-        """Put results into a final output; wait for them if the request says so.
+        """Attach results to a final output, waiting for them if the request asks to.
 
-        An output before the last gets the rows that have come in by now. To be asked
-        of requests that are captured.
+        An intermediate output gets the rows received so far. Only to be called for
+        requests that are captured.
         """
         parent = output.capture_id
         assert parent is not None, "the output of a request that nobody captures"
@@ -228,7 +241,7 @@ class CaptureFrontend(NoCapture):
         self.results(output)
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
-        """Show metrics beside the engine's, if it shows any."""
+        """Export Prometheus metrics, if the engine does."""
         if manager is not None:
             model = str(self._vllm_config.model_config.served_model_name)
             self._status.publish(
@@ -238,10 +251,11 @@ class CaptureFrontend(NoCapture):
             )
 
     async def listen(self, core: Any) -> None:
-        """Before `describe`: hear of what was captured through other API servers.
+        """Make all workers report to this front end; called before `describe`.
 
-        Workers know of the front ends that captures have come from, so this one, if
-        it is not the only one, makes itself known and waits for their first reports.
+        Workers report to the front ends that they have received captures from. If there
+        are several API servers, this one registers itself at the workers and waits for
+        their first reports, so that captures through the others are counted.
 
         Args:
             core: the client of the engine cores.
@@ -260,7 +274,7 @@ class CaptureFrontend(NoCapture):
             self._introduced = True
 
     def describe(self) -> dict[str, Any]:
-        """Consumers, limits and counters, as plain data."""
+        """Consumers, limits, counters and host memory, as JSON-like data."""
         counters = self._status.counters()
         counters["requests_under_way"] = self._requests.count()
         told = {
@@ -271,15 +285,15 @@ class CaptureFrontend(NoCapture):
         return told if self._servers == 1 else {**told, "api_servers": self._servers}
 
     def settle(self) -> None:
-        """Wait until the engine knows the end of every request that has ended.
+        """Wait until the engine has received the ends that were sent.
 
-        What it does not know when it stops is lost. Not to be called on an event
-        loop's thread.
+        Captures whose end it does not know when it stops are lost. Not to be called on
+        the thread of an event loop.
         """
         self._ends.settle()
 
     def close(self) -> None:
-        """Shut driver-side consumers down and stop listening."""
+        """Shut down driver-side consumers and stop listening."""
         self._drivers.close(30.0)
         self._inbox.close()
 
@@ -304,5 +318,5 @@ class CaptureFrontend(NoCapture):
 
 
 def _no_relief() -> bool:
-    """A serving engine runs by itself: whoever asks too early asks again."""
+    """Nothing to wait for: a serving engine refuses, and the client tries again."""
     return False

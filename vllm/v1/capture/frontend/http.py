@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in HTTP requests and responses."""
+"""Capture results in HTTP responses."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 
 Show: TypeAlias = Callable[[str, RowsByTap], list[dict[str, Any]]]
-"""`show(path, payload)`: rows as JSON; the path is one that `parts_of` gives."""
+"""`show(path, payload)`: encodes rows as JSON, one object per tap.
+
+`path` identifies the payload: the instance name, then keys of dicts, joined by `/`.
+"""
 
 
 class Deferred(BaseModel):
-    """A result with rows, in a response that nobody has encoded yet.
+    """A result with rows whose encoding is deferred until the response is sent.
 
-    Where a response is dumped as a whole, it becomes JSON like any other.
+    It is encoded as base64 JSON if the response model is dumped as a whole.
     """
 
     result: Any
@@ -41,7 +44,10 @@ class Deferred(BaseModel):
 def response_results(
     outputs: Sequence["RequestOutput | None"],
 ) -> dict[str, Any] | None:
-    """`capture_results` of a response to one or several prompts."""
+    """The field `capture_results` of a response to one or several prompts.
+
+    With several prompts, each payload is a dict by prompt index.
+    """
     found = {
         index: output.capture_results
         for index, output in enumerate(outputs)
@@ -52,7 +58,7 @@ def response_results(
     if len(outputs) == 1:
         return deferred(found[0])
     names = sorted({name for results in found.values() for name in results})
-    # Each prompt's id is the response's with a number behind it.
+    # The id of each prompt is that of the response with a number appended.
     response_id = outputs[min(found)].request_id.rpartition("-")[0]  # type: ignore[union-attr]
     return deferred(
         {
@@ -66,7 +72,7 @@ def response_results(
 
 
 def deferred(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
-    """Results by instance: as JSON, but for those with rows."""
+    """Results by instance as JSON, except those with rows, which are `Deferred`."""
     return {
         name: Deferred.model_construct(result=result)
         if has_rows(result.payload)
@@ -76,17 +82,17 @@ def deferred(results: Mapping[str, CaptureResult]) -> dict[str, Any]:
 
 
 def has_rows(payload: Any) -> bool:
-    """Whether a payload holds rows, of one sample or prompt or of several."""
+    """Whether a payload is, or as a dict contains, `RowsByTap`."""
     if isinstance(payload, RowsByTap):
         return True
     return isinstance(payload, dict) and any(map(has_rows, payload.values()))
 
 
 def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
-    """One object per tap; `data` is base64 of the rows' bytes, row by row.
+    """One object per tap; `data` is the base64 of the rows in row-major order.
 
-    The bytes are those of `dtype`, little-endian, so bfloat16 is exact. With
-    `"encoding": "zstd"` they are a zstd frame.
+    The values are little-endian `dtype`, so bfloat16 is exact. With
+    `"encoding": "zstd"` the bytes are compressed as one zstd frame.
     """
     return [
         {
@@ -105,7 +111,7 @@ def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
 def as_json(
     results: Mapping[str, CaptureResult], show: Show = rows_as_json
 ) -> dict[str, Any]:
-    """Results by instance, as JSON; `show` says how rows are."""
+    """Results by instance, as JSON; `show` encodes rows."""
     return {
         name: {
             "key": list(result.key),
@@ -129,7 +135,7 @@ def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
 
 
 def _plain(payload: Any, path: str, show: Show) -> Any:
-    """A payload as JSON; what JSON has no number for is null."""
+    """A payload as JSON; NaN and infinities become null."""
     if isinstance(payload, RowsByTap):
         return show(path, payload)
     if isinstance(payload, torch.Tensor):
@@ -158,20 +164,23 @@ def _plain(payload: Any, path: str, show: Show) -> Any:
         return sendable(str(payload))
     try:
         return sendable(repr(payload))
-    except Exception:  # A class of a plug-in.
+    except Exception:  # The `__repr__` of a plug-in's class may raise.
         return f"<{type(payload).__name__}>"
 
 
 def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:
-    """Put the results of a final output into the chunk that ends its stream.
+    """Copy the results of an output into its chunk of a streaming response.
 
-    A chunk before it gets the rows of its tokens, where the request asked for them.
+    An output may have parts of several samples, each with a chunk of its own; the
+    results go into the chunk of the last part.
 
-    A final output may end several samples. Each is a `part` of it with a chunk of its
-    own, and the chunk of the last one is the stream's last.
+    Args:
+        chunk: the chunk of the response, made from `part`.
+        output: the engine's output, intermediate or final.
+        part: the part of `output` that belongs to one sample.
 
     Returns:
-        Whether the chunk has rows.
+        Whether the chunk contains rows.
 
     """
     if not output.capture_results:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of rows the requests under way will bring back to their front end.
+"""Limit on the bytes of rows that requests in flight return to their front end.
 
-Rows that return with a request's output lie in the front end's memory until the
-client has them, so all requests together are bounded, not just each of them.
+Rows that are returned with the output stay in the front end's memory until the client
+has read them. The limit therefore applies to the sum over all requests.
 """
 
 import weakref
@@ -16,11 +16,11 @@ from vllm.v1.capture.selectors import fail
 
 
 class NoRoomNowError(CaptureValidationError):
-    """There is not enough room beside the requests in flight; later there may be."""
+    """The rows do not fit beside those of requests in flight; retrying may succeed."""
 
 
 class RowLimits:
-    """The bounds of the consumers that return rows, and what counts towards them."""
+    """The limits of the consumers that return rows, and the size of a request."""
 
     def __init__(
         self, consumers: Mapping[str, ConsumerCapabilities], row_bytes: int
@@ -33,7 +33,13 @@ class RowLimits:
         }
 
     def bytes_of(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
-        """Bytes that a request may return at most, per instance that has a limit."""
+        """The maximum bytes that a request returns, by instance that has a limit.
+
+        Args:
+            plan: of the request.
+            max_tokens: how many tokens it may generate.
+
+        """
         stop = plan.num_prompt_tokens + max((max_tokens or 1) - 1, 0)
         sizes: dict[str, int] = {}
         for group in plan.groups:
@@ -43,41 +49,41 @@ class RowLimits:
                     size = rows * len(group.taps) * self._row_bytes * plan.num_samples
                     sizes[reader.instance] = sizes.get(reader.instance, 0) + size
         if LIVE in plan.lanes:
-            # The rows that outputs carry before the last lie beside the result.
+            # Rows of intermediate outputs are held in addition to the result.
             sizes = {name: 2 * size for name, size in sizes.items()}
         return sizes
 
 
 class Reservations:
-    """Bytes of requests that were admitted and are not under way yet.
+    """Bytes of requests that were admitted but not yet started.
 
-    Prompts are read on several threads, so requests may be admitted between
-    another's admission and its start.
+    Prompts are processed on several threads, so other requests may be admitted between
+    the admission and the start of a request.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, Mapping[str, int]] = {}
 
     def put(self, plan: CapturePlan, sizes: Mapping[str, int]) -> None:
-        """Reserve until `take`, or until the plan is dropped with its request."""
+        """Reserve until `take`, or until the plan is garbage-collected."""
         self._sizes[id(plan)] = sizes
         dropped = weakref.finalize(plan, self._sizes.pop, id(plan), None)
         dropped.atexit = False
 
     def take(self, plan: CapturePlan) -> None:
-        """The request is under way and counts by itself."""
+        """End the reservation: the request has started and is tracked."""
         self._sizes.pop(id(plan), None)
 
     def bytes_for(self, instance: str) -> int:
-        """What is reserved at an instance."""
+        """Bytes reserved for an instance."""
         return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
 
 
 class InflightLimit:
-    """Refuses a request whose rows would not fit beside those under way."""
+    """Refuses a request whose rows would not fit beside those of requests in flight."""
 
     def __init__(self, held: RowLimits, requests: RequestTracker) -> None:
-        """Bound what `requests` bring back by the limits of `held`."""
+        """Apply the limits of `held` to the tracked `requests`."""
         self._held = held
         self._requests = requests
         self._reserved = Reservations()
@@ -88,7 +94,7 @@ class InflightLimit:
         max_tokens: int | None,
         relieve: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Keep room for an admitted request.
+        """Reserve room for the rows of an admitted request.
 
         Args:
             plan: the request's plan.
@@ -96,7 +102,8 @@ class InflightLimit:
             relieve: waits until a request in flight has ended; False if none can.
 
         Raises:
-            CaptureValidationError: there is not enough.
+            CaptureValidationError: the rows never fit.
+            NoRoomNowError: they do not fit now, and `relieve` returned False.
 
         """
         needed = self._held.bytes_of(plan, max_tokens)
@@ -117,7 +124,7 @@ class InflightLimit:
             self._reserved.put(plan, needed)
 
     def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
-        """The request is under way and counts by itself: with these bytes."""
+        """End the reservation of a request that starts; returns its bytes."""
         self._reserved.take(plan)
         return self._held.bytes_of(plan, max_tokens)
 
@@ -142,8 +149,9 @@ class InflightLimit:
         if held + size > limit:
             raise NoRoomNowError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
-                f"those in flight may hold {held}; together at most {limit} are "
-                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                f"those in flight may hold {held}, responses that are not read "
+                f"yet included; together at most {limit} are allowed "
+                "(max_inflight_bytes). Send it again when others have ended, "
                 "capture less, or start with a larger --capture-consumers "
                 f"{name}:max_inflight_bytes=...",
                 parameter=f"capture.{name}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in Prometheus, beside the engine's own metrics."""
+"""Prometheus metrics of capture."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -29,12 +29,12 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.
 
 
 class CaptureMetrics:
-    """The metrics of one front end; engines and consumers are labels."""
+    """The metrics of one front end, labelled by model, engine and consumer."""
 
     def __init__(
         self, model: str, engines: Sequence[int], instances: Sequence[str]
     ) -> None:
-        """Register the metrics; those of an earlier engine must be gone."""
+        """Register the metrics; names of an earlier engine must be unregistered."""
         labels = ["model_name", "engine", "consumer"]
         self._model = model
         self._totals = {
@@ -70,21 +70,21 @@ class CaptureMetrics:
             self._finalize.labels(model, str(engines[0]), instance)
 
     def add(self, place: Place, grown: LaneCounters) -> None:
-        """Totals have grown by so much."""
+        """Increase the totals by the fields of `grown`."""
         for name, counter in self._totals.items():
             counter.labels(*self._labels(place)).inc(getattr(grown, name))
 
     def set_levels(self, place: Place, counters: LaneCounters) -> None:
-        """What waits now."""
+        """Set the gauges to the current values."""
         for name, gauge in self._levels.items():
             gauge.labels(*self._labels(place)).set(getattr(counters, name))
 
     def add_reforwarded(self, engine: int, tokens: int) -> None:
-        """So many more tokens were computed again."""
+        """Count `tokens` more prompt tokens as recomputed."""
         self._reforwarded.labels(self._model, str(engine)).inc(tokens)
 
     def finalized(self, place: Place, seconds: float) -> None:
-        """A consumer took so long from a request's end to its result."""
+        """Record the time from the end of a request to the consumer's result."""
         self._finalize.labels(*self._labels(place)).observe(seconds)
 
     def _labels(self, place: Place) -> tuple[str, str, str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places that requests' rows are written to: two requests in flight share none.
+"""Locks on output paths, so that no two requests in flight write to the same one.
 
-API server processes share nothing but their machine and the process that started them.
-Between them a place is a byte of one file, which its process has locked: the system
-frees what a process leaves behind.
+API server processes share only their machine and their parent process. Between them a
+path is locked as one byte of a common file with `fcntl.lockf`: the kernel releases the
+locks of a process that dies.
 """
 
 import fcntl
@@ -24,31 +24,33 @@ from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.capture.selectors import fail
 
 Claim: TypeAlias = tuple[str, str]
-"""`(instance, place)`, a place being what the consumer makes of a request's names."""
+"""`(instance, path)`, with the path as `places_of` of the consumer returns it."""
 
 
 class NoOtherServers:
-    """There is one process only: no name is taken elsewhere."""
+    """The locks of a single API server: no other process holds a name."""
 
     def take(self, name: tuple[str, ...]) -> bool:
-        """Take a name, if no other process has it."""
+        """Lock a name; False if another process holds it."""
         return True
 
     def free(self, name: tuple[str, ...]) -> None:
-        """Others may have the name."""
+        """Unlock a name."""
 
 
 class OtherServers(NoOtherServers):
-    """The names that several processes take from each other; any thread may call.
+    """Locks between API server processes; thread-safe.
 
-    Within a process a name can be taken again: that is not noticed here.
+    A process can lock a name that it holds already: POSIX record locks belong to a
+    process.
     """
 
     def __init__(self, server: int) -> None:
-        """Take nothing.
+        """Open the file of locks, which all servers of this user share.
 
         Args:
-            server: the id of the process that has started them all.
+            server: process id of the common parent; separates the names of servers
+                that were started independently.
 
         """
         self._server = server
@@ -57,7 +59,7 @@ class OtherServers(NoOtherServers):
         self._file = os.open(path, flags, 0o600)
 
     def take(self, name: tuple[str, ...]) -> bool:
-        """Take a name, if no other process has it."""
+        """Lock a name; False if another process holds it."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(name))
         except (BlockingIOError, PermissionError):
@@ -65,20 +67,20 @@ class OtherServers(NoOtherServers):
         return True
 
     def free(self, name: tuple[str, ...]) -> None:
-        """Others may have the name."""
+        """Unlock a name."""
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._place(name))
 
     def _place(self, name: tuple[str, ...]) -> int:
-        """A byte that no other name has, so far as 62 bits can tell."""
+        """The offset of a name's byte: 62 bits of a hash."""
         digest = hashlib.sha256(repr((self._server, name)).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 2
 
 
 class PathLocks:
-    """Which places are taken, and by which request. Any thread may call.
+    """The locked output paths and the requests that hold them; thread-safe.
 
-    A place is free again once the request's results are there; what happens to files
-    that exist by then is the consumer's `on_collision`.
+    A path is unlocked once all results of its request have arrived. What a later
+    request does with files that exist is decided by the consumer's `on_collision`.
     """
 
     def __init__(
@@ -86,12 +88,12 @@ class PathLocks:
         consumers: Mapping[str, ConsumerCapabilities],
         elsewhere: NoOtherServers | None = None,
     ) -> None:
-        """No place is taken.
+        """Start with no path locked.
 
         Args:
-            consumers: by instance name. `places_of` gets an empty spec where an
-                instance captures every request and this one does not name it.
-            elsewhere: what other API server processes have taken.
+            consumers: by instance name. `places_of` is called with an empty spec if an
+                instance captures a request that does not name it.
+            elsewhere: the locks shared with other API server processes.
 
         """
         self._claiming = {
@@ -102,21 +104,29 @@ class PathLocks:
         self._elsewhere = elsewhere or NoOtherServers()
         self._taken: dict[Claim, str] = {}
         self._reserved: dict[Claim, int] = {}
-        """For plans of requests that were admitted and are not under way yet."""
-        # Plans may be collected, and so give up names, while this thread is here.
+        """By requests that were admitted but not yet started, as the plan's `id`."""
+        # Reentrant: a plan may be garbage-collected on this thread while it holds the
+        # lock, and its finalizer calls `_drop`.
         self._lock = threading.RLock()
 
     def reserve(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan
     ) -> CapturePlan:
-        """Keep a request's places until `take`, or until its plan is dropped with it.
+        """Reserve a request's paths until `take`, or until its plan is collected.
 
-        Who asked for nothing knows of no capture: if another request under way has the
-        same id, a plan is returned that names this one `ID-2`, or `ID-3`.
+        A request that does not ask for a capture, but is captured by a global spec, is
+        not refused if its paths are locked: it gets the id `ID-2`, `ID-3`, ... in the
+        plan.
+
+        Args:
+            capture: the request's `SamplingParams.capture`.
+            plan: its plan.
+
+        Returns:
+            The plan, perhaps with another `client_request_id`.
 
         Raises:
-            CaptureValidationError: a place is taken; the last of the two requests
-                would overwrite the first.
+            CaptureValidationError: a request in flight writes to one of its paths.
 
         """
         given = plan.client_request_id
@@ -135,7 +145,7 @@ class PathLocks:
         return plan
 
     def _reserve(self, claims: Sequence[Claim], plan: int) -> Claim | None:
-        """Reserve all for a plan; if one is taken, none, and that one is returned."""
+        """Reserve all claims for a plan, or none; returns the one that is taken."""
         with self._lock:
             for claim in claims:
                 other = self._reserved.get(claim, plan) != plan
@@ -148,14 +158,14 @@ class PathLocks:
     def take(
         self, capture: Mapping[str, Any] | None, owner: str, plan: CapturePlan
     ) -> None:
-        """The places belong to the request `owner` from now on."""
+        """Pass the reserved paths to the request `owner`, which starts."""
         with self._lock:
             for claim in self._claims_of(capture, plan):
                 self._taken[claim] = owner
             self._drop(id(plan))
 
     def release(self, owner: str) -> None:
-        """The results of `owner` are there."""
+        """Unlock the paths of `owner`, whose results have arrived."""
         with self._lock:
             for claim in list(self._taken):
                 if self._taken[claim] == owner:
@@ -163,11 +173,10 @@ class PathLocks:
                     self._free(claim)
 
     def drop(self, plan: CapturePlan) -> None:
-        """The request was refused: its plan reserves nothing."""
+        """Cancel the reservation of a refused request."""
         self._drop(id(plan))
 
     def _drop(self, plan: int) -> None:
-        """A plan reserves nothing any more."""
         with self._lock:
             for claim in [c for c, holder in self._reserved.items() if holder == plan]:
                 del self._reserved[claim]
@@ -180,7 +189,7 @@ class PathLocks:
     def _claims_of(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan
     ) -> list[Claim]:
-        """Of what the request asks for, and of what is captured of every request."""
+        """The paths of a request, for its own specs and for global ones."""
         if not self._claiming:
             return []
         asked = capture or {}
@@ -205,5 +214,5 @@ def _refusal(claim: Claim) -> Exception:
 
 
 def other_servers(count: int) -> NoOtherServers:
-    """What there is besides this process, of so many API servers."""
+    """The locks between `count` API servers."""
     return OtherServers(os.getppid()) if count > 1 else NoOtherServers()

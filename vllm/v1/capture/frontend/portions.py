@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline lists whose rows do not fit at once are sent in portions that do.
+"""Submission of a long offline list in portions whose rows fit in memory.
 
-A request that finds no room for its rows beside those in flight is not refused: the
-engine runs until enough of the others have ended and their rows are their caller's.
-Their outputs wait here until the list is complete.
+If the rows of a request do not fit beside those of requests in flight, an offline
+request is not refused. Instead the engine runs until enough other requests have
+finished. Their outputs are kept here until the whole list is done.
 """
 
 import weakref
@@ -15,22 +15,28 @@ if TYPE_CHECKING:
 
 
 class Portions:
-    """Outputs of an offline engine that were finished before the list was complete.
+    """Outputs of an offline engine that finished while the list was being submitted.
 
-    Belongs to the thread that adds requests and runs the engine.
+    Used only by the thread that adds requests and runs the engine.
     """
 
     def __init__(
         self, engine: "LLMEngine", wait: Callable[[Collection[Any]], None]
     ) -> None:
-        """Begin with none; `wait(outputs)` puts the results into final outputs."""
-        # Not a reference: the front end closes when the engine is gone.
+        """Start with no outputs.
+
+        Args:
+            engine: the engine to run.
+            wait: waits for the results of final outputs, and attaches them.
+
+        """
+        # A weak reference, because the front end is closed by the engine's finalizer.
         self._engine = weakref.ref(engine)
         self._wait = wait
         self._finished: list[Any] = []
 
     def relieve(self) -> bool:
-        """Run the engine until a captured request has ended; False if none is left."""
+        """Run the engine until a captured request finishes; False if none is left."""
         engine = self._engine()
         assert engine is not None, "an engine that is gone admits a request"
         while engine.has_unfinished_requests():
@@ -43,15 +49,15 @@ class Portions:
         return False
 
     def take(self) -> list[Any]:
-        """The outputs, once; they belong to the list that is being run."""
+        """Return the outputs and forget them."""
         finished, self._finished = self._finished, []
         return finished
 
     def drop(self, request_ids: Collection[str]) -> None:
-        """A list was refused: nobody comes for the outputs of its requests.
+        """Discard the outputs of a list that was refused.
 
         Args:
-            request_ids: as the engine knows them: the client's with a suffix.
+            request_ids: internal ids: the client's ids with a suffix.
 
         """
         gone = {request_id.rpartition("-")[0] for request_id in request_ids}
@@ -59,6 +65,6 @@ class Portions:
 
 
 def _capture_id(output: Any) -> str | None:
-    """Outputs of pooling have none."""
+    """The `capture_id`; None for outputs of pooling, which lack the attribute."""
     found: str | None = getattr(output, "capture_id", None)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of requests, on their way from the front end to the engine."""
+"""Collects the ends of requests in the front end and sends them to the engine."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,28 +10,28 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
 
 SETTLE_SECONDS = 2.0
-"""An engine that is about to stop has so long to take what was sent to it."""
+"""How long to wait for an engine that is about to stop to receive sent ends."""
 
 
 class EndsSender(Protocol):
-    """Gives an engine the ends of requests."""
+    """Sends ends of requests to an engine."""
 
     def __call__(self, ends: list[CaptureEnd]) -> None:
-        """Send them, now or soon."""
+        """Send `ends`, possibly asynchronously."""
 
     def wait(self, timeout: float) -> None:
-        """Until all that were sent have arrived, `timeout` seconds at most."""
+        """Wait until all sent ends have arrived, `timeout` seconds at most."""
 
 
 class Ends:
-    """Notes ends and sends them together."""
+    """Collects ends and sends them in batches."""
 
     def __init__(self, send: EndsSender, reply_to: str) -> None:
-        """Note nothing yet.
+        """Start with no ends.
 
         Args:
-            send: takes what was noted.
-            reply_to: where the results go.
+            send: sends a batch to the engine.
+            reply_to: ZMQ address for the results.
 
         """
         self._send = send
@@ -39,7 +39,7 @@ class Ends:
         self._noted: list[CaptureEnd] = []
 
     def note(self, state: "RequestState", sample: "Sample", finish_reason: str) -> None:
-        """A sample has ended with the tokens that its client has."""
+        """Add the end of a sample, with the tokens that its client received."""
         assert state.detokenizer is not None
         self._noted.append(
             CaptureEnd(
@@ -53,11 +53,11 @@ class Ends:
         )
 
     def flush(self) -> None:
-        """Send what was noted."""
+        """Send the collected ends."""
         if self._noted:
             ends, self._noted = self._noted, []
             self._send(ends)
 
     def settle(self) -> None:
-        """Wait until the engine has what was sent."""
+        """Wait until sent ends have arrived, `SETTLE_SECONDS` at most."""
         self._send.wait(SETTLE_SECONDS)

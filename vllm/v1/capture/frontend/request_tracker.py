@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captured requests of one front end, until their results were fetched."""
+"""Tracks the captured requests of one front end until their results are fetched."""
 
 import threading
 from collections.abc import Callable
@@ -7,17 +7,21 @@ from time import monotonic
 
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.tracking import Sample, Tracked
+from vllm.v1.capture.frontend.unsent import UnsentRows
 from vllm.v1.capture.types import CaptureResult
 
 KEPT_RESULTS = 4096
-"""Results of requests that nobody waited for are kept for this many requests."""
+"""Maximum number of tracked requests before complete, unfetched ones are dropped."""
 
 Owner = tuple[str, int]
-"""`(parent, sample)`: the request as its client knows it, and which of its samples."""
+"""`(parent, sample)`: the id of the client's request, and the sample's index."""
 
 
 class RequestTracker:
-    """By parent: the id of the request that its client knows. Any thread may call."""
+    """Captured requests by parent id: the id of the request before it is split by `n`.
+
+    Thread-safe; methods that need the caller to hold `changed` say so.
+    """
 
     def __init__(
         self,
@@ -26,24 +30,26 @@ class RequestTracker:
         answered: Callable[[str, float], None],
         forgotten: Callable[[str], None],
     ) -> None:
-        """Know of no request.
+        """Start with no requests.
 
         Args:
-            claims: names that requests give up when their results are there.
-            stages: each instance answers once for each pipeline stage.
-            answered: called when an instance has answered for a sample at all stages,
-                with the seconds since the sample's end.
-            forgotten: called with the parent of a request that is over.
+            claims: the locked paths; those of a request are released when its results
+                are complete.
+            stages: number of pipeline stages; an instance returns a result for each.
+            answered: called with an instance and the seconds since the end of a sample,
+                when it has returned the sample's results of all stages.
+            forgotten: called with the parent id of a request that is removed.
 
         """
         self.claims = claims
         self.changed = threading.Condition()
-        """Guards everything here; notified when all results of a request are there."""
+        """Guards all state; notified when all results of a request have arrived."""
         self.last_result = 0.0
-        """When the last result of any request came, by the monotonic clock."""
+        """Monotonic time, in seconds, at which the last result arrived."""
         self._stages = stages
         self._answered = answered
         self._forgotten = forgotten
+        self._unsent = UnsentRows()
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
@@ -51,7 +57,7 @@ class RequestTracker:
     def begin(
         self, parent: str, sample: int, request_id: str, instances: tuple[str, ...]
     ) -> Tracked:
-        """A sample is about to be sent to the engine; the lock is held."""
+        """Track a sample that is about to be sent; the caller holds `changed`."""
         tracked = self._tracked.setdefault(parent, Tracked())
         tracked.samples[sample] = Sample(instances, self._stages)
         tracked.request_ids.append(request_id)
@@ -59,7 +65,7 @@ class RequestTracker:
         return tracked
 
     def end(self, request_id: str, aborted: bool) -> Sample | None:
-        """A sample has ended for its client; None if it is not captured."""
+        """Mark a sample as ended and return it; None if it is not captured."""
         with self.changed:
             owner = self._owner.get(request_id)
             if owner is None:
@@ -70,15 +76,21 @@ class RequestTracker:
             sample.ended_at = monotonic()
             return sample
 
+    def abandon(self, parent: str) -> None:
+        """Mark a request as aborted: its results will not be fetched."""
+        with self.changed:
+            if parent in self._tracked:
+                self._tracked[parent].aborted = True
+
     def owner_of(self, request_id: str) -> Owner | None:
-        """Whose rows carry this id."""
+        """The parent and sample index of an internal request id."""
         with self.changed:
             return self._owner.get(request_id)
 
     def note(
         self, request_id: str, instance: str, stage: int, result: CaptureResult
     ) -> None:
-        """A result has come."""
+        """Store a result that arrived; the last one of a request wakes its waiters."""
         with self.changed:
             owner = self._owner.get(request_id)
             if owner is None:
@@ -98,53 +110,69 @@ class RequestTracker:
                 self._drop_oldest()
 
     def results(self, parent: str, request_id: str) -> dict[str, CaptureResult] | None:
-        """What is known by now; a request whose results are all there is over."""
+        """The results so far, by instance; a complete request is then forgotten."""
         with self.changed:
             tracked = self._tracked.get(parent)
             if tracked is None:
                 return None
             if tracked.complete():
                 self._forget(parent)
+                self._unsent.hold(tracked.held)
             return tracked.merged(request_id)
 
     def is_complete(self, parent: str) -> bool:
-        """Whether no result is missing."""
+        """Whether no result is missing, or the request is unknown."""
         tracked = self._tracked.get(parent)
         return tracked is None or tracked.complete()
 
     def waits(self, parent: str) -> bool:
-        """Whether the last output waits for results without being asked to."""
+        """Whether a consumer makes the final output wait for results."""
         with self.changed:
             tracked = self._tracked.get(parent)
             return tracked is not None and tracked.waits
 
     def when_complete(self, parent: str, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, with the last result; not if it is there."""
+        """Call `wake` once when the last result arrives, on the thread that notes it.
+
+        It is not called if the request is complete already.
+        """
         with self.changed:
             if not self.is_complete(parent):
                 self._waiters.setdefault(parent, []).append(wake)
 
     def lose(self, parent: str, why: str) -> None:
-        """Results that have not come will not."""
+        """Replace missing results by errors with the message `why`."""
         with self.changed:
             for sample in self._tracked[parent].samples.values():
                 sample.lose(why, self._stages)
 
     def count(self) -> int:
-        """How many wait for results; complete ones may wait to be fetched."""
+        """The number of requests whose results are incomplete."""
         with self.changed:
             return sum(not tracked.complete() for tracked in self._tracked.values())
 
     def held_bytes(self, instance: str, aborted: bool) -> int:
-        """Bytes that the requests may bring back; the lock is held."""
-        return sum(
+        """Bytes that requests may return; the caller holds `changed`.
+
+        Rows in unsent responses count with the requests that were not aborted.
+
+        Args:
+            instance: of the consumer.
+            aborted: whether to count aborted requests or the others.
+
+        """
+        held = sum(
             tracked.held.get(instance, 0)
             for tracked in self._tracked.values()
             if tracked.aborted == aborted
         )
+        return held if aborted else held + self._unsent.bytes_for(instance)
 
     def forget_aborted(self, instance: str, size: int) -> None:
-        """Forget results that nobody may come for, until `size` bytes are free."""
+        """Forget complete results of aborted requests until `size` bytes are free.
+
+        Their client may never fetch them. The caller holds `changed`.
+        """
         for parent, tracked in list(self._tracked.items()):
             if size <= 0:
                 return
@@ -153,7 +181,7 @@ class RequestTracker:
                 self._forget(parent)
 
     def _drop_oldest(self) -> None:
-        """Forget complete results that nobody has fetched, oldest first."""
+        """Bound the number of requests: forget unfetched results, oldest first."""
         while len(self._tracked) > KEPT_RESULTS:
             items = self._tracked.items()
             oldest = next((parent for parent, one in items if one.complete()), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end knows of all lanes: for metrics, and for whoever asks."""
+"""Counters of all lanes as the front end knows them, for metrics and `describe`."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -19,15 +19,15 @@ Source = tuple[int, int]
 class CaptureStatus:
     """Counters by engine, stage and consumer instance.
 
-    A consumer beside the front end has a lane in each worker, which hands its rows
-    on, and one here, which knows what became of them.
+    A driver-side consumer has a lane in each worker, which sends its rows, and one in
+    this process, which counts failures and queued work.
     """
 
     def __init__(self, here: Callable[[], Mapping[str, LaneCounters]]) -> None:
-        """Start with nothing.
+        """Start without reports.
 
         Args:
-            here: the counters of the lanes in this process.
+            here: returns the counters of the lanes in this process.
 
         """
         self._here = here
@@ -39,11 +39,11 @@ class CaptureStatus:
         self._lock = threading.Lock()
 
     def publish(self, metrics: CaptureMetrics) -> None:
-        """From now on, put into `metrics` what comes in."""
+        """Forward later reports to `metrics`."""
         self._metrics = metrics
 
     def take(self, message: CountersMessage) -> None:
-        """A worker reports."""
+        """Store the report of a worker."""
         source = (message.engine, message.stage)
         with self._lock:
             before = self._workers.get(source, {})
@@ -56,17 +56,17 @@ class CaptureStatus:
                 self._set_levels(self._metrics, message.engine)
 
     def finalized(self, instance: str, seconds: float) -> None:
-        """A consumer took so long from a request's end to its result."""
+        """Record the time from the end of a request to the consumer's result."""
         if self._metrics is not None:
             self._metrics.finalized((0, instance), seconds)
 
     def num_workers(self) -> int:
-        """How many have reported."""
+        """The number of workers that have reported."""
         with self._lock:
             return len(self._workers)
 
     def counters(self) -> dict[str, Any]:
-        """Totals and levels by consumer instance, over all engines and stages."""
+        """Counters by consumer instance, summed over all engines and stages."""
         with self._lock:
             names = {name for each in self._workers.values() for name in each}
             found = {name: self._sum(name) for name in names}
@@ -83,7 +83,7 @@ class CaptureStatus:
         }
 
     def host_memory(self) -> list[dict[str, Any]]:
-        """Of each worker: what it may hold for rows, what it holds, and for what."""
+        """The fields of `MemoryCounters` for each worker."""
         with self._lock:
             found = sorted(self._memory.items())
         return [
@@ -138,7 +138,7 @@ def _difference(now: LaneCounters, before: LaneCounters) -> LaneCounters:
 
 
 def _with_here(workers: LaneCounters, here: LaneCounters) -> LaneCounters:
-    """Rows were counted by the workers; here it shows what became of them."""
+    """Add the failures and queues of this process; rows were counted by workers."""
     return msgspec.structs.replace(
         workers,
         failed_rows=workers.failed_rows + here.failed_rows,

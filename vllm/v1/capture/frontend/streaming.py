@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for outputs that come while their request still generates.
+"""Rows in the intermediate outputs of a streaming request.
 
-A request that is read output by output gets its rows twice: from the consumer,
-complete, with the last output; and before, as steps compute them, from the reader
-`LIVE` that admission adds to its plan. The second way loses nothing that matters:
-whatever becomes of it, the last output is complete.
+The rows of a streaming request arrive twice: as steps compute them, through the reader
+`LIVE` that admission adds to its plan; and complete, from the consumer, with the final
+output. Rows lost on the first way are therefore in the final output.
 """
 
 import threading
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Shown:
-    """The rows of one tap that outputs have carried, in memory that grows."""
+    """The rows of one tap that outputs have carried, in a growing buffer."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
@@ -36,7 +35,7 @@ class _Shown:
     def extend(self, positions: list[int], rows: torch.Tensor) -> None:
         start, stop = len(self.positions), len(self.positions) + len(positions)
         if stop > len(self._buffer):
-            # Twice as much each time, so that long answers are not copied per token.
+            # Doubling avoids a copy of all rows per token.
             grown = rows.new_empty(max(2 * start, stop), rows.shape[1])
             grown[:start] = self._buffer[:start] if start else grown[:0]
             self._buffer = grown
@@ -45,20 +44,20 @@ class _Shown:
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[rows, hidden_size]`; what was once shown does not change any more."""
+        """`[rows, hidden_size]`, a view; existing rows never change."""
         return self._buffer[: len(self.positions)]
 
 
 @dataclass
 class _Sample:
-    """What is known of one sample, and what outputs have not carried yet."""
+    """State of one sample: its tokens, and rows that no output has carried yet."""
 
     token_ids: list[int] = field(default_factory=list)
     waiting: dict[Tap, list[CaptureChunk]] = field(default_factory=dict)
     shown: dict[tuple[str, Tap], _Shown] = field(default_factory=dict)
 
     def take(self, last: int) -> dict[Tap, list[tuple[list[int], torch.Tensor]]]:
-        """The rows up to the position `last` that have not been taken before."""
+        """Remove and return the waiting rows up to the position `last`."""
         taken: dict[Tap, list[tuple[list[int], torch.Tensor]]] = {}
         for tap, chunks in self.waiting.items():
             rest = []
@@ -78,7 +77,7 @@ class _Sample:
 
 
 class LiveRequest:
-    """The rows of one request, until its last output."""
+    """The rows of one request, until its final output."""
 
     def __init__(
         self,
@@ -100,13 +99,13 @@ class LiveRequest:
                     self._wanted[reader.instance].update(taps)
 
     def put(self, sample: int, chunks: Iterable[CaptureChunk]) -> None:
-        """Rows have come in."""
+        """Add rows of a sample."""
         waiting = self._samples.setdefault(sample, _Sample()).waiting
         for chunk in chunks:
             waiting.setdefault(chunk.key[1:], []).append(chunk)
 
     def show(self, output: "RequestOutput") -> dict[str, CaptureResult]:
-        """What `output` carries: by instance, a result that is still pending."""
+        """The rows for an intermediate output: a pending result by instance."""
         parts = {}
         for completion in output.outputs:
             sample = self._samples.setdefault(completion.index, _Sample())
@@ -124,8 +123,8 @@ class LiveRequest:
         return results
 
     def _payloads(self, sample: _Sample) -> dict[str, RowsByTap]:
-        # Were the request to end with the tokens that its client has, its last row
-        # would be at P+N-2. Rows past that may turn out void.
+        # If the request ended with the N tokens that its client has, its last row would
+        # be at P+N-2. Rows past that may still be discarded.
         last = self._num_prompt_tokens + len(sample.token_ids) - 2
         if not self._cumulative:
             sample.shown.clear()
@@ -158,13 +157,13 @@ class LiveRequest:
 
 
 class LiveRows:
-    """The requests of one front end that are read output by output.
+    """The streaming requests of one front end.
 
-    Rows come in on the thread that listens, outputs go out on the event loop's.
+    Rows arrive on the inbox thread, outputs are made on the event loop's thread.
     """
 
     def __init__(self, consumers: Mapping[str, ConsumerCapabilities]) -> None:
-        """Note which of the `consumers` return rows with the output."""
+        """Find which of the `consumers` stream rows."""
         self._streaming = frozenset(
             name for name, can in consumers.items() if can.streams
         )
@@ -172,7 +171,7 @@ class LiveRows:
         self._lock = threading.Lock()
 
     def instances(self, params: "SamplingParams") -> frozenset[str]:
-        """The consumers whose rows a request's outputs carry before the last."""
+        """The consumers whose rows the intermediate outputs of a request carry."""
         final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
         return (
             frozenset() if final_only or not params.capture_stream else self._streaming
@@ -185,7 +184,7 @@ class LiveRows:
         prompt_token_ids: list[int] | None,
         params: "SamplingParams",
     ) -> None:
-        """Keep the rows of a request from now on, if its plan has the reader."""
+        """Start to keep the rows of a request, if its plan has the reader `LIVE`."""
         if LIVE not in plan.lanes:
             return
         with self._lock:
@@ -195,20 +194,20 @@ class LiveRows:
                 )
 
     def put(self, request_id: str, sample: int, chunks: Iterable[CaptureChunk]) -> None:
-        """Rows of a request have come in; after its last output nobody wants them."""
+        """Add rows of a request; those after its final output are discarded."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
                 request.put(sample, chunks)
 
     def show(self, request_id: str, output: "RequestOutput") -> None:
-        """Put the rows that have come in by now into an output."""
+        """Attach the rows received so far to an intermediate output."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
                 output.capture_results = request.show(output)
 
     def close(self, request_id: str) -> None:
-        """The request's last output is there."""
+        """Drop the rows of a request that has its final output."""
         with self._lock:
             self._requests.pop(request_id, None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions whose prompt comes in parts: they cannot be captured.
+"""Refuses captures of sessions with streaming input, whose prompt comes in parts.
 
-The positions of a prompt that has no end yet are not known, and a captured request
-ends once for its client, not with each part.
+The length of such a prompt is unknown at admission, and a session ends several times
+for its client, a captured request only once.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ def refuse(capture: Any, everyone: Sequence[str]) -> None:
     """Refuse a session that would be captured.
 
     Args:
-        capture: what the session asks for, if anything.
-        everyone: instances that capture every request.
+        capture: `SamplingParams.capture` of the session.
+        everyone: names of the instances that capture every request.
 
     Raises:
-        CaptureValidationError: one of both would capture it.
+        CaptureValidationError: `capture` is set or `everyone` is not empty.
 
     """
     if capture is not None:

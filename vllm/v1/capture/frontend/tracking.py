@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of a captured request have come to its front end."""
+"""State of a captured request in the front end: which results have arrived."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,22 +10,22 @@ from vllm.v1.capture.types import CaptureResult
 
 @dataclass
 class Sample:
-    """What is known of one sample's results: per instance, per stage."""
+    """The results of one sample, by instance and pipeline stage."""
 
     instances: tuple[str, ...]
     stages: int
     results: dict[str, dict[int, CaptureResult]] = field(default_factory=dict)
     ended_at: float = 0.0
-    """When its client's output was complete, by the monotonic clock."""
+    """Monotonic time at which the output for its client was complete, in seconds."""
 
     def complete(self) -> bool:
-        """Whether every instance has answered, at every stage."""
+        """Whether every instance has returned a result for every stage."""
         return all(
             len(self.results.get(name, ())) == self.stages for name in self.instances
         )
 
     def lose(self, why: str, stages: int) -> None:
-        """Results that have not come will not."""
+        """Replace missing results by errors with the message `why`."""
         key: Any = ("", -1, "*")
         for name in self.instances:
             got = self.results.setdefault(name, {})
@@ -33,7 +33,7 @@ class Sample:
                 got.setdefault(stage, CaptureResult(key, "error", why))
 
     def merged(self, request_id: str) -> dict[str, CaptureResult]:
-        """The result of each instance, pending where a stage has not answered."""
+        """The result of each instance over all stages; pending if one is missing."""
         merged = {}
         for name in self.instances:
             got = self.results.get(name, {})
@@ -47,26 +47,26 @@ class Sample:
 
 @dataclass
 class Tracked:
-    """A request as the client knows it: one id, one or more samples."""
+    """A client's request with its samples."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
-    """What the engine calls the samples."""
+    """Internal ids of the samples."""
     held: dict[str, int] = field(default_factory=dict)
-    """Bytes of rows that may come back with the results, per instance."""
+    """Bytes of rows that may be returned with the results, by instance."""
     waits: bool = False
-    """Whether a consumer's rows come back with the output, which waits for them."""
+    """Whether the final output waits for results because a consumer requires it."""
     idle: tuple[str, ...] = ()
-    """Instances that the request names and that want nothing of it."""
+    """Instances that the request names but that capture nothing of it."""
     aborted: bool = False
-    """Whether it may be that nobody comes for the results."""
+    """Whether a sample was aborted; then the results may never be fetched."""
 
     def complete(self) -> bool:
-        """Whether every result of every sample is there."""
+        """Whether all results of all samples have arrived."""
         return all(sample.complete() for sample in self.samples.values())
 
     def merged(self, request_id: str) -> dict[str, CaptureResult]:
-        """The result of each instance, joined over the samples."""
+        """The result of each instance, merged over the samples."""
         each = {
             index: sample.merged(request_id) for index, sample in self.samples.items()
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for the results of a request, on a thread or on an event loop."""
+"""Waits for the results of a request, on a thread or on an event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from vllm.v1.capture.frontend.request_tracker import RequestTracker
 logger = init_logger(__name__)
 
 WAIT_SECONDS = 120.0
-"""A request stops waiting for its results once none has come for so long."""
+"""A wait ends if no result of any request has arrived for this many seconds."""
 
 LOOK_SECONDS = 1.0
-"""So often one who waits looks whether the engine lives."""
+"""Seconds between checks, while waiting, that the engine is alive."""
 
 
 class ResultWaiter:
-    """Ends when the results are there, or will not come."""
+    """Waits until the results of a request are complete or can no longer arrive."""
 
     def __init__(self, requests: RequestTracker, alive: Callable[[], bool]) -> None:
-        """Wait for results of `requests`, as long as the engine is `alive`."""
+        """Wait for results of `requests` while `alive()` is true."""
         self._requests = requests
         self._alive = alive
 
     def wait(self, parent: str) -> None:
-        """Block this thread."""
+        """Wait for the results of a request, blocking this thread."""
         began, changed = monotonic(), self._requests.changed
         while self._may_complete(parent, began):
             with changed:
@@ -36,7 +36,7 @@ class ResultWaiter:
                 )
 
     async def wait_async(self, parent: str) -> None:
-        """The same without blocking the loop."""
+        """Wait for the results of a request, without blocking the event loop."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 
@@ -50,7 +50,7 @@ class ResultWaiter:
                 await asyncio.wait_for(done.wait(), LOOK_SECONDS)
 
     def _may_complete(self, parent: str, began: float) -> bool:
-        """Whether results are missing that are worth waiting for."""
+        """Whether results are missing and may still arrive."""
         if self._requests.is_complete(parent):
             return False
         if not self._alive():
@@ -58,7 +58,8 @@ class ResultWaiter:
                 parent, "the engine died before the consumer had answered"
             )
             return False
-        # Others' results count: with many requests and a slow disk each takes long.
+        # Results of other requests count as progress: with many requests and a slow
+        # disk, each takes long.
         if monotonic() - max(began, self._requests.last_result) < WAIT_SECONDS:
             return True
         logger.warning(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory a process may hold for captured rows, and for what it does."""
+"""The budget of a process's host memory for captured rows, accounted by purpose."""
 
 import threading
 from collections import Counter
@@ -13,7 +13,7 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 logger = init_logger(__name__)
 
 HOST_SHARE = 4
-"""By itself capture takes at most this part of the machine's memory."""
+"""The default budget is the machine's memory divided by this."""
 
 
 @cache
@@ -25,24 +25,23 @@ def machine_bytes() -> int:
 
 
 class HostBudget:
-    """Counts what a process takes from the system for rows, by owner.
+    """Counts the bytes that a process has allocated for rows, by owner; thread-safe.
 
-    Safe to use from any thread.
+    An owner is the name of a purpose, such as `"staging"`.
     """
 
     def __init__(self, limit: int) -> None:
-        """Allow `limit` bytes."""
+        """Start with nothing allocated, and a limit in bytes."""
         self.limit = limit
-        """Bytes that all owners may hold together."""
+        """Maximum bytes of all owners together."""
         self.overflow_bytes = 0
-        """Bytes of rows, so far, that lay in ordinary memory because the budget or
-        shared memory did not suffice."""
+        """Total bytes of rows put in ordinary memory for lack of budget or memory."""
         self._owners: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._has_overflowed = False
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Count `num_bytes` for `owner`; False, and nothing, where they do not fit."""
+        """Count `num_bytes` for `owner` if they fit; returns whether they do."""
         with self._lock:
             if self._owners.total() + num_bytes > self.limit:
                 return False
@@ -50,21 +49,21 @@ class HostBudget:
             return True
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether `take` would count so much now."""
+        """Whether `take` would succeed now."""
         return self._owners.total() + num_bytes <= self.limit
 
     def claim(self, owner: str, num_bytes: int) -> None:
-        """Count `num_bytes` that are needed in any case."""
+        """Count `num_bytes` for `owner` even if they exceed the limit."""
         with self._lock:
             self._owners[owner] += num_bytes
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """`owner` has returned `num_bytes` to the system."""
+        """Subtract `num_bytes` that `owner` returned to the system."""
         with self._lock:
             self._owners[owner] -= num_bytes
 
     def overflow(self, num_bytes: int) -> None:
-        """Rows of `num_bytes` go to ordinary memory, which is copied once more."""
+        """Count rows put in ordinary memory, from which they are copied once more."""
         self.overflow_bytes += num_bytes
         if not self._has_overflowed:
             self._has_overflowed = True
@@ -77,10 +76,10 @@ class HostBudget:
             )
 
     def by_owner(self) -> dict[str, int]:
-        """Bytes that are held now."""
+        """Bytes allocated now, by owner."""
         with self._lock:
             return {name: held for name, held in self._owners.items() if held}
 
 
 BUDGET = HostBudget(machine_bytes() // HOST_SHARE)
-"""Of this process."""
+"""The budget of this process."""

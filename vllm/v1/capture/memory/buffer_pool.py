@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for captured rows, used again once nobody holds them.
+"""A pool of host memory for captured rows.
 
-Memory that is new to a process costs several times what copying into it costs: the
-system must find and clear each of its pages first. Rows come all the time and go as
-soon as their consumer has them, so their memory is kept for the next ones. It is
-shared memory, which front ends map where it lies.
+The first write to new memory costs several times as much as a copy, because the kernel
+must find and clear each page. Rows are short-lived, so their memory is reused for later
+rows. It is shared memory, so that front ends can map it without a copy.
 """
 
 import threading
@@ -30,31 +29,30 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 SMALLEST = 128 << 10
-"""Bytes below which the allocator keeps memory by itself."""
+"""Smaller tensors, in bytes, come from torch's allocator, which reuses memory too."""
 SEGMENT_BYTES = 256 << 20
-"""What is taken from the system at once, if no block is larger."""
+"""Size of a segment, unless a larger block is needed."""
 OWNER = "row_memory"
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """A segment that blocks are cut from."""
+    """A segment with the free parts of it."""
 
     segment: SharedSegment
     extents: Extents
     needed: bool = True
-    """Whether a block was taken from it since `trim`."""
+    """Whether a block was allocated in it since the last `trim`."""
 
 
 class RowMemory:
-    """Gives out tensors, and takes their memory back when the last view is gone.
+    """Allocates tensors whose memory is reused once their last view is gone.
 
-    Safe to use from any thread. Taking back takes no lock, as it may happen wherever
-    the interpreter frees an object.
+    Thread-safe. Freeing takes no lock, because a finalizer may run anywhere.
     """
 
     def __init__(self, budget: HostBudget, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Take segments of `segment_bytes` from the system, as `budget` allows."""
+        """Start without memory; segments are allocated on demand within `budget`."""
         self._budget = budget
         self._segment_bytes = segment_bytes
         self._slabs: list[Slab] = []
@@ -62,7 +60,11 @@ class RowMemory:
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, `shape`, on the CPU; nobody else has its memory."""
+        """An uninitialized CPU tensor.
+
+        It is in ordinary memory if it is small or the budget is used up, otherwise in
+        shared memory.
+        """
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < SMALLEST:
             return torch.empty(*shape, dtype=dtype)
@@ -73,7 +75,7 @@ class RowMemory:
             self._budget.overflow(num_bytes)
             return torch.empty(*shape, dtype=dtype)
         slab, start = found
-        # In its shape before it is torch's, whose calls take longer.
+        # Reshaped by NumPy, which is faster than torch here.
         memory = slab.segment.memory[start : start + num_bytes].reshape(
             *shape[:-1], shape[-1] * dtype.itemsize
         )
@@ -81,7 +83,7 @@ class RowMemory:
         return lent(memory, self._returned.append, taken).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """`torch.cat` of rows; a single part is given back as it is."""
+        """`torch.cat` into memory of the pool; a single part is returned as it is."""
         if len(parts) == 1:
             return parts[0]
         shape = list(parts[0].shape)
@@ -92,7 +94,7 @@ class RowMemory:
         return joined
 
     def trim(self) -> None:
-        """Give back to the system what was not needed since the last time."""
+        """Return segments to the system that were unused since the last call."""
         collect_all()
         with self._lock:
             self._settle()
@@ -107,11 +109,11 @@ class RowMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are taken from the system."""
+        """Bytes allocated from the system."""
         return sum(slab.segment.size for slab in list(self._slabs))
 
     def _take(self, size: int) -> tuple[Slab, int] | None:
-        """A slab and where in it `size` bytes begin that nobody has."""
+        """Allocate `size` bytes; returns the slab and the offset in it."""
         self._settle()
         for slab in self._slabs:
             start = slab.extents.take(size)
@@ -121,7 +123,7 @@ class RowMemory:
         return None
 
     def _take_more(self, size: int) -> tuple[Slab, int] | None:
-        """The same from what front ends have dropped meanwhile, or from the system."""
+        """The same after reclaiming blocks from front ends, or in a new slab."""
         collect_all()
         found = self._take(size)
         if found is None and self._grow(size):
@@ -147,13 +149,17 @@ class RowMemory:
 
 
 def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:
-    """`memory` as a tensor; `give_back(what)` once its last view is gone.
+    """`memory` as a tensor; `give_back(what)` is called when its last view is gone.
 
-    That is on any thread. `memory` is a view that nobody else holds.
+    Args:
+        memory: an array that only the caller refers to.
+        give_back: called on any thread; must not block.
+        what: its argument.
+
     """
     weakref.finalize(memory, give_back, what).atexit = False
     return torch.from_numpy(memory)
 
 
 ROWS = RowMemory(BUDGET)
-"""Of this process."""
+"""The pool of this process."""

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a piece of memory are free."""
+"""A first-fit allocator of ranges."""
 
 from bisect import bisect_left
 
 
 class Extents:
-    """The free parts of `[0, size)`; the first that suffices is taken from."""
+    """The free parts of `[0, size)`, allocated by first fit."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = [(0, size)]
-        """`(start, stop)` of each, ascending; none touches the next."""
+        """`(start, stop)` of each, ascending and not adjacent."""
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is taken."""
+        """Whether nothing is allocated."""
         return self._free == [(0, self.size)]
 
     def take(self, size: int) -> int | None:
-        """Where `size` more begin; None if no part suffices."""
+        """Allocate `size`; returns the start, None if no free part is large enough."""
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 rest = [(start + size, stop)] if stop - start > size else []
@@ -27,7 +27,7 @@ class Extents:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """What was taken at `start` is free."""
+        """Free the range `[start, start + size)`."""
         stop = start + size
         index = bisect_left(self._free, (start, stop))
         if index < len(self._free) and self._free[index][0] == stop:

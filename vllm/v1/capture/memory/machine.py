@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine, or the container on it, has for captured rows."""
+"""Memory and threads that the machine or container offers to capture."""
 
 from functools import cache
 
@@ -18,5 +18,5 @@ def memory_bytes() -> int:
 
 
 def writer_threads() -> int:
-    """How many threads write files at most: half of the cores, from 2 to 8."""
+    """Maximum number of threads that write files: half of the cores, from 2 to 8."""
     return min(max(available_cpu_count() // 2, 2), 8)

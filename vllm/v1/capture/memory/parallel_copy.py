@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying rows on the host, large amounts on several threads.
+"""Copies of rows on the host, on several threads if they are large.
 
-One core copies a few GB/s, less than a prompt's rows come in; upstream leaves torch
-one thread while it serves. A copy lets go of the interpreter's lock, as each call of
-torch does: the engine's thread is held up less by one long wait of another thread than
-by many short ones, so what can be a single call is one.
+One core copies a few GB/s, which is less than the rate of a prompt's rows, and upstream
+limits torch to one thread while serving. Each call of torch releases the GIL. The
+engine's thread is delayed by every time another thread takes it back, so copies are
+batched into as few calls as possible.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,16 @@ from vllm.utils.torch_utils import available_cpu_count
 
 MOST_THREADS = 6
 PIECE_BYTES = 2 << 20
-"""What is worth waking a thread for."""
+"""Minimum number of bytes per thread."""
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""A target and its source, of equal shapes, `[..., hidden_size]`."""
+"""`(target, source)` of equal shapes `[..., hidden_size]`."""
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Do them all.
+    """Do all copies, with a single call of torch per thread.
 
-    Each thread makes a single call: between two calls the interpreter's lock would
-    change hands, and the engine's thread would wait for it each time.
+    Between two calls the GIL would change hands, which delays the engine's thread.
     """
     total = sum([target.nbytes for target, _ in copies])
     count = threads_for(total)
@@ -44,7 +43,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def shares(copies: Sequence[Copy], size: int) -> list[list[Copy]]:
-    """The copies in parts of about `size` bytes; a larger copy is cut."""
+    """Divide copies into parts of about `size` bytes; larger copies are split."""
     parts: list[list[Copy]] = []
     left = 0
     for copy in copies:
@@ -58,7 +57,7 @@ def shares(copies: Sequence[Copy], size: int) -> list[list[Copy]]:
 
 
 def cut(copy: Copy, size: int) -> list[Copy]:
-    """A copy in pieces of at most `size` bytes, if one of its rows is not larger."""
+    """Split a copy along its longest axis into pieces of at most about `size` bytes."""
     target, source = copy
     lengths = target.shape[:-1]
     axis = max(range(len(lengths)), key=lengths.__getitem__)
@@ -75,13 +74,13 @@ def _copy_some(copies: Sequence[Copy]) -> None:
 
 
 def threads_for(num_bytes: int) -> int:
-    """How many threads are worth waking for a copy."""
+    """The number of threads to use for a copy of `num_bytes`."""
     return max(1, min(num_threads(), num_bytes // PIECE_BYTES))
 
 
 @cache
 def num_threads() -> int:
-    """How many threads copy at once: a quarter of the cores that there are."""
+    """The maximum number of copying threads: a quarter of the cores, from 1 to 6."""
     return max(1, min(MOST_THREADS, available_cpu_count() // 4))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned host memory that steps of many rows are copied to, and that consumers hold.
+"""Pinned host memory for the rows of large steps, which consumers then hold.
 
-Pinning memory takes as long as computing many steps. It is done ahead, on a thread of
-its own, in slabs that pages of any size are cut from; where there is none yet, the
-step's rows take the other way, over the host ring.
+Pinning takes as long as computing many steps. It is therefore done ahead, on a separate
+thread, in slabs from which pages of any size are allocated. While there is no free
+page, the rows go through the host ring.
 """
 
 import threading
@@ -29,7 +29,10 @@ OWNER = "pinned_row_memory"
 
 
 class Pages:
-    """Cuts pages out of slabs. One thread takes; any thread may let go of a page."""
+    """Allocates pages from pinned slabs.
+
+    One thread allocates; a page may be freed on any thread.
+    """
 
     def __init__(
         self,
@@ -39,15 +42,14 @@ class Pages:
         ahead_bytes: int = 0,
         budget: HostBudget = BUDGET,
     ) -> None:
-        """Begin to pin the first slab.
+        """Start pinning the first slab.
 
         Args:
-            slab_bytes: of each slab; no page is larger.
-            max_bytes: of all slabs.
-            pin: pins memory; raises RuntimeError where that fails.
-            ahead_bytes: how much is kept for steps to come, at least; not less than
-                a slab.
-            budget: what is taken counts towards it.
+            slab_bytes: size of a slab, and the maximum size of a page.
+            max_bytes: maximum size of all slabs.
+            pin: pins memory; raises RuntimeError if that fails.
+            ahead_bytes: how much to keep free for later steps; at least one slab.
+            budget: the budget that slabs are allocated from.
 
         """
         self._slab_bytes = round_up(slab_bytes, ALIGNMENT)
@@ -57,14 +59,14 @@ class Pages:
         self._budget = budget
         self._slabs: list[Slab] = []
         self._returned: deque[tuple[Extents, int, int]] = deque()
-        """No lock: pages end wherever the interpreter frees an object."""
+        """Appended without a lock, because a finalizer may run anywhere."""
         self._lock = threading.Lock()
-        """Guards the list of slabs and what is free in them."""
+        """Guards the list of slabs and their free parts."""
         self._growing: threading.Thread | None = None
         self._grow()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A page of this shape; None if there is no memory for it, or not yet."""
+        """Allocate a page of this shape; None if no pinned memory is free (yet)."""
         num_bytes = prod(shape) * dtype.itemsize
         size = round_up(num_bytes, ALIGNMENT)
         with self._lock:
@@ -84,14 +86,14 @@ class Pages:
         return page.view(dtype).view(*shape)
 
     def wait(self) -> None:
-        """Until no slab is being pinned any more."""
+        """Wait until no slab is being pinned."""
         if self._growing is not None:
             self._growing.join()
 
     def trim(self) -> None:
-        """Give back to the system what was not needed since the last time.
+        """Return slabs to the system that were unused since the last call.
 
-        What is kept ahead stays.
+        The slabs kept ahead for later steps stay.
         """
         with self._lock:
             self._settle()
@@ -140,7 +142,7 @@ class Pages:
             return False
         try:
             segment = SharedSegment(self._slab_bytes)
-            segment.populate()  # What the process has already is pinned much faster.
+            segment.populate()  # Populated memory is pinned much faster.
             self._pin(segment.memory)
         except (RuntimeError, OSError) as error:
             self._budget.give_back(OWNER, self._slab_bytes)
@@ -158,12 +160,13 @@ class Pages:
 
 
 def pin(memory: Bytes, device: torch.device) -> None:
-    """Let `device` copy to `memory` by itself, where that is possible.
+    """Pin `memory` for `device`, if the platform supports pinning.
 
-    Not by an allocation of torch's, which takes up to twice as much.
+    Torch's own pinned allocations are not used, because they are up to twice as large
+    as requested.
 
     Raises:
-        RuntimeError: the system does not allow it.
+        RuntimeError: pinning failed.
 
     """
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may hold memory for rows that others have already let go of."""
+"""A registry of objects that can reclaim memory which others have released."""
 
 import weakref
 from typing import Protocol
 
 
 class Collector(Protocol):
-    """Takes back what it has lent."""
+    """Lends memory, and can find out what was released."""
 
     def collect(self) -> None:
-        """Drop what is not held any more, without waiting; any thread may call."""
+        """Reclaim released memory without blocking; thread-safe."""
         ...
 
 
@@ -17,11 +17,11 @@ _collectors: "weakref.WeakSet[Collector]" = weakref.WeakSet()
 
 
 def collect_from(collector: Collector) -> None:
-    """Ask `collector`, as long as it exists, whenever memory is wanted."""
+    """Register `collector`, by a weak reference."""
     _collectors.add(collector)
 
 
 def collect_all() -> None:
-    """Have all of them take back what they can."""
+    """Call `collect` on all registered objects."""
     for collector in list(_collectors):
         collector.collect()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying requests' rows out of steps' memory: a single call for those of many.
+"""Copies the rows of many requests out of staging memory in a single call.
 
-The compiled library does it, where there is one, on threads of its own and without the
-interpreter's lock. torch does the same, at ten times the work for each request.
+The native library does it on its own threads and without the GIL. Without the library,
+torch is used, at ten times the cost per request.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ from vllm.v1.capture.memory.parallel_copy import copy_all, threads_for
 from vllm.v1.capture.native import library
 
 Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
-"""The fields of `csrc/rows/gather.h`."""
+"""The fields of the copy in `csrc/rows/gather.h`, in its order."""
 
 
 class RowCopy(NamedTuple):
-    """Rows at equal distances, to be put one behind the other."""
+    """A copy of rows with constant strides to consecutive rows."""
 
     target: torch.Tensor  # [taps, capacity, hidden_size]
     place: int
-    """Where in the target the first row goes."""
+    """Index of the first row in the target."""
     source: torch.Tensor  # [rows, hidden_size]
     first: int
-    """Where in the source the first row is, at the first tap."""
+    """Index in the source of the first row at the first tap."""
     num_rows: int
     apart: int
-    """From each tap to the next, in rows of the source; ..."""
+    """Stride between taps, in rows of the source."""
     distance: int
-    """... and from each row to the next."""
+    """Stride between rows, in rows of the source."""
 
 
 def copy_rows(copies: Sequence[RowCopy]) -> None:
-    """Do them all. All rows have one size, and tensors are contiguous."""
+    """Do all copies. All rows have the same size, and all tensors are contiguous."""
     if not copies:
         return
     if library() is None:
@@ -57,7 +57,7 @@ def copy_rows(copies: Sequence[RowCopy]) -> None:
 
 
 def _gather(numbers: Sequence[Numbers], width: int) -> None:
-    """`width` is that of a row in bytes, as are the distances in the numbers."""
+    """Copy with the native library; `width` and all strides are in bytes."""
     native = library()
     assert native is not None, "there is only torch to copy with"
     rows = sum([copy[5] * copy[6] for copy in numbers])
@@ -65,7 +65,7 @@ def _gather(numbers: Sequence[Numbers], width: int) -> None:
 
 
 def as_tensors(copy: RowCopy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target and source, `[taps, num_rows, hidden_size]`."""
+    """Views of target and source, `[taps, num_rows, hidden_size]`."""
     source, width = copy.source, copy.source.shape[1]
     target = copy.target.narrow(1, copy.place, copy.num_rows)
     strides = copy.apart * width, copy.distance * width, 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that another process can map, known by where it lies in this one.
+"""Shared memory segments, which can be found by address.
 
-A segment is an anonymous file (`memfd_create(2)`): it has no name in any file system,
-so nothing is left behind however a process ends, and the size of `/dev/shm` is no
-limit. Where the system has no such files a segment is ordinary memory.
+A segment is an anonymous file (`memfd_create(2)`). It has no name in a file system, so
+nothing is left behind however a process ends, and the size of `/dev/shm` does not limit
+it. On systems without `memfd_create` a segment is ordinary memory.
 """
 
 import ctypes
@@ -23,19 +23,19 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 ALIGNMENT = mmap.PAGESIZE
-"""Bytes; parts of segments begin at multiples of it, so that each can be mapped."""
+"""Bytes; blocks within segments are aligned to this, so that each can be mapped."""
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
-"""From `madvise(2)`; the mmap module does not name the latter."""
+"""From `madvise(2)`; the mmap module lacks the latter."""
 POPULATED = 64 << 20
-"""Bytes that one call populates."""
+"""Bytes that are populated per call."""
 
 
 class SharedSegment:
-    """Bytes in memory of their own, `[size]`; freed with the last view of them."""
+    """A block of shared memory, `[size]` uint8; freed with the last view of it."""
 
     def __init__(self, size: int) -> None:
-        """Reserve `size` bytes, a multiple of `ALIGNMENT`, of zeros.
+        """Allocate `size` bytes, a multiple of `ALIGNMENT`.
 
         Raises:
             OSError: the system has no more memory.
@@ -43,10 +43,10 @@ class SharedSegment:
         """
         assert size % ALIGNMENT == 0, f"{size} bytes are no whole pages"
         self.number = randbits(63)
-        """No other segment has it, of this process or another."""
+        """Identifies the segment among those of all processes."""
         self.size = size
         self.file = _open(size)
-        """The descriptor, None where this is ordinary memory."""
+        """The file descriptor; None if this is ordinary memory."""
         if self.file is None:
             self.memory: npt.NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
         else:
@@ -56,9 +56,9 @@ class SharedSegment:
         SEGMENTS.add(self)
 
     def populate(self) -> None:
-        """Have the system find all pages now.
+        """Allocate all pages now.
 
-        A page that is missing later would end the process instead of raising.
+        If a page could not be allocated on a later access, the process would be killed.
 
         Raises:
             OSError: there is not enough memory.
@@ -69,7 +69,7 @@ class SharedSegment:
         libc = ctypes.CDLL(None, use_errno=True)
         advise = libc.madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(self.address, self.size, MADV_HUGEPAGE)  # Where shared memory may.
+        advise(self.address, self.size, MADV_HUGEPAGE)  # May be unsupported; ignored.
         for start in range(0, self.size, POPULATED):
             length = min(POPULATED, self.size - start)
             if advise(self.address + start, length, MADV_POPULATE_WRITE) != 0:
@@ -100,10 +100,9 @@ def _open(size: int) -> int | None:
 
 
 class Segments:
-    """The segments of this process, by address. Any thread may call.
+    """The shared segments of this process, by address; thread-safe.
 
-    Nothing takes a lock when a segment is freed, as that may happen wherever the
-    interpreter frees an object.
+    Freeing a segment takes no lock, because a finalizer may run anywhere.
     """
 
     def __init__(self) -> None:
@@ -112,7 +111,7 @@ class Segments:
         self._starts: tuple[int, ...] = ()
 
     def add(self, segment: SharedSegment) -> None:
-        """It can be found until it is gone."""
+        """Register a segment, by a weak reference."""
         if segment.file is None:
             return
         weakref.finalize(segment, os.close, segment.file)
@@ -122,12 +121,12 @@ class Segments:
             self._found, self._starts = living, tuple(sorted(living))
 
     def numbers(self) -> set[int]:
-        """Of those that exist."""
+        """The numbers of the segments that exist."""
         found = [one() for one in list(self._found.values())]
         return {segment.number for segment in found if segment is not None}
 
     def find(self, address: int, num_bytes: int) -> SharedSegment | None:
-        """The segment that holds all of these bytes, if there is one."""
+        """The segment that contains the range of memory, if there is one."""
         starts, found = self._starts, self._found
         index = bisect_right(starts, address) - 1
         one = found.get(starts[index]) if index >= 0 else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled encoders and copies of rows, from `csrc/`, where the fork has them.
+"""The optional native library, built from `csrc/`: row encoders and row copies.
 
-Everything here has a Python form that gives the same bytes; the tests compare them.
+Each function has a Python equivalent that produces the same bytes; tests compare them.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ DTYPES = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
-"""What the codecs know; other dtypes take the Python path."""
+"""The dtypes that the native codecs support; others use the Python codecs."""
 
 
 class Library(Protocol):
-    """What `csrc/bindings` offers."""
+    """The functions of `csrc/bindings`."""
 
     def instruction_sets(self) -> list[str]:
-        """What this CPU has, the widest last."""
+        """The supported instruction sets of this CPU, the widest last."""
 
     def encode_full8(
         self,
@@ -41,7 +41,16 @@ class Library(Protocol):
         width: int,
         instructions: str | None = None,
     ) -> bytes:
-        """The full8 records of rows."""
+        """Encode rows as full8 records; see `storage/quantize.py`.
+
+        Args:
+            rows: row-major bytes.
+            dtype: a value of `DTYPES`.
+            num_rows: number of rows.
+            width: values per row.
+            instructions: an instruction set; by default the widest.
+
+        """
 
     def encode_topk8(
         self,
@@ -52,7 +61,7 @@ class Library(Protocol):
         k: int,
         instructions: str | None = None,
     ) -> bytes:
-        """The topk8 records of rows."""
+        """Encode rows as topk8 records, which keep `k` values per row."""
 
     def gather_rows(
         self,
@@ -60,12 +69,12 @@ class Library(Protocol):
         row_bytes: int,
         threads: int,
     ) -> None:
-        """`csrc/rows/gather.h`, with addresses."""
+        """Copy rows between memory addresses; see `csrc/rows/gather.h`."""
 
 
 @cache
 def library() -> Library | None:
-    """The compiled module; None where there is none, which is said once."""
+    """The native library; None, with one warning, if it cannot be imported."""
     try:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:

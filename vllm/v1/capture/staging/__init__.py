@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of each step go in staging memory."""
+"""Staging memory, and the layout of each step's rows in it."""

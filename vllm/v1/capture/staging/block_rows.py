@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row indices of decoding requests: a request keeps its row of a block at each step.
+"""Stable row indices of decoding requests within a block.
 
-A request that ends frees its index, and the next one to start gets it, so that all
-others keep theirs and their rows of many steps lie at equal distances. A free index is
-a row of staging memory that nothing writes. A change costs time for the requests that
-start or end, and none for the others.
+A decoding request keeps the same row index in every step, so that its rows of many
+steps lie at a constant stride in staging memory. The index of a request that ends is
+reused for the next one that starts. An unused index is a staging row that nothing
+writes. Work is done only for the requests that start or end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from vllm.v1.capture.staging.blocks import Block, BlockRow, Pick, rows_of
 Columns: TypeAlias = tuple[int, ...]
 
 MOST_EMPTY = 8
-"""Indices that may be free, or a quarter of all, before they are numbered anew."""
+"""Indices are compacted if more than this many, and more than a quarter, are free."""
 
 
 class RowIndices:
@@ -26,13 +26,13 @@ class RowIndices:
 
     def __init__(self) -> None:
         self.of: dict[str, BlockRow] = {}
-        """By request."""
+        """The row of each request."""
         self.number = 0
-        """How many there are, free ones included."""
+        """The number of indices, including free ones."""
         self._free: list[int] = []
 
     def take(self, req_id: str, group: int, origin: int) -> None:
-        """Give a request an index, the one that it has if it has one."""
+        """Assign an index to a request; it keeps the one that it has."""
         before = self.of.get(req_id)
         if before is not None:
             if before.origin == origin:
@@ -52,7 +52,7 @@ class RowIndices:
             self._free.append(seat.place)
 
     def compact(self) -> None:
-        """Number the requests anew, without free indices."""
+        """Renumber the requests so that no index is free."""
         if self._free:
             self.of = {
                 req_id: BlockRow(seat.group, seat.origin, place)
@@ -62,42 +62,56 @@ class RowIndices:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether more indices are free than may be."""
+        """Whether so many indices are free that they should be compacted."""
         return len(self._free) > max(MOST_EMPTY, self.number // 4)
 
 
 class BlockRows:
-    """The row indices of requests that had one token in the last step, by block."""
+    """The row indices, by block, of requests that had one token in the last step."""
 
     def __init__(self, most_rows: int) -> None:
-        """`most_rows`: of a step; indices stay free only where it has fewer."""
+        """Start without requests.
+
+        Args:
+            most_rows: staging rows that a step may use. If free indices make it
+                exceed them, the indices are compacted.
+
+        """
         self._most_rows = most_rows
         self._indices: dict[Columns, RowIndices] = {}
 
     def change(self) -> None:
-        """Indices will change; blocks that were given out stay as they are."""
+        """Copy the indices before they change: blocks of earlier steps share them."""
         for indices in self._indices.values():
             indices.of = indices.of.copy()
 
     def take(self, columns: Columns, req_id: str, group: int, origin: int) -> None:
-        """A request has a row of this block in this step."""
+        """Assign a row of the block to a request.
+
+        Args:
+            columns: identify the block.
+            req_id: the request.
+            group: index among the request's local groups.
+            origin: see `BlockRow`.
+
+        """
         indices = self._indices.get(columns)
         if indices is None:
             indices = self._indices[columns] = RowIndices()
         indices.take(req_id, group, origin)
 
     def leave(self, columns: Columns, req_id: str) -> None:
-        """The request has no row of this block any more."""
+        """Free the request's row of the block."""
         if columns in self._indices:
             self._indices[columns].leave(req_id)
 
     def leave_all(self, req_id: str) -> None:
-        """The request has no row of any block any more."""
+        """Free the request's rows of all blocks."""
         for indices in self._indices.values():
             indices.leave(req_id)
 
     def blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
-        """The blocks of a step: decoding requests first, then the rows in `picked`."""
+        """The blocks of a step, each with decoding requests first, then its picks."""
         for indices in self._indices.values():
             if indices.is_sparse:
                 indices.compact()
@@ -109,7 +123,7 @@ class BlockRows:
         return blocks
 
     def _blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
-        # A block without a decoding request is forgotten.
+        # Drop blocks without a decoding request.
         self._indices = {
             c: indices for c, indices in self._indices.items() if indices.of
         }
@@ -127,7 +141,7 @@ NO_INDICES = RowIndices()
 
 
 def block(columns: Columns, indices: RowIndices, picks: Sequence[Pick]) -> Block:
-    """The rows of decoding requests, then the picks one after the other."""
+    """A block with the rows of decoding requests, followed by the picks."""
     if not picks:
         return Block(columns, indices.of, (), (), indices.number)
     *offsets, end = accumulate([pick[3] for pick in picks], initial=indices.number)

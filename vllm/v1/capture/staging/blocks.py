@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a step are captured, and where in staging memory each goes.
+"""Selects the rows that a step captures and lays them out in staging memory.
 
-A step's tokens are the rows of one tensor `[num_tokens, hidden_size]` at every
-tap. This module finds, for the requests that have a plan, the rows that their
-plans select, and lays them out as blocks `[taps, rows]`: one block for all
-requests that read the same taps, so that the work per step does not grow with
-the number of layers.
+At every tap the tokens of a step are the rows of a tensor `[num_tokens, hidden_size]`.
+The rows that the requests' plans select are laid out as blocks `[taps, rows]`. All
+requests that read the same taps share a block, so that the work per step does not grow
+with the number of layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,20 +20,26 @@ from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, Tap, ove
 
 @dataclass(frozen=True, slots=True)
 class LocalGroup:
-    """A plan's group, as far as its taps are in this process."""
+    """A group of a plan, reduced to the taps of this process."""
 
     taps: tuple[Tap, ...]
     columns: tuple[int, ...]
     """Index of each tap among the taps of this process."""
     ranges: Ranges
     readers: tuple[Reader, ...]
-    """Those who are handed rows; none where they are read out on the device only."""
+    """The readers that rows are delivered to; empty if only readouts use the rows."""
 
 
 def local_groups(
     plan: CapturePlan, columns: Mapping[Tap, int]
 ) -> tuple[LocalGroup, ...]:
-    """The groups of `plan`, reduced to the taps that `columns` has."""
+    """The groups of `plan`, reduced to the taps in `columns`; empty ones are dropped.
+
+    Args:
+        plan: of a request.
+        columns: index of each tap among the taps of this process.
+
+    """
     groups = []
     for group in plan.groups:
         taps = tuple(tap for tap in group.taps if tap in columns)
@@ -48,42 +53,53 @@ def local_groups(
 Pick: TypeAlias = tuple[str, int, int, int, int]
 """Consecutive rows of one request that a step captures for one group.
 
-`(request, group, position, number of rows, row)`: the group's index among the request's
-local groups, the first row's token position as far as it is known, and where the rows
-begin in the step's tensors. A plain tuple, as there are many in each step.
+`(request, group, position, number of rows, row)`: `group` is the index among the
+request's local groups, `position` the (assumed) token position of the first row, `row`
+its index in the step's tensors. A plain tuple for speed: a step has many.
 """
 
 
 class BlockRow(NamedTuple):
-    """Where in a block the row of a decoding request goes, and which row that is."""
+    """The row of a decoding request within a block."""
 
     group: int
     """Index among the request's local groups."""
     origin: int
-    """The row's token position less the number of the step: both grow by one."""
+    """The row's token position minus the step number, which is constant."""
     place: int
+    """Row index in the block."""
 
 
 class Block(NamedTuple):
-    """Rows that are read at the same taps: `[len(columns), num_rows]` of staging."""
+    """Rows of a step at the same taps: staging rows `[len(columns), num_rows]`."""
 
     columns: tuple[int, ...]
+    """Index of each tap among the taps of this process."""
     seated: Mapping[str, BlockRow]
-    """By request: those that have a row of a step of one token."""
+    """By request: the rows of requests that have one token in the step."""
     picks: Sequence[Pick]
-    """Rows of steps of several tokens."""
+    """Rows of requests that have several tokens in the step."""
     offsets: Sequence[int]
-    """Where each pick's rows begin in the block."""
+    """For each pick, the index of its first row in the block."""
     num_rows: int
-    """Some may be nobody's."""
+    """Rows per tap, including unused ones."""
 
 
 def pick_rows(
     req_id: str, groups: Sequence[LocalGroup], start: int, count: int, row: int
 ) -> Iterator[tuple[tuple[int, ...], Pick]]:
-    """What a step of some tokens of a request captures, with the columns of the taps.
+    """Select the captured rows of a request that has several tokens in a step.
 
-    Its first token is at position `start`, and in the step's tensors at `row`.
+    Args:
+        req_id: the request.
+        groups: its local groups.
+        start: position of its first token in the step.
+        count: number of its tokens in the step.
+        row: index of its first token in the step's tensors.
+
+    Yields:
+        The columns that identify the block, and the pick.
+
     """
     for number, group in enumerate(groups):
         for first, last in overlap(group.ranges, start, start + count):
@@ -97,15 +113,16 @@ def assign_slots(
     slots: npt.NDArray[np.int32],  # [some taps of this process, num_rows]
     first_column: int = 0,
 ) -> None:
-    """Write each selected row's staging row into `slots`, counted from the step's.
+    """Write the staging row of each selected token into `slots`.
 
-    The rows of a block lie as `[taps, rows]`, the blocks one after the other.
+    Staging rows count from the first one of the step. Each block is laid out as
+    `[taps, rows]`, the blocks one after the other.
 
     Args:
         blocks: of the step.
-        row_of: where in the step's tensors the row of each request is that has a seat.
-        slots: begins with the taps of `first_column`.
-        first_column: the lowest of the blocks, or one below.
+        row_of: by decoding request, the index of its token in the step's tensors.
+        slots: written; its first row belongs to the tap `first_column`.
+        first_column: at most the lowest column of the blocks.
 
     """
     base = 0
@@ -129,20 +146,20 @@ def assign_slots(
 def _bases(
     columns: tuple[int, ...], num_rows: int, base: int
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
-    """A block's columns, and where each one's rows begin; both `[columns, 1]`."""
+    """A block's columns, and the first staging row of each; both `[columns, 1]`."""
     stop = base + len(columns) * num_rows
     return np.array(columns)[:, None], np.arange(base, stop, num_rows)[:, None]
 
 
 def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Slots in which nothing is captured: -1, all bits of which are set.
+    """Slots `[num_taps, num_rows]` that are all -1 (all bits set): nothing is captured.
 
-    NumPy would let go of the interpreter's lock to fill them.
+    Made from a `bytearray`, because `np.full` would release the GIL.
     """
     memory = bytearray(b"\xff") * (4 * num_taps * num_rows)
     return np.frombuffer(memory, dtype=np.int32).reshape(num_taps, num_rows)
 
 
 def rows_of(blocks: Sequence[Block]) -> int:
-    """How many staging rows `blocks` take."""
+    """The number of staging rows that `blocks` use."""
     return sum(len(block.columns) * block.num_rows for block in blocks)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of prompts are copied to: memory of each request's own.
+"""Pages: host memory per request, to which the rows of long prompts are copied.
 
-The device copies them there by itself, and whoever gets them keeps them where they are.
-The steps of a prompt that is computed in chunks fill one piece of memory, so that
-nothing has to be joined, and a request that lets go of its rows frees just them.
+The device copies rows directly into the pages, and consumers keep them without a
+further copy. All chunks of a chunked prefill go to the same page, so nothing needs to
+be joined, and the rows of a request can be freed independently of others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,66 +16,74 @@ from vllm.v1.capture.plan import Ranges
 from vllm.v1.capture.staging.blocks import Block, LocalGroup, Pick
 
 LEAST_RUN = 2 << 20
-"""Bytes of a request's rows at one hook point that are worth a copy of their own."""
+"""Bytes of a request's rows at one tap from which on a page of their own pays off."""
 
 Place: TypeAlias = tuple[torch.Tensor, int]
-"""`[taps, capacity, width]` on the host, and where in it the first row goes."""
+"""A page `[taps, capacity, width]` on the host, and the index of the first row."""
 
 Places: TypeAlias = Mapping[tuple[str, int, int], Place]
 """By request, group and position of the first row."""
 
 
 class PageSource(Protocol):
-    """Gives out memory that the device can copy to."""
+    """Allocates memory that the device can copy to."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory of this shape, if there is some."""
+        """A tensor of this shape; None if there is no memory."""
         ...
 
 
 @dataclass(slots=True)
 class Filling:
-    """Memory that the next chunk of a prompt goes on in."""
+    """A page with room for the next chunk of a prompt."""
 
     memory: torch.Tensor  # [taps, capacity, width]
     start: int
-    """Token position of its first row; ..."""
+    """Token position of the page's first row."""
     next: int
-    """... of the next one; ..."""
+    """Token position of the next row to copy."""
     stop: int
-    """... and after the last."""
+    """Token position after the page's last row."""
 
 
 class RequestPages:
-    """The memory of prompts that are being computed. Of the engine's thread."""
+    """The pages of prompts that are being computed; for the engine's thread only."""
 
     def __init__(
         self, pages: PageSource, width: int, dtype: torch.dtype, least: int = LEAST_RUN
     ) -> None:
-        """Take memory from `pages` for runs of at least `least` bytes."""
+        """Start without requests.
+
+        Args:
+            pages: allocates the memory.
+            width: values per row.
+            dtype: of the rows.
+            least: bytes per tap below which rows get no page.
+
+        """
         self._pages = pages
         self._width = width
         self._dtype = dtype
         self._least_rows = -(-least // (width * dtype.itemsize))
         self._prompts: dict[str, tuple[int, Sequence[Ranges]]] = {}
-        """By request: the prompt's length, and what each group captures."""
+        """By request: the prompt's length, and the ranges of each group."""
         self._filling: dict[tuple[str, int], Filling] = {}
 
     def open(
         self, req_id: str, num_prompt_tokens: int, groups: Sequence[LocalGroup]
     ) -> None:
-        """A request is captured from now on."""
+        """Register a captured request."""
         ranges = [group.ranges for group in groups]
         self._prompts[req_id] = num_prompt_tokens, ranges
 
     def close(self, req_id: str) -> None:
-        """It is not any more; what has been filled belongs to who has it."""
+        """Remove a request; pages that were filled stay with their holders."""
         prompt = self._prompts.pop(req_id, None)
         for group in range(0 if prompt is None else len(prompt[1])):
             self._filling.pop((req_id, group), None)
 
     def place(self, block: Block, pick: Pick) -> Place | None:
-        """Where the rows of a pick go; None if they shall go another way."""
+        """The page for the rows of a pick; None if they go through the host ring."""
         req_id, group, position, num_rows, _ = pick
         filling = self._filling.pop((req_id, group), None)
         if filling is None or not (
@@ -91,7 +99,7 @@ class RequestPages:
         return filling.memory, first
 
     def _begin(self, block: Block, pick: Pick) -> Filling | None:
-        """Memory for the rest of the prompt, or for these rows alone."""
+        """A page for the rest of the prompt or, failing that, for these rows."""
         req_id, group, position, num_rows, _ = pick
         if num_rows < self._least_rows:
             return None
@@ -106,7 +114,7 @@ class RequestPages:
         return None
 
     def _end(self, req_id: str, group: int, position: int) -> int:
-        """Up to where the prompt's rows follow each other without a gap."""
+        """The end of the captured range of prompt tokens that contains `position`."""
         if req_id not in self._prompts:
             return 0
         length, groups = self._prompts[req_id]
@@ -117,7 +125,7 @@ class RequestPages:
 
 
 def gaps(covered: Sequence[tuple[int, int]], stop: int) -> list[tuple[int, int]]:
-    """The parts of `[0, stop)` that none of the ranges covers; they do not overlap."""
+    """The parts of `[0, stop)` that are in none of the disjoint ranges `covered`."""
     found, last = [], 0
     for first, after in sorted(covered):
         if first > last:

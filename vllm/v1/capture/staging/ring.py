@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that captured rows pass through: device ring, then host ring.
+"""Staging memory: a ring of rows on the device and one of equal size on the host.
 
-Graphs write rows into one persistent tensor on the device. A step owns a
-segment of it, from the moment its slots are assigned until the rows have been
-handed on; segments are taken and given back in order, as a ring, so a step
-that is computed while the previous one is still being copied disturbs nothing.
-On a CPU device and host ring are the same memory.
+CUDA graphs write rows into one persistent tensor on the device. A step owns a segment
+of it from the assignment of its slots until its rows were gathered on the host.
+Segments are reserved and released in order, as in a ring buffer, so that a step can run
+while the rows of earlier steps are copied. On a CPU the two rings are the same memory.
 
-The host ring is copied from once more. Where a step has many rows, that is too slow:
-prompts' rows go to memory of their own instead, which consumers get as it is.
+Rows are copied once more from the host ring to their requests. For steps with many rows
+this is too slow, so the rows of prompts are copied to pages instead, which consumers
+receive as they are.
 """
 
 import threading
@@ -27,17 +27,17 @@ from vllm.v1.capture.staging.request_pages import Place, Places, RequestPages, g
 
 
 class Segment(NamedTuple):
-    """Staging rows `[start, start + num_rows)` of one step."""
+    """The staging rows `[start, start + num_rows)` of one step."""
 
     start: int
     num_rows: int
 
 
 class RowRing:
-    """Gives out segments of `[0, num_rows)` in order, and takes them back in order.
+    """Allocates segments of `[0, num_rows)` in ring order.
 
-    `reserve` is called on the engine's thread and waits while there is no room,
-    `release` on the dispatcher's.
+    `reserve` is called on the engine's thread and blocks while there is no room,
+    `release` on the dispatch thread.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -47,7 +47,16 @@ class RowRing:
         self._changed = threading.Condition(self._lock)
 
     def reserve(self, num_rows: int, timeout: float | None = None) -> Segment | None:
-        """The next segment, or None if none became free within `timeout` seconds."""
+        """Reserve the next segment.
+
+        Args:
+            num_rows: size of the segment.
+            timeout: seconds to wait for room; None waits without limit.
+
+        Returns:
+            The segment; None if there was no room in time.
+
+        """
         assert 0 < num_rows <= self.num_rows, (
             f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
         )
@@ -65,7 +74,7 @@ class RowRing:
             return segment
 
     def release(self, *segments: Segment) -> None:
-        """Give back the oldest segments that are still taken."""
+        """Release segments, which must be the oldest reserved ones, in order."""
         with self._changed:
             for segment in segments:
                 oldest = self._taken.popleft()
@@ -85,21 +94,25 @@ class RowRing:
 
 
 PINNED_SHARE = 0.75
-"""Of the host memory for rows; the rest is for rows that are copied once more."""
+"""Share of the host memory budget for pinned pages; the rest is for other rows."""
 AHEAD_BYTES = 4 << 30
-"""What is pinned at the start, and kept for prompts to come."""
+"""Bytes that are pinned at the start and kept free for later prompts."""
 PAGE_BYTES = 8 << 20
-"""A step with fewer bytes goes to the ring as a whole."""
+"""A step with fewer bytes is copied to the host ring as a whole."""
 PIECE_BYTES = 16 << 20
-"""The device copies one piece after another to the host. What others copy there, such
-as sampled tokens, waits for a piece, not for all rows of a prompt."""
+"""Maximum bytes of one copy to the host.
+
+Other copies, such as that of sampled tokens, then wait for one piece at most instead of
+all rows of a prompt.
+"""
 
 
 class Staging:
-    """Staging memory with the copies that empty it.
+    """Staging memory on device and host, and the copies between them.
 
-    The engine's thread reserves, computes and calls `to_host`; the dispatcher's
-    thread waits for the copy, reads `host_rows` and releases.
+    The engine's thread reserves segments and calls `to_host` or `to_pages`; copies run
+    on a CUDA stream of their own. The dispatch thread waits for the copies, reads
+    `host_rows` and releases the segments.
     """
 
     def __init__(
@@ -114,21 +127,22 @@ class Staging:
         """Allocate the memory.
 
         Args:
-            num_rows: of the ring.
-            width: values of a row.
+            num_rows: size of the ring.
+            width: values per row.
             dtype: of the rows.
-            device: where they are computed.
-            pages: what prompts' rows are copied to; by default there is some on a GPU.
-            scratch_rows: for steps whose rows are only read out.
+            device: the device of the model.
+            pages: memory for the rows of prompts; by default pinned pages on a GPU,
+                none on a CPU.
+            scratch_rows: additional rows for steps whose rows only readouts use.
 
         """
         self.ring = RowRing(num_rows)
-        # Recorded graphs hold the address: allocated once, never replaced.
+        # Persistent, as CUDA graphs hold the address: allocated once, never replaced.
         self.rows = torch.empty(
             num_rows + scratch_rows, width, dtype=dtype, device=device
         )
         self.scratch = num_rows
-        """The first of the rows that never leave the device; each step's own."""
+        """The first of the scratch rows, which never leave the device."""
         row_bytes = width * dtype.itemsize
         self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
         self._page_rows = PAGE_BYTES // row_bytes
@@ -147,12 +161,14 @@ class Staging:
         self.requests = (
             None if self._pages is None else RequestPages(self._pages, width, dtype)
         )
-        """The memory of prompts that are being computed."""
+        """The pages of prompts that are being computed, if there are pages."""
 
     def to_host(self, segments: Sequence[Segment]) -> torch.cuda.Event | None:
-        """Start copying segments to the host ring, after what the stream has queued.
+        """Start copying segments to the host ring, after the queued forward pass.
 
-        Returns the event to wait for, or None if the rows are there already.
+        Returns:
+            The event to wait for; None if the rows are on the host already.
+
         """
         if self._stream is None:
             return None
@@ -162,10 +178,18 @@ class Staging:
     def to_pages(
         self, segment: Segment, blocks: Sequence[Block]
     ) -> tuple[Places, torch.cuda.Event | None] | None:
-        """Start copying a segment of many rows, prompts' rows to memory of their own.
+        """Start copying a large segment, with rows of prompts going to pages.
 
-        The other rows go to the host ring as usual. Returns where the former go, and
-        the event to wait for; None where the ring will do for all.
+        The other rows go to the host ring.
+
+        Args:
+            segment: of the step.
+            blocks: of the step's layout.
+
+        Returns:
+            The places of the rows in pages, and the event to wait for. None if nothing
+            was copied, because the segment is small or no page is free.
+
         """
         if self.requests is None or segment.num_rows < self._page_rows:
             return None
@@ -195,7 +219,7 @@ class Staging:
         return (places, self._copy(pairs)) if places else None
 
     def trim(self) -> None:
-        """Give host memory back that was not needed since the last time."""
+        """Return pages to the system that were unused since the last call."""
         if self._pages is not None:
             self._pages.trim()
 
@@ -214,21 +238,27 @@ class Staging:
                     host.split(self._piece_rows), device.split(self._piece_rows)
                 ):
                     piece.copy_(source, non_blocking=True)
-            # Blocking: a waiting dispatcher must not spin on the driver's lock.
+            # Blocking: the dispatch thread must not spin on the driver's lock.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
         return done
 
 
 def pinned_pages(slab_bytes: int, device: torch.device) -> Pages:
-    """Memory for prompts' rows that `device` copies to, within the budget."""
+    """Pinned pages for the rows of prompts, within the host memory budget.
+
+    Args:
+        slab_bytes: size of the slabs that pages are cut from.
+        device: the device that copies to them.
+
+    """
     most = int(BUDGET.limit * PINNED_SHARE)
     slab = min(slab_bytes, most)
     return Pages(slab, most, partial(pin, device=device), AHEAD_BYTES)
 
 
 def spans(segments: Sequence[Segment]) -> list[slice]:
-    """The rows of segments that follow each other, in as few pieces as possible."""
+    """The rows of `segments` as slices, with adjacent segments merged."""
     pieces: list[slice] = []
     for segment in segments:
         stop = segment.start + segment.num_rows

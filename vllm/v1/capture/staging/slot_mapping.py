@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots on the device: what recorded graphs read, written where a step differs.
+"""The slot mapping on the device, which CUDA graphs read at each tap.
 
-A slot says where in staging memory a token's row goes, counted from the base, which is
-the only thing that changes from one step to the next while the batch stays.
+The slot of a token at a tap is the staging row that its value is written to, relative
+to a base, or -1. While the batch stays the same, only the base changes between steps.
 """
 
 import torch
@@ -13,44 +13,51 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.step_layout import Layout
 
 MOST_VIEWS = 64
-"""Views that are kept: making one takes as long as copying into it."""
+"""Maximum number of cached views; creating one takes as long as copying into it."""
 
 
 class SlotMapping:
-    """Of all taps of this process; -1 wherever nothing is captured."""
+    """The slots of all taps of this process; -1 where nothing is captured.
+
+    Used on the engine's thread only.
+    """
 
     def __init__(self, num_taps: int, most_tokens: int, device: torch.device) -> None:
-        """Allocate them, once: recorded graphs hold the addresses."""
+        """Allocate the persistent tensors, whose addresses CUDA graphs hold."""
         length = round_up(most_tokens, ALIGNMENT // torch.int32.itemsize)
         self.of_taps = torch.full(
             (num_taps, length), -1, dtype=torch.int32, device=device
         )
         self.base = torch.zeros(1, dtype=torch.int32, device=device)
-        """The staging row that slots are counted from."""
+        """`[1]`: the staging row that slots are relative to."""
         self._views: dict[tuple[range, int], torch.Tensor] = {}
         self._laid: Layout | None = None
-        """The layout that is in the slots."""
+        """The layout that was last written."""
         self._written = 0
-        """The slots of the tokens below may hold something."""
+        """Only the slots of tokens below this index may differ from -1."""
 
     def write(self, layout: Layout, first_row: int, num_tokens: int) -> None:
-        """A step's rows go where its layout says, from a staging row on.
+        """Set the slots for a step.
 
-        Its pass computes `num_tokens`, with padding; those that are none of the
-        layout's have no slots.
+        Args:
+            layout: of the step.
+            first_row: first staging row of the step.
+            num_tokens: tokens that the forward pass computes, padding included; tokens
+                that are not in the layout get the slot -1.
+
         """
         if layout is not self._laid:
             self._lay(layout, max(num_tokens, layout.num_tokens))
         self.base.fill_(first_row)
 
     def clear(self) -> None:
-        """A graph that always launches its taps must find nothing to do."""
+        """Set all slots to -1."""
         if self._written:
             self.of_taps[:, : self._written].fill_(-1)
             self._laid, self._written = None, 0
 
     def _lay(self, layout: Layout, num_tokens: int) -> None:
-        """Write a layout's slots, and that all other tokens and taps have none."""
+        """Write the slots of a layout, and -1 for all other tokens and taps."""
         before, columns = self._laid, layout.columns
         if before is not None and before.columns != columns:
             start = min(columns.start, before.columns.start)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of each step go, at little cost for a step like the one before.
+"""The layout of each step's captured rows, updated incrementally.
 
-While the same requests decode, one token each, a step differs from the last in
-nothing but positions and the place in staging memory. Such a step is not planned
-anew: its layout is the last one's, shifted. Where some requests come or go, only
-these are looked at.
+While the same requests decode one token each, consecutive steps differ only in
+positions and in the staging segment. Such a step reuses the last layout with a shift.
+If requests start or end, only these are processed.
 """
 
 from collections import defaultdict
@@ -32,28 +31,37 @@ from vllm.v1.residual.step_view import Decoding, StepView
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A step's rows: its blocks, one after the other, each `[taps, rows]`."""
+    """The captured rows of a step: blocks `[taps, rows]`, one after the other."""
 
     blocks: tuple[Block, ...]
     num_rows: int
-    """Staging rows that the step takes."""
+    """Staging rows that the step uses."""
     columns: range
-    """Of the taps, and of what lies between them."""
+    """The range of taps from the lowest to the highest captured one."""
     launches: frozenset[int]
-    """The ops that must launch, as in `Launch`."""
+    """Addresses of the ops that must launch, as in `Launch`."""
     row_of: Mapping[str, int]
-    """Where in the step's tensors the row of each decoding request is."""
+    """By decoding request, the index of its token in the step's tensors."""
     num_tokens: int
-    """Of the step."""
+    """Tokens of the step, without padding."""
     number: int
+    """Counts the layouts."""
     changed: Collection[str]
-    """Requests whose row index may differ from that in the layout with the number
-    before; all may if the blocks have other sizes."""
+    """Requests whose row index may differ from that in the previous layout.
+
+    If the sizes of the blocks differ, any may.
+    """
 
     def slots(self, columns: range, num_rows: int) -> npt.NDArray[np.int32]:
-        """The slots `[len(columns), num_rows]` of some taps, all of these among them.
+        """The slots of the taps `columns`, relative to the step's first staging row.
 
-        Counted from the step's first staging row; -1 where nothing is captured.
+        Args:
+            columns: must include the layout's own.
+            num_rows: number of tokens.
+
+        Returns:
+            `[len(columns), num_rows]` int32; -1 where nothing is captured.
+
         """
         slots = no_slots(len(columns), num_rows)
         assign_slots(self.blocks, self.row_of, slots, columns.start)
@@ -61,22 +69,25 @@ class Layout:
 
 
 class PlacedStep(NamedTuple):
-    """One step's layout, and what the origins of its rows are counted from."""
+    """The layout of a step, and the number that turns origins into positions."""
 
     layout: Layout
     shift: int
-    """To be added to the origins of the layout's rows."""
+    """The step number: a row's token position is its origin plus this."""
 
 
 class StepLayout:
-    """The requests that are captured, and where a step's rows of them go."""
+    """Lays out the rows of the captured requests, step by step.
+
+    Used on the engine's thread only.
+    """
 
     def __init__(self, addresses: Sequence[int], most_rows: int) -> None:
-        """Begin with no request.
+        """Start without requests.
 
         Args:
-            addresses: what the op of each tap is known by.
-            most_rows: staging rows that a step may take.
+            addresses: for each tap, the address that identifies its op.
+            most_rows: staging rows that a step may use.
 
         """
         self._addresses = addresses
@@ -84,31 +95,33 @@ class StepLayout:
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._step = 0
         self._number = 0
-        """Of the layout."""
+        """The number of the last layout."""
         self._layout: Layout | None = None
         self._decoding: Decoding | None = None
-        """The last step, if the next may be like it."""
+        """The last step, if the next one may reuse its layout."""
         self._origins: dict[str, int | None] = {}
-        """Of all requests that had one token in the last step; None where a request
-        must be looked at."""
+        """The origins of all requests that had one token in the last step.
+
+        None for a request that must be processed again.
+        """
         self._until = OPEN_END
-        """The step from which on one of them may have other rows than before."""
+        """The first step at which a range of one of them starts or ends."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._groups
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no request."""
+        """Whether no request is captured."""
         return not self._groups
 
     def add(self, req_id: str, groups: tuple[LocalGroup, ...]) -> None:
-        """A request is captured from now on."""
+        """Add a captured request."""
         self._groups[req_id] = groups
         self._look_at(req_id)
 
     def remove(self, req_id: str) -> None:
-        """It is not any more."""
+        """Remove a request."""
         self._groups.pop(req_id, None)
         self._look_at(req_id)
 
@@ -117,7 +130,7 @@ class StepLayout:
             self._origins[req_id] = self._decoding = None
 
     def place(self, view: StepView) -> PlacedStep | None:
-        """What a step captures, None where no plan selects a row of it."""
+        """Lay out a step; None if no row of it is captured."""
         self._step += 1
         if not self._groups:
             return None
@@ -144,10 +157,12 @@ class StepLayout:
     def _seat(
         self, view: StepView
     ) -> tuple[dict[str, int], dict[Columns, list[Pick]], set[str]]:
-        """Let those sit who have one token, where they did; the others' rows.
+        """Assign row indices to requests with one token, and pick the rows of others.
 
-        Also gives, for the former, their rows in the step's tensors; and whose seats
-        may have changed.
+        Returns:
+            For requests with one token, the index of that token in the step's tensors;
+            the picks of the others by block; the requests whose index may have changed.
+
         """
         step, before = self._step, self._origins
         if step >= self._until:
@@ -165,7 +180,7 @@ class StepLayout:
         come = [one for one in origins.items() if before.get(one[0]) != one[1]]
         gone = before.keys() - origins.keys()
         self._change_seats(gone, come)
-        # Where positions are only assumed, nobody is known to go on.
+        # If positions are only assumed, the next step cannot be compared with this one.
         known = view.true_starts is None
         self._origins = origins if known else dict.fromkeys(origins)
         return row_of, picked, gone.union([req_id for req_id, _ in come])
@@ -220,7 +235,7 @@ class StepLayout:
 
 
 def steps_alike(groups: Sequence[LocalGroup], position: int) -> int:
-    """How many positions after `position` every group treats as it treats this one."""
+    """How many positions after `position` are captured by the same groups as it."""
     nearest = OPEN_END
     for group in groups:
         for start, stop in group.ranges:

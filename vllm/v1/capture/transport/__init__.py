@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, results and counters from workers to front ends."""
+"""Transport of rows, results and counters from workers to front ends."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of a response that carries rows: a document, and the rows' bytes.
+"""The formats of a response with rows: JSON, multipart, safetensors and Arrow.
 
-Each form is a sequence of pieces that are made one at a time, so that a response holds
-no second copy of its rows and is sent as fast as its client reads.
+A response consists of a JSON document and the bytes of the rows. It is generated in
+pieces, so that it needs no second copy of the rows and is sent as fast as the client
+reads.
 """
 
 import json
@@ -16,36 +17,39 @@ import pybase64
 from vllm.v1.capture.transport.parts import Part, Reference
 
 PIECE_BYTES = 3 << 18
-"""Bytes of a piece, about: a multiple of three, for base64. Writing one to a socket
-takes the event loop less than a millisecond."""
+"""Bytes per piece, a multiple of 3 for base64.
+
+Writing a piece to a socket takes the event loop less than a millisecond.
+"""
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-"""Names in the safetensors format; https://github.com/huggingface/safetensors."""
+"""Dtypes in the safetensors format; https://github.com/huggingface/safetensors."""
 
 Piece: TypeAlias = bytes | memoryview
 Tell: TypeAlias = Callable[[Reference], Mapping[str, Any]]
-"""The document, given how it refers to parts."""
+"""`tell(reference)`: the document, with `reference(part)` in place of rows."""
 
 
 class Body(NamedTuple):
-    """What is sent."""
+    """The body of a response."""
 
     media_type: str
     size: int | None
-    """Bytes of all pieces, if that is known before they are made."""
+    """Bytes of all pieces, for `Content-Length`; None if unknown in advance."""
     pieces: Iterator[Piece]
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """A document as the server's other responses show theirs."""
+    """A document as JSON, in the style of the server's other responses."""
     return json.dumps(
         document, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
 
 
 def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
-    """One JSON document; rows are base64. It is spliced in as it is encoded.
+    """One JSON document, with rows as base64.
 
-    Base64 needs no escapes, so that the JSON encoder never sees the rows.
+    The base64 is inserted piece by piece into the encoded document; it needs no
+    escapes, so the JSON encoder need not process it.
     """
     mark = f"rows-{token_hex(16)}-"
     number = {part.name: str(index) for index, part in enumerate(parts)}
@@ -76,7 +80,7 @@ def _spliced(begin: str, rest: Sequence[str], parts: Sequence[Part]) -> Iterator
 
 
 def encoded(part: Part) -> memoryview:
-    """A part's bytes, compressed if its request says so."""
+    """The bytes of a part, compressed if its request asks for it."""
     if part.encoding is None:
         return part.data
     assert part.encoding == "zstd", f"admission let {part.encoding!r} through"
@@ -85,9 +89,9 @@ def encoded(part: Part) -> memoryview:
 
 
 def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
-    """`multipart/mixed` (RFC 2046): the document, then a binary part for each tensor.
+    """`multipart/mixed` (RFC 2046): the document, then one binary part per tensor.
 
-    The document refers to a part by its `Content-ID`.
+    The document refers to each part by its `Content-ID`.
     """
     boundary = token_hex(16)
     first = document_part(boundary, tell)
@@ -125,7 +129,7 @@ def document_part(boundary: str, tell: Tell) -> bytes:
 
 
 def binary_part(boundary: str, part: Part) -> Iterator[Piece]:
-    """One tensor of a multipart response."""
+    """One binary part of a multipart response."""
     data = encoded(part)
     yield head(boundary, part, len(data))
     yield from cut(data)
@@ -133,7 +137,7 @@ def binary_part(boundary: str, part: Part) -> Iterator[Piece]:
 
 
 def head(boundary: str, part: Part, size: int) -> bytes:
-    """What stands before the bytes of a part."""
+    """The boundary and the headers of a binary part of `size` bytes."""
     shape = ",".join(map(str, part.rows.shape))
     return (
         f"--{boundary}\r\nContent-Type: application/octet-stream\r\n"
@@ -143,7 +147,7 @@ def head(boundary: str, part: Part, size: int) -> bytes:
 
 
 def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
-    """A safetensors file; the document is its metadata's `response`."""
+    """A safetensors file, with the document in its metadata under `response`."""
     entries: dict[str, Any] = {}
     offset = 0
     for part in parts:
@@ -168,11 +172,11 @@ def _after(first: bytes, parts: Sequence[Part]) -> Iterator[Piece]:
 
 
 def as_arrow(tell: Tell, parts: Sequence[Part]) -> Body:
-    """An Arrow IPC stream, a record batch for each tensor.
+    """An Arrow IPC stream with one record batch per tensor.
 
-    The document is the schema's metadata `response`. Values are `half_float`, `float`
-    or `double`; bfloat16, which Arrow lacks, is `uint16` with its bits, and the field's
-    metadata says `dtype`.
+    The document is in the schema's metadata under `response`. Values are `half_float`,
+    `float` or `double`. Arrow has no bfloat16: its bits are `uint16`, and the metadata
+    of the field holds the `dtype`.
     """
     document = json_text(tell(lambda part: {"part": part.name}))
     return Body("application/vnd.apache.arrow.stream", None, _arrow(document, parts))
@@ -229,7 +233,7 @@ def _arrow_type(dtype: str) -> pa.DataType:
 
 
 class _Pieces:
-    """A file that is read while it is written."""
+    """A file object whose written bytes are taken out while it is written."""
 
     closed = False
 
@@ -241,10 +245,10 @@ class _Pieces:
         return len(self._written[-1])
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: there is no buffer."""
 
     def close(self) -> None:
-        """The writer ends what it writes to."""
+        """Called by the Arrow writer."""
         self.closed = True
 
     def take(self) -> Iterator[Piece]:
@@ -254,7 +258,7 @@ class _Pieces:
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:
-    """Bytes in pieces."""
+    """Split bytes into pieces of `PIECE_BYTES`."""
     for start in range(0, len(data), PIECE_BYTES):
         yield data[start : start + PIECE_BYTES]
 
@@ -265,15 +269,16 @@ FORMS: dict[str, Callable[[Tell, Sequence[Part]], Body]] = {
     "application/safetensors": as_safetensors,
     "application/vnd.apache.arrow.stream": as_arrow,
 }
-"""By media type."""
+"""The format of each media type."""
 
 
 def form_for(accept: str, parts: Sequence[Part] = ()) -> str:
-    """The first media type of an `Accept` header that there is; JSON if there is none.
+    """The first supported media type in an `Accept` header; JSON if there is none.
 
     Args:
-        accept: the header's value; weights are not looked at.
-        parts: what is to be sent: Arrow's batches have one schema.
+        accept: the header's value; weights are ignored.
+        parts: the rows to send. Arrow is skipped if they differ in dtype or width, as
+            all batches of a stream have the same schema.
 
     """
     for named in accept.split(","):

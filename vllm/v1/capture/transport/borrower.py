@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's end of shared rows: maps what workers lend, and gives it back.
+"""The front end's side of rows in shared memory: maps lent blocks, and returns them.
 
-Each block is mapped for itself and privately: what a caller writes into its tensors is
-seen by nobody else, and the next rows in that memory are not seen by the caller.
+Each block has its own private mapping, so what the caller writes into its tensors is
+visible to no one else. The mapping ends when the last tensor in it is freed; only then
+does the worker reuse the block.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ from vllm.v1.capture.transport.lender import (
 logger = init_logger(__name__)
 
 ANNOUNCE_SECONDS = 10.0
-"""A message may be ahead of the segment that it names, but not for longer."""
+"""How long to wait for a segment that a message names; messages may arrive first."""
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 FAILED = ctypes.c_void_p(-1).value
 
@@ -41,17 +42,20 @@ Block: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
 class Connection:
-    """One worker that lends. One thread reads; blocks are given back on any."""
+    """The connection to one lending worker.
+
+    One thread reads; blocks may be returned on any thread.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
         self.files: dict[int, int] = {}
-        """Descriptors by the number of the segment."""
+        """File descriptors by segment number."""
         self._dropped: deque[int] = deque()
         self._flushing = threading.Lock()
 
     def read_all(self) -> bool:
-        """Take what the worker says of its segments; False once it has ended."""
+        """Read the worker's messages about its segments; False once it has ended."""
         while True:
             try:
                 head, files, _, _ = socket.recv_fds(self.peer, HEAD.size, 1)
@@ -68,12 +72,12 @@ class Connection:
                 os.close(self.files.pop(number))
 
     def drop(self, lease: int) -> None:
-        """Nobody holds a view of the block any more. Takes no lock that may wait."""
+        """Return a block that has no view left; called by finalizers, never blocks."""
         self._dropped.append(lease)
         self.flush()
 
     def flush(self) -> None:
-        """Tell the worker what was dropped, as far as the socket takes it."""
+        """Send the returned leases to the worker, as far as the socket accepts them."""
         if not self._dropped or not self._flushing.acquire(blocking=False):
             return
         packed: list[int] = []
@@ -91,7 +95,7 @@ class Connection:
             self._flushing.release()
 
     def close(self) -> None:
-        """What is mapped stays so."""
+        """Close the connection; existing mappings stay."""
         self.peer.close()
         for file in self.files.values():
             os.close(file)
@@ -99,10 +103,10 @@ class Connection:
 
 
 class Borrower:
-    """Listens for the workers of one address. Belongs to the thread that decodes."""
+    """Accepts workers that lend to one address; used on the decoding thread only."""
 
     def __init__(self, address: str) -> None:
-        """Listen; where that is impossible, workers find nobody and send copies."""
+        """Listen. If that fails, workers cannot connect and send copies."""
         self._connections: dict[int, Connection] = {}
         self._of_message: dict[int, Block] = {}
         self._listener: socket.socket | None = None
@@ -118,12 +122,12 @@ class Borrower:
 
     @property
     def files(self) -> list[int]:
-        """Descriptors that are readable when `attend` has something to do."""
+        """File descriptors to poll; if one is readable, call `attend`."""
         listening = [] if self._listener is None else [self._listener.fileno()]
         return listening + list(self._connections)
 
     def attend(self) -> None:
-        """Take what workers say, and tell them what was dropped; waits for nothing."""
+        """Read from and write to the workers, without blocking."""
         self._accept()
         for file, connection in list(self._connections.items()):
             connection.flush()
@@ -144,16 +148,21 @@ class Borrower:
                 peer.close()
 
     def end_message(self) -> None:
-        """The message is decoded: blocks live as long as tensors do."""
+        """Forget the blocks of a decoded message; its tensors keep them alive."""
         self._of_message = {}
 
     def __call__(
         self, dtype: str, shape: tuple[int, ...], handle: dict[str, Any]
     ) -> torch.Tensor:
-        """The tensor that a handle of a worker's `Lender` stands for.
+        """Map the tensor that a handle from a worker's `Lender` describes.
+
+        Args:
+            dtype: name of the tensor's dtype.
+            shape: of the tensor.
+            handle: as `Lender` returns it.
 
         Raises:
-            ConnectionError: its worker has ended before it could be mapped.
+            ConnectionError: the worker ended before the memory could be mapped.
 
         """
         block = self._of_message.get(handle["lease"])
@@ -168,7 +177,7 @@ class Borrower:
         return rows.view(kind).view(shape)
 
     def _owner(self, segment: int) -> Connection:
-        """The connection over which a segment has come; waits for it."""
+        """The connection that announced a segment; waits for the announcement."""
         deadline = monotonic() + ANNOUNCE_SECONDS
         while True:
             for connection in self._connections.values():
@@ -184,7 +193,7 @@ class Borrower:
             self.attend()
 
     def close(self) -> None:
-        """Stop listening. What is mapped stays so until it is dropped."""
+        """Stop listening; existing mappings stay until they are freed."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -194,9 +203,10 @@ class Borrower:
 
 
 def mapped(owner: Connection, handle: dict[str, Any]) -> Block:
-    """A block's bytes; the worker gets it back with the last view of them.
+    """Map a block; it is returned to the worker when its last view is gone.
 
-    `mmap.mmap` would keep a descriptor open for each block.
+    `mmap(2)` is called directly, because `mmap.mmap` keeps a file descriptor open for
+    each mapping.
     """
     file, lease = owner.files[handle["segment"]], handle["lease"]
     start, size = handle["block"], handle["block_bytes"]

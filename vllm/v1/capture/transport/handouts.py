@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers' rows in memory that a client on the same host maps.
+"""Rows of responses in shared memory, for clients on the same host.
 
-Each answer has a file of its own, which is anonymous and sealed: it has no name in
-any file system, and nobody can change it, or make it longer or shorter. A client opens
-it by its path in `/proc`, which the system allows processes of the same user (and
-root), and only them. What a client has mapped stays whole for as long as it keeps it.
+Each response has an anonymous, sealed file (`memfd_create(2)`): it has no name in a
+file system, and neither its content nor its size can change. A client opens it by its
+path in `/proc`, which the kernel permits only to the same user and root. A client's
+mapping stays valid after the file was freed here.
 """
 
 import fcntl
@@ -28,11 +28,11 @@ from vllm.v1.capture.transport.parts import Part
 logger = init_logger(__name__)
 
 KEPT_SECONDS = 60.0
-"""After that a file that no client has freed is closed."""
+"""A file that its client has not freed is closed after this time."""
 SHARE = 4
-"""The files may take this part of the memory for rows."""
+"""The files may use the host memory budget divided by this."""
 ALIGNMENT = 64
-"""Bytes; rows of each part begin at multiples of it."""
+"""Bytes to which the rows of each part are aligned."""
 SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008
 """`F_SEAL_SEAL`, `_SHRINK`, `_GROW`, `_WRITE`; see `fcntl(2)`."""
 F_ADD_SEALS = 1033
@@ -40,18 +40,21 @@ F_ADD_SEALS = 1033
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handout:
-    """The file of one answer."""
+    """The file of one response."""
 
     token: str
-    """What frees it."""
+    """Secret with which the client frees the file."""
     file: int
+    """File descriptor."""
     size: int
+    """Bytes of the file."""
     offsets: dict[str, int]
-    """Where each part's rows begin, by the part's name."""
+    """Offset in bytes of each part's rows, by the part's name."""
     ends: float = field(default_factory=lambda: monotonic() + KEPT_SECONDS)
+    """Monotonic time at which the file expires, in seconds."""
 
     def refer(self, part: Part) -> dict[str, Any]:
-        """Where a client finds a part's rows."""
+        """The entry in the JSON document that tells a client where the rows are."""
         return {
             "shm": {
                 "path": f"/proc/{os.getpid()}/fd/{self.file}",
@@ -63,22 +66,22 @@ class Handout:
 
 
 class Handouts:
-    """The files that are open. Any thread may call."""
+    """The open files; thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
-        """All files together have at most `most_bytes`."""
+        """Start without files, whose total size is limited to `most_bytes`."""
         self._most = most_bytes
         self._open: dict[str, Handout] = {}
         self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         with self._lock:
             return sum(handout.size for handout in self._open.values())
 
     def make(self, parts: Sequence[Part]) -> Handout | None:
-        """A file with the rows of `parts`; None if there is no memory for it."""
+        """Create a file with the rows of `parts`; None if there is no memory."""
         self.expire()
         offsets, size = {}, 0
         for part in parts:
@@ -103,7 +106,7 @@ class Handouts:
         return handout
 
     def free(self, token: str) -> bool:
-        """The client has what it wants; False if there is no such file (any more)."""
+        """Close the file of a token; False if there is no such file (any more)."""
         with self._lock:
             handout = self._open.pop(token, None)
         if handout is None:
@@ -112,7 +115,7 @@ class Handouts:
         return True
 
     def expire(self) -> None:
-        """Close what was not freed in time."""
+        """Close files that were not freed in time."""
         now = monotonic()
         with self._lock:
             old = [token for token, one in self._open.items() if one.ends < now]
@@ -123,7 +126,7 @@ class Handouts:
 def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
     file = os.memfd_create("vllm-answer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(file, 0, size)  # A page missing later would be a signal.
+        os.posix_fallocate(file, 0, size)  # A missing page would raise SIGBUS later.
         with mmap.mmap(file, size) as mapped:
             memory = np.frombuffer(mapped, dtype=np.uint8)
             copy_all([_copy(part, memory, offsets[part.name]) for part in parts])
@@ -142,4 +145,4 @@ def _copy(part: Part, memory: Any, start: int) -> tuple[torch.Tensor, torch.Tens
 
 
 HANDOUTS = Handouts(BUDGET.limit // SHARE)
-"""Of this process."""
+"""The files of this process."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers' end of shared rows: lends memory to a front end and gets it back.
+"""The worker's side of rows in shared memory: lends blocks to a front end.
 
-A tensor that lies in a `SharedSegment` is not sent: the message says where it is, and
-the memory stays as it is until the front end has let go of it. Beside the messages
-there is a socket for each front end. Over it go the segments' descriptors, which front
-ends this memory is for, and the numbers of what is given back. Its end says that the
-front end has ended, however that happened.
+A tensor in a `SharedSegment` is not sent. The message contains a handle with its
+location, and the memory is not reused until the front end has returned it. In addition
+to the message channel there is a Unix socket for each front end. The worker sends the
+file descriptors of segments over it, the front end the numbers of returned leases. When
+the front end ends for any reason, the socket is closed and all leases end.
 """
 
 import hashlib
@@ -26,43 +26,47 @@ from vllm.v1.serial_utils import OOBTensorConsumer
 logger = init_logger(__name__)
 
 LEAST_LENT = 4 << 10
-"""Bytes below which a tensor is cheaper to send than to map."""
+"""Bytes below which sending a tensor is cheaper than mapping it."""
 ANNOUNCE, RETIRE = 1, 2
 HEAD = struct.Struct("<QQQ")
-"""What a lender says of a segment: which of both, its number, its size."""
+"""Message of a lender: `ANNOUNCE` or `RETIRE`, segment number, size in bytes."""
 LEASE = struct.Struct("<Q")
-"""What a front end gives back."""
+"""Message of a front end: the number of a returned lease."""
 LEASES_AT_ONCE = 4096
 CREDENTIALS = struct.Struct("3i")
 
 
 def socket_name(address: str) -> str:
-    """The name, in no file system, that belongs to a front end's address."""
+    """The abstract Unix socket name for the front end at `address`."""
     return "\0vllm-capture-" + hashlib.sha256(address.encode()).hexdigest()[:40]
 
 
 def is_own_user(peer: socket.socket) -> bool:
-    """Whether the process at the other end runs as the same user."""
+    """Whether the peer process runs as the same user."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(raw)[1] == os.geteuid())
 
 
 class Lender(OOBTensorConsumer):
-    """What one worker lends to one front end. One thread encodes; any may `collect`."""
+    """The memory that a worker lends to one front end.
+
+    Called by the message encoder for each tensor. One thread encodes at a time; any
+    thread may call `collect`.
+    """
 
     def __init__(self, address: str) -> None:
-        """Connect to who listens for `address`; lends nothing if nobody does."""
+        """Connect to the front end at `address`; without a connection, lend nothing."""
         self.lent_bytes = 0
-        """Bytes of rows that went by handle, so far; ..."""
+        """Total bytes of rows passed by handle."""
         self.sent_bytes = 0
-        """... and by copy."""
+        """Total bytes of rows sent as copies."""
         self._lock = threading.Lock()
         self._peer = self._connected(address)
         self._announced: set[int] = set()
         self._leases: dict[int, torch.UntypedStorage] = {}
         self._numbers = count(1)
         self._of_message: dict[int, int] = {}
-        """Leases of the message that is being encoded, by where their memory is."""
+        """Leases of the message that is being encoded, by address of the block."""
 
     def _connected(self, address: str) -> socket.socket | None:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,17 +85,17 @@ class Lender(OOBTensorConsumer):
         return None
 
     def new_message(self) -> None:
-        """Another message begins: what was lent before stays lent."""
+        """Start another message; leases of earlier ones stay."""
         self._of_message = {}
 
     def revoke(self) -> None:
-        """The message will not be sent."""
+        """End the leases of the current message, which will not be sent."""
         for lease in self._of_message.values():
             self._leases.pop(lease, None)
         self._of_message = {}
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Where the tensor is, for the receiver; None if it must be sent."""
+        """A handle for the tensor, which the receiver maps; None if it must be sent."""
         handle = self._handle(tensor)
         if handle is None:
             self.sent_bytes += tensor.nbytes
@@ -124,7 +128,7 @@ class Lender(OOBTensorConsumer):
         }
 
     def _announce(self, segment: SharedSegment) -> bool:
-        """Let the front end have the segment, unless it has it."""
+        """Send the segment's descriptor to the front end, unless it has it."""
         if segment.number in self._announced:
             return True
         peer, file = self._peer, segment.file
@@ -134,7 +138,7 @@ class Lender(OOBTensorConsumer):
         try:
             socket.send_fds(peer, [head], [file])
         except BlockingIOError:
-            return False  # It is behind with reading; the next message tries again.
+            return False  # The socket is full; the next message tries again.
         except OSError:
             self._end()
             return False
@@ -142,9 +146,9 @@ class Lender(OOBTensorConsumer):
         return True
 
     def collect(self) -> None:
-        """Take back what the front end has let go of, without waiting for anything."""
+        """End the leases that the front end has returned, without blocking."""
         if not self._lock.acquire(blocking=False):
-            return  # Another thread is at it.
+            return  # Another thread does it.
         try:
             self._receive()
             self._retire()
@@ -166,7 +170,7 @@ class Lender(OOBTensorConsumer):
                     self._leases.pop(lease, None)
 
     def _retire(self) -> None:
-        """Let the front end close what does not exist any more."""
+        """Tell the front end which segments no longer exist."""
         if self._peer is None or not self._announced:
             return
         for number in self._announced - SEGMENTS.numbers():
@@ -174,7 +178,7 @@ class Lender(OOBTensorConsumer):
             self._announced.discard(number)
 
     def _end(self) -> None:
-        """The front end has ended: nobody holds anything any more."""
+        """End all leases: the front end has ended."""
         peer, self._peer = self._peer, None
         self._leases.clear()
         if peer is not None:
@@ -182,16 +186,16 @@ class Lender(OOBTensorConsumer):
 
     @property
     def num_leases(self) -> int:
-        """Blocks of memory that the front end holds."""
+        """Number of leases that the front end holds."""
         return len(self._leases)
 
     @property
     def leased_bytes(self) -> int:
-        """Their bytes; a block that was lent twice counts once."""
+        """Bytes of the blocks that the front end holds, each counted once."""
         blocks = {one.data_ptr(): one.nbytes() for one in list(self._leases.values())}
         return sum(blocks.values())
 
     def close(self) -> None:
-        """End the connection: what the front end has mapped stays its own."""
+        """Close the connection; the front end's mappings stay valid."""
         with self._lock:
             self._end()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as a small JSON document, and beside it the rows that it refers to."""
+"""Splits results into a small JSON document and the rows that it refers to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.types import CaptureResult
 
 Reference: TypeAlias = Callable[["Part"], dict[str, Any]]
-"""What the document says where the rows of a part would be."""
+"""`reference(part)`: the entries in the document that stand for a part's rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,17 +19,17 @@ class Part:
     """The rows of one tap of one result."""
 
     name: str
-    """`instance/layer_hook`, between them the prompt or sample where there are
-    several."""
+    """`instance/layer_hook`, or `instance/index/layer_hook` with several samples or
+    prompts."""
     layer: int
     hook: str
     rows: torch.Tensor  # [rows, hidden_size], on the CPU
     positions: list[int]
     token_ids: list[int | None]
     encoding: str | None
-    """How the bytes are compressed where the form allows it; None for not at all."""
+    """Compression, where the format of the response supports it: `"zstd"` or None."""
     transport: str
-    """`"http"`, or `"shm"` for a client on the same host."""
+    """`"http"`, or `"shm"` for shared memory with a client on the same host."""
 
     @property
     def dtype(self) -> str:
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def data(self) -> memoryview:
-        """The rows' bytes, row by row, little-endian; no copy of them."""
+        """The row-major, little-endian bytes of the rows; no copy if contiguous."""
         if not self.rows.nbytes:
             return memoryview(b"")
         flat: Any = self.rows.contiguous().view(torch.uint8).numpy()
@@ -46,7 +46,7 @@ class Part:
 
 
 def parts_of(results: Mapping[str, CaptureResult]) -> list[Part]:
-    """The rows of all results, in the order in which the document names them."""
+    """The rows of all results, in the order of the document."""
     return [
         part for name, result in results.items() for part in _find(name, result.payload)
     ]
@@ -77,7 +77,7 @@ def _find(path: str, payload: Any) -> list[Part]:
 
 
 def described(part: Part, reference: Reference) -> dict[str, Any]:
-    """A tap as the document shows it."""
+    """The entry of a part in the document."""
     return {
         "layer": part.layer,
         "hook": part.hook,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's stand-in for a consumer that lives in the front end's process."""
+"""Sinks in a worker that forward rows to the front end's process."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -23,7 +23,11 @@ MESSAGE_BYTES = 8 << 20
 
 
 class ForwardingSink:
-    """Sends each request's chunks and endings to the front end that admitted it."""
+    """Forwards a driver-side consumer's chunks and request ends to the front ends.
+
+    Each request's rows go to the front end that admitted it. All methods except `route`
+    are called on the lane's thread.
+    """
 
     location: Literal["worker", "driver"] = "driver"
     _bounded = True
@@ -39,7 +43,7 @@ class ForwardingSink:
         self._ended: set[str] = set()
 
     def route(self, request_id: str, address: str) -> None:
-        """Say where the request's front end listens, before its first row."""
+        """Set the front end's address of a request, before its first row."""
         self._routes[request_id] = rows_address(address, self._instance)
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
@@ -47,7 +51,7 @@ class ForwardingSink:
         self.submit_chunk_batch([chunk])
 
     def submit_chunk_batch(self, chunks: list[CaptureChunk]) -> None:
-        """Send a step's chunks, one message per front end."""
+        """Send chunks, grouped by front end, in messages of about `MESSAGE_BYTES`."""
         by_address: dict[str, list[CaptureChunk]] = {}
         for chunk in chunks:
             by_address.setdefault(self._routes[chunk.key[0]], []).append(chunk)
@@ -60,7 +64,7 @@ class ForwardingSink:
     def submit_request_end(
         self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
     ) -> None:
-        """Send the end of all streams of a request."""
+        """Send the end of a request, with the sidecars of all keys."""
         sidecars = [
             KeyedValue(final.key[1], final.key[2], final.sidecar) for final in finalizes
         ]
@@ -70,24 +74,27 @@ class ForwardingSink:
         self._ended.add(request_id)
 
     def passed_on(self, request_id: str) -> bool:
-        """Whether the front end's own lane will give the result; asked once."""
+        """Whether the end was sent, so that the front end's lane gives the result.
+
+        Forgets the request.
+        """
         passed = request_id in self._ended
         self._ended.discard(request_id)
         return passed
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Nothing to do: the end of a request travels as a whole."""
+        """Do nothing: `submit_request_end` sends all keys together."""
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        """The front end's own lane has the result; here there is nothing to add."""
+        """Always `"ok"`: the result comes from the lane in the front end."""
         return CaptureResult(key, "ok")
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """The outbox is closed by its owner."""
+        """Do nothing: the outbox is closed by its owner."""
 
 
 def _parts(chunks: list[CaptureChunk]) -> Iterator[list[CaptureChunk]]:
-    """`chunks` in messages of about `MESSAGE_BYTES`, as their number is bounded."""
+    """Split chunks by size, because connections bound the number of messages."""
     part: list[CaptureChunk] = []
     size = 0
     for chunk in chunks:
@@ -101,9 +108,9 @@ def _parts(chunks: list[CaptureChunk]) -> Iterator[list[CaptureChunk]]:
 
 
 class LiveSink(ForwardingSink):
-    """Sends the rows of requests that are read output by output, as they settle.
+    """Forwards the rows of streaming requests to the front end as they are settled.
 
-    The front end knows by itself which of them count and when the request ends.
+    The front end itself knows which rows are valid and when the request ends.
     """
 
     _bounded = False
@@ -112,12 +119,12 @@ class LiveSink(ForwardingSink):
         super().__init__(instance, stage, outbox, truncates=True)
 
     def route(self, request_id: str, address: str) -> None:
-        """The front end itself takes these rows, and must not be held up."""
+        """Set the address of a request: the front end's own, which is not bounded."""
         self._routes[request_id] = address
 
     def submit_request_end(
         self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
     ) -> None:
-        """Forget the request; the consumer itself reports the end."""
+        """Forget the request; its end is reported by the consumer's own sink."""
         self._routes.pop(request_id)
         self._ended.add(request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors anywhere within a payload, set aside so that they travel as tensors."""
+"""Extracts tensors from nested payloads, so that they are sent as tensors."""
 
 from typing import Any
 
@@ -11,10 +11,17 @@ ARRAY = "\0array"
 
 
 def set_aside(payload: Any, tensors: list[torch.Tensor]) -> Any:
-    """`payload` with marks for its tensors and arrays, which go into `tensors`.
+    """Replace tensors and arrays in a payload by placeholders.
+
+    Args:
+        payload: nested dicts, lists and tuples.
+        tensors: extended by the tensors.
+
+    Returns:
+        The payload with placeholders.
 
     Raises:
-        TypeError: a key of a dict is of a kind that does not arrive as it was.
+        TypeError: a key of a dict is of a type that msgpack does not preserve.
 
     """
     if isinstance(payload, torch.Tensor):
@@ -36,7 +43,7 @@ def set_aside(payload: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_back(payload: Any, tensors: list[torch.Tensor]) -> Any:
-    """The payload that `set_aside` was given; its tuples have become lists."""
+    """The inverse of `set_aside`, except that tuples have become lists."""
     if isinstance(payload, dict):
         if payload.keys() == {TENSOR}:
             return tensors[payload[TENSOR]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the workers to the front end that admitted a request, beside the steps.
+"""The ZMQ channel from workers to front ends, separate from the engine's outputs.
 
-Results and rows for driver-side consumers do not travel with the engine's
-outputs: those exist only while steps run, and large rows would delay tokens.
-Each front end listens at an address that its plans carry; a worker connects
-when it first has something to say there.
+It carries results, rows for driver-side consumers, and counters. Engine outputs are not
+used, because they exist only while steps run and large rows would delay tokens. Each
+front end listens at an address that is in its plans; a worker connects when it first
+sends a message there.
 """
 
 import threading
@@ -30,17 +30,17 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 logger = init_logger(__name__)
 
 BOUND_MESSAGES = 4
-"""On a bounded connection so many messages wait at each end."""
+"""High-water mark of a bounded connection, at each end."""
 
 SEND_SECONDS = 60.0
-"""A sender that waits for longer gives up."""
+"""A blocked sender gives up after this time."""
 
 MERGED_LAYER = -1
 MERGED_HOOK = "*"
 
 
 class KeyedValue(msgspec.Struct, array_like=True):
-    """One entry of a payload that maps `(layer, hook)` to something."""
+    """An entry of a payload whose keys are `(layer, hook)`."""
 
     layer: int
     hook: str
@@ -49,7 +49,7 @@ class KeyedValue(msgspec.Struct, array_like=True):
 
 
 class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
-    """What one stage's instance says of a request."""
+    """The result of a request at one instance and pipeline stage."""
 
     request_id: str
     instance: str
@@ -59,13 +59,13 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     payload: Any = None
     by_key: list[KeyedValue] | None = None
     tensors: list[torch.Tensor] = []
-    """What `payload` and `by_key` have marks for."""
+    """The tensors for which `payload` and `by_key` contain placeholders."""
 
     @classmethod
     def of(
         cls, request_id: str, instance: str, stage: int, result: CaptureResult
     ) -> "ResultMessage":
-        """The message for `result`; tensors in its payload travel as such."""
+        """Create the message; tensors in the payload are sent as tensors."""
         error = None if result.error is None else sendable(result.error)
         message = cls(request_id, instance, stage, result.status, error)
         payload = result.payload
@@ -89,7 +89,7 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         return message
 
     def result(self) -> CaptureResult:
-        """The result as the instance gave it."""
+        """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
         if self.by_key is not None:
             payload = _keyed_payload(self.by_key, self.tensors)
@@ -116,7 +116,7 @@ def _keyed_payload(
 
 
 class WireChunk(msgspec.Struct, array_like=True):
-    """A `CaptureChunk` on its way to another process."""
+    """The wire form of a `CaptureChunk`."""
 
     request_id: str
     layer: int
@@ -128,7 +128,7 @@ class WireChunk(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, chunk: CaptureChunk) -> "WireChunk":
-        """The wire form of `chunk`."""
+        """Convert a chunk to its wire form."""
         request_id, layer, hook = chunk.key
         return cls(
             request_id,
@@ -141,7 +141,7 @@ class WireChunk(msgspec.Struct, array_like=True):
         )
 
     def chunk(self) -> CaptureChunk:
-        """The chunk again."""
+        """Convert to a `CaptureChunk`."""
         return CaptureChunk(
             (self.request_id, self.layer, self.hook),  # type: ignore[arg-type]
             self.tensor,
@@ -161,7 +161,7 @@ class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):
 
 
 class EndMessage(msgspec.Struct, array_like=True, tag="end"):
-    """A request's streams at a driver-side instance are complete."""
+    """The end of a request at a driver-side instance: all its rows were sent."""
 
     request_id: str
     instance: str
@@ -170,15 +170,15 @@ class EndMessage(msgspec.Struct, array_like=True, tag="end"):
 
 
 class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
-    """What the lanes of a worker have done so far."""
+    """The counters of a worker."""
 
     engine: int
     stage: int
     counters: dict[str, LaneCounters]
     reforwarded: int
-    """Tokens that the engine has computed again for the sake of their rows."""
+    """Total number of cached tokens recomputed because they were captured."""
     adds: bool = False
-    """Whether this front end is the one that adds them to metrics."""
+    """Whether the receiving front end adds the counters to its metrics."""
     memory: MemoryCounters = msgspec.field(default_factory=MemoryCounters)
 
 
@@ -186,7 +186,7 @@ Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage | CountersMessag
 
 
 class _Link:
-    """A connection to one address; several threads may send, one at a time."""
+    """A connection to one address; sending is serialized by a lock."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, bounded: bool):
         self.lender = Lender(address)
@@ -223,7 +223,7 @@ class _Link:
             self._socket.close()
 
     def end(self) -> None:
-        """Nothing waits to be sent any more."""
+        """Close the connection for lent memory, after all messages were sent."""
         self.lender.close()
 
 
@@ -236,7 +236,7 @@ def _give_up_payload(message: ResultMessage, error: Exception) -> None:
 
 
 class Outbox:
-    """The workers' end: sends to any front end's address; any thread may call."""
+    """The workers' side: sends messages to front ends; thread-safe."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -244,12 +244,18 @@ class Outbox:
         self._lock = threading.Lock()
 
     def send(self, address: str, message: Message, bounded: bool = False) -> None:
-        """Queue `message` for `address`; with `bounded`, wait while too many wait.
+        """Queue a message.
 
-        A payload that cannot be encoded is replaced by a result that says so.
+        A result's payload that cannot be encoded is replaced by an error.
+
+        Args:
+            address: the receiver's address.
+            message: what to send.
+            bounded: whether to block while the receiver is behind; set by the first
+                message to the address.
 
         Raises:
-            TimeoutError: the receiver has long taken nothing.
+            TimeoutError: the receiver has accepted nothing for `SEND_SECONDS`.
 
         """
         with self._lock:
@@ -259,7 +265,7 @@ class Outbox:
         link.send(message)
 
     def close(self) -> None:
-        """Send what is queued, for at most two seconds, and close."""
+        """Send queued messages, for at most two seconds, and close."""
         with self._lock:
             links = list(self._links.values())
             self._links.clear()
@@ -270,7 +276,7 @@ class Outbox:
             link.end()
 
     def lent(self) -> dict[str, int]:
-        """What went to front ends, and what they hold now, in bytes."""
+        """The fields of `MemoryCounters` that concern front ends."""
         with self._lock:
             lenders = [link.lender for link in self._links.values()]
         return {
@@ -282,12 +288,12 @@ class Outbox:
 
 
 def rows_address(address: str, instance: str) -> str:
-    """Where rows for a driver-side instance go, given its front end's address."""
+    """The address for a driver-side instance's rows, from its front end's address."""
     return f"{address}-{zlib.crc32(instance.encode()):08x}"
 
 
 class Inbox:
-    """The front end's end: one thread that hands each message to `handle`."""
+    """The front end's side: one thread that calls `handle` with each message."""
 
     def __init__(
         self,
@@ -296,14 +302,13 @@ class Inbox:
         bounded: bool = False,
         idle: Callable[[], Any] | None = None,
     ) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            handle: gets each message; while it works, no other is read.
-            address: where to listen, a new address if None.
-            bounded: whether only a few unread messages are kept, so that senders
-                wait.
-            idle: called several times a second while nothing comes.
+            handle: called with each message; no other is read until it returns.
+            address: where to listen; None chooses a new address.
+            bounded: whether to keep only a few unread messages, so that senders block.
+            idle: called several times a second while no message arrives.
 
         """
         self.address = address or get_open_zmq_ipc_path()
@@ -325,7 +330,7 @@ class Inbox:
         decoder = MsgpackDecoder(
             Message, share_mem=False, oob_tensor_provider=self._borrower
         )
-        decoder.pin_tensors = False  # They stay on the host.
+        decoder.pin_tensors = False  # The tensors stay on the host.
         while not self._closing.is_set():
             if not self._wait():
                 self._idle()
@@ -342,7 +347,7 @@ class Inbox:
         self._borrower.close()
 
     def _wait(self) -> bool:
-        """Whether a message has come; meanwhile workers are attended to."""
+        """Wait for a message for a short time, and serve lending workers meanwhile."""
         poller = zmq.Poller()
         for waited in (self._socket, *self._borrower.files):
             poller.register(waited, zmq.POLLIN)
@@ -354,5 +359,5 @@ class Inbox:
         """Stop listening."""
         self._closing.set()
         self._thread.join(timeout=5)
-        if not self._thread.is_alive():  # else it is stuck in a consumer's queue
+        if not self._thread.is_alive():  # Otherwise it is blocked in a full queue.
             self._context.term()

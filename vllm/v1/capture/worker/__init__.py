@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in a worker's process, on the engine's thread."""
+"""Capture in a worker process, on the engine's thread."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the rows of steps leave staging memory: as many at once as can wait."""
+"""Batches the copies of steps' rows from staging memory to the host."""
 
 from collections.abc import Collection
 
@@ -8,45 +8,52 @@ from vllm.v1.capture.dispatch.step_chain import StagedStep
 from vllm.v1.capture.staging.ring import Segment, Staging
 
 STEPS_AT_ONCE = 128
-"""Steps whose rows are handed on together, if they are small."""
+"""Maximum number of steps whose rows are passed on together."""
 
 
 class Offload:
-    """Steps on their way to the dispatcher, on the engine's thread.
+    """Sends steps to the dispatcher; used on the engine's thread only.
 
-    First their rows are copied to the host, several steps at once; then the dispatcher
-    has them, and its requests get theirs once many steps have come together.
+    `send` copies the rows of several steps to the host at once and gives the steps to
+    the dispatcher. `hand_on` makes the dispatcher distribute them to their requests,
+    which is cheaper for many steps together.
     """
 
     def __init__(self, staging: Staging, dispatcher: Dispatcher) -> None:
-        """Begin with no step."""
+        """Start without steps."""
         self._staging = staging
         self._dispatcher = dispatcher
         self._unsent: list[StagedStep] = []
         self._steps = 0
-        """That are not sent, or that wait with the dispatcher; ..."""
+        """Number of steps that are unsent, or sent but not handed on."""
         self._rows = 0
-        """... and their rows."""
+        """Number of rows of these steps."""
 
     def reserve(self, num_rows: int) -> Segment:
-        """Room for a step's rows; waits for it, if need be."""
+        """Reserve staging rows for a step; blocks until there is room."""
         ring = self._staging.ring
         segment = ring.reserve(num_rows, timeout=0.0)
         if segment is None:
-            self.hand_on()  # What waits takes room and would keep it.
+            self.hand_on()  # Waiting steps occupy the ring and would not free it.
             segment = ring.reserve(num_rows)
         assert segment is not None
         return segment
 
     def add(self, step: StagedStep, at_once: Collection[str]) -> None:
-        """A step that is queued on the device; some requests want their rows now."""
+        """Add a step that is queued on the device.
+
+        Args:
+            step: the step.
+            at_once: requests whose rows are to be passed on with this step.
+
+        """
         if self._add_pages(step):
             return
         self._unsent.append(step)
         self._steps += 1
         self._rows += step.segment.num_rows
         if (
-            step.true_starts is not None  # It goes on from no other.
+            step.true_starts is not None  # It cannot join a chain of steps.
             or self._steps >= STEPS_AT_ONCE
             or self._rows >= self._staging.ring.num_rows // 8
         ):
@@ -56,11 +63,11 @@ class Offload:
             self._dispatcher.hand_on(tuple(at_once))
 
     def _add_pages(self, step: StagedStep) -> bool:
-        """Send a step of many rows by itself, prompts' rows to memory of their own."""
+        """Send a step of many rows alone, with the rows of prompts copied to pages."""
         sent = self._staging.to_pages(step.segment, step.placed.layout.blocks)
         if sent is None:
             return False
-        self.send()  # What came before stays before.
+        self.send()  # Keeps the order of steps.
         places, copied = sent
         self._dispatcher.steps([step._replace(places=places)], copied)
         self._steps += 1
@@ -68,7 +75,7 @@ class Offload:
         return True
 
     def send(self) -> None:
-        """Start copying what has been computed, and let the dispatcher have it."""
+        """Start to copy the unsent steps to the host; give them to the dispatcher."""
         if not self._unsent:
             return
         steps, self._unsent = self._unsent, []
@@ -76,7 +83,7 @@ class Offload:
         self._dispatcher.steps(steps, copied)
 
     def hand_on(self) -> None:
-        """Let the requests have all rows."""
+        """Have the dispatcher distribute all rows to their requests."""
         if not self._steps:
             return
         self.send()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's counters, told to the front ends about once a second."""
+"""Reports a worker's counters to the front ends, about once a second."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -19,15 +19,15 @@ logger = init_logger(__name__)
 
 PERIOD_SECONDS = 1.0
 TRIM_PERIODS = 60
-"""Periods after which memory that was not needed meanwhile is given back."""
+"""Number of periods after which unused memory is returned to the system."""
 
 
 class Reporter:
-    """Looks after the lanes of a worker, and says how they are doing.
+    """Checks the lanes of a worker for stalls and reports their counters.
 
-    Every front end that has had a captured request, or has asked for it, hears of all
-    counters, and the first one also adds them to its metrics: these are summed over
-    front ends.
+    Reports go to every front end that has sent a captured request, or has asked for
+    them. Only the first of them adds the counters to its Prometheus metrics, because
+    these are summed over front ends.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Reporter:
         outbox: Outbox,
         trim: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to report.
+        """Start the reporting thread.
 
         Args:
-            engine: which of the engines this worker belongs to.
+            engine: data-parallel index of this worker's engine.
             stage: its pipeline stage.
-            lanes: of the consumers here.
-            outbox: takes the reports.
-            trim: gives memory back that was not needed for a while.
+            lanes: the lanes of this worker, by instance.
+            outbox: sends the reports.
+            trim: returns unused memory to the system.
 
         """
         self._trim = trim
@@ -54,7 +54,7 @@ class Reporter:
         self._lanes = lanes
         self._outbox = outbox
         self._addresses: dict[str, bool] = {}
-        """Front ends, in the order in which they came; whether they know the latest."""
+        """Front ends in order of registration; whether each has the latest counters."""
         self._said: bytes = b""
         self._reforwarded = 0
         self._closing = threading.Event()
@@ -64,21 +64,21 @@ class Reporter:
         self._thread.start()
 
     def know(self, address: str) -> None:
-        """A front end listens at `address`."""
+        """Report to the front end at `address` from now on."""
         self._addresses.setdefault(address, False)
 
     def add_reforwarded(self, tokens: int) -> None:
-        """So many prompt tokens are computed again for the sake of their rows."""
+        """Count cached prompt tokens that are recomputed because they are captured."""
         self._reforwarded += tokens
 
     def close(self) -> None:
-        """Say the final counters and stop."""
+        """Stop, and report the final counters."""
         self._closing.set()
         self._thread.join(timeout=5)
         self.report()
 
     def report(self) -> None:
-        """Tell the front ends that do not know the counters as they are now."""
+        """Send the counters to each front end that does not have the current values."""
         counters = {name: lane.counters() for name, lane in self._lanes.items()}
         message = CountersMessage(
             self._engine,
@@ -96,7 +96,7 @@ class Reporter:
                 self._addresses[address] = True
 
     def _memory(self) -> MemoryCounters:
-        """What this process holds for rows, and what it has lent to front ends."""
+        """The host memory that this process holds for rows or has lent."""
         return MemoryCounters(
             BUDGET.limit,
             BUDGET.by_owner(),
@@ -117,5 +117,5 @@ class Reporter:
                     ROWS.trim()
                     self._trim()
             except Exception:
-                # Counters are not worth a worker; the next report may succeed.
+                # Failing to report must not stop the worker; the next may succeed.
                 logger.exception("The counters of captures could not be reported")

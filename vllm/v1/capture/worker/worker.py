@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in one worker process: what the runner's adapter talks to."""
+"""`WorkerCapture`, the capture of one worker process, called by the model runner."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """This process's place among the workers."""
+    """The ranks of this worker process."""
 
     tensor_rank: int
     pipeline_rank: int
@@ -64,10 +64,11 @@ class Stage:
 
 
 class WorkerCapture:
-    """Places, stages and dispatches the rows of one process.
+    """Assigns staging rows to captured tokens and passes the rows to consumers.
 
-    All methods are called on the engine's thread. On tensor-parallel ranks other
-    than 0 the taps exist, so that graphs are equal, but no row is taken.
+    All methods are called on the engine's thread. Per step: `plan_step`, `begin_step`,
+    the forward pass, `end_step`. On tensor-parallel ranks other than 0 the taps exist,
+    so that all ranks record equal CUDA graphs, but no rows are captured.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class WorkerCapture:
             scratch_rows=step_rows if readouts is not None else 0,
         )
         self._hands_on: tuple[int, bool] = -1, False
-        """Number of a layout, and whether some of its rows leave the device."""
+        """Number of a layout, and whether any of its rows leave the device."""
         self._first_row = 0
-        """The staging row that the step's begin at."""
+        """The first staging row of the step."""
         self._view: StepView | None = None
         self._slots = SlotMapping(len(taps), max_rows, device)
         self._vllm_config = vllm_config
@@ -107,15 +108,15 @@ class WorkerCapture:
             tap: self._slots.of_taps[column].data_ptr()
             for tap, column in self._columns.items()
         }
-        """What the op of each tap is known by, as in `Launch`."""
+        """The address that identifies the op of each tap, as in `Launch`."""
         self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._remembering: dict[str, Any] = {}
-        """The consumers here that must see what requests say to them."""
+        """The consumers in this process that must validate the specs of requests."""
         self._placed: PlacedStep | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
-        """Requests whose rows are wanted as steps compute them."""
+        """Requests whose rows are passed on after each step."""
         self._true_starts: TrueStarts | None = None
         self._step = 0
         self._outbox = Outbox()
@@ -126,7 +127,7 @@ class WorkerCapture:
         self._at_once = {LIVE} | {
             name for name in self._early if not self._lanes[name].can.batches_steps
         }
-        """Who wants rows as soon as a step has computed them."""
+        """Readers whose rows are passed on after each step."""
         self._common = {
             "model": vllm_config.model_config.served_model_name
             or vllm_config.model_config.model,
@@ -139,7 +140,7 @@ class WorkerCapture:
         self._dispatcher = Dispatcher(
             self._staging,
             self._lanes,
-            # Large packets in a small queue would let it hold more than it may.
+            # Packets close to the queue's bound would exceed it.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
         self._sending = Offload(self._staging, self._dispatcher)
@@ -152,12 +153,18 @@ class WorkerCapture:
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The slots of the hook point `tap`, where they begin, what it writes."""
+        """The tensors of a tap: its slots, the base they count from, staging memory.
+
+        Returns:
+            Slots `[max_tokens]` int32, base `[1]` int32, and rows `[rows, hidden_size]`
+            in the dtype of the stream, all on the device.
+
+        """
         slots = self._slots.of_taps[self._columns[tap]]
         return slots, self._slots.base, self._staging.rows
 
     def summary(self) -> str:
-        """For the log: the budget, and what happens where it does not suffice."""
+        """One line for the log: consumers, limits and the overload policy."""
         config = self._config
         rows, mib = self._staging.rows.shape[0], 1 << 20
         spill = f" of {config.spill_max_bytes // mib} MiB in {config.spill_folder}"
@@ -179,7 +186,7 @@ class WorkerCapture:
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
-                # The instance itself is the front end's: here is none.
+                # The instance lives in the front end.
                 sinks[name] = forward(name, truncates=truncates(kind))
                 continue
             consumer = build_consumer(entry, vllm_config)
@@ -201,7 +208,7 @@ class WorkerCapture:
                 sink,
                 config.dispatch_queue_bytes,
                 config.dispatch_queue_size,
-                # The consumer gets live rows as well: these may always be dropped.
+                # Live rows may always be dropped: the consumer gets them as well.
                 "drop" if name == LIVE or config.overload_policy == "drop" else "block",
                 None if name == LIVE else spill,
             )
@@ -216,7 +223,16 @@ class WorkerCapture:
         client_specs: Mapping[str, Any] | None,
         max_tokens: int | None = None,
     ) -> None:
-        """A request with a plan is scheduled; again, after a preemption."""
+        """Start to capture a request; ignored if known, as after a preemption.
+
+        Args:
+            req_id: its internal id.
+            plan: its capture plan.
+            prompt_token_ids: None if the prompt was given as embeddings.
+            client_specs: `SamplingParams.capture`, by instance.
+            max_tokens: how many tokens it may generate.
+
+        """
         if req_id in self._placement:
             return
         groups = local_groups(plan, self._columns)
@@ -260,7 +276,7 @@ class WorkerCapture:
         specs: Mapping[str, Any],
         max_tokens: int | None,
     ) -> None:
-        """Let consumers here see what the request says, if they remember it."""
+        """Queue the request's specs for the consumers here that need them."""
         names = specs.keys() & self._remembering.keys() & set(plan.instances)
         if not names:
             return
@@ -279,7 +295,7 @@ class WorkerCapture:
             self._lanes[name].open(opening)
 
     def end_requests(self, ends: Sequence["CaptureEnd"]) -> None:
-        """The front end says that requests have ended, and with which tokens."""
+        """Stop capturing requests that have ended, and deliver their last rows."""
         for end in ends:
             self._placement.remove(end.request_id)
             self._plans.pop(end.request_id, None)
@@ -303,17 +319,17 @@ class WorkerCapture:
         )
 
     def report_to(self, address: str) -> None:
-        """A front end wants to hear of all captures, though it may have had none."""
+        """Report counters to the front end at `address` from now on."""
         if self._takes_rows:
             self._reporter.know(address)
 
     def note_reforwarded(self, tokens: int) -> None:
-        """The step computes so many cached tokens again, because they are captured."""
+        """Count cached tokens that the step recomputes because they are captured."""
         if self._stage.pipeline_rank == 0:
             self._reporter.add_reforwarded(tokens)
 
     def _given_up(self, req_id: str, plan: CapturePlan) -> RequestEnd:
-        """The engine stops while the request is captured: its capture has failed."""
+        """The end of a request that is still captured when the engine stops: failed."""
         return RequestEnd(
             request_id=req_id,
             token_ids=(),
@@ -340,9 +356,13 @@ class WorkerCapture:
         return self._placement.is_empty
 
     def plan_step(self, view: StepView) -> frozenset[int]:
-        """Find the rows that a step captures; the ops that must launch for them.
+        """Lay out the rows that a step captures.
 
-        Every rank of a stage decides this alike.
+        Every rank of a stage gets the same result.
+
+        Returns:
+            The addresses of the ops that must launch; empty if nothing is captured.
+
         """
         self._step += 1
         placed = self._placed = self._placement.place(view)
@@ -350,12 +370,17 @@ class WorkerCapture:
         if placed is None:
             self._true_starts = None
             return frozenset()
-        # Now: the pass will move them on.
+        # Read now, because the forward pass advances them.
         self._true_starts = TrueStarts.of(view)
         return placed.layout.launches
 
     def begin_step(self, num_rows: int) -> None:
-        """Write the slots that the pass over `num_rows` rows (with padding) reads."""
+        """Write the slots that the forward pass reads.
+
+        Args:
+            num_rows: rows of the step's tensors, padding included.
+
+        """
         if not self._takes_rows:
             return
         if self._placed is None:
@@ -372,27 +397,27 @@ class WorkerCapture:
         self._slots.write(layout, self._first_row, num_rows)
 
     def _leave_the_device(self, layout: Layout) -> bool:
-        """Whether anyone is handed rows of a step, which then has a place in the ring.
+        """Whether any row of a step is delivered; if so, the step needs a ring segment.
 
-        Rows that are only read out are written over by the next step.
+        Rows that only readouts use are overwritten by the next step.
         """
         if self.readouts is None:
             return True
         if self._hands_on[0] != layout.number:
             req_ids = {req_id for block in layout.blocks for req_id in block.seated}
             req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
-            # One that has ended may have a row; nobody wants it.
+            # Requests that have ended may still have a row, which is not delivered.
             plans = [self._plans.get(req_id) for req_id in req_ids]
             hands_on = any(plan is not None and plan.lanes for plan in plans)
             self._hands_on = layout.number, hands_on
         return self._hands_on[1]
 
     def clear_slots(self) -> None:
-        """A graph that always launches its taps must find nothing to do."""
+        """Clear all slots, for a graph that launches its taps in any case."""
         self._slots.clear()
 
     def end_step(self) -> None:
-        """The pass is queued on the device: send its rows on their way, or soon."""
+        """Called after the forward pass is queued on the device: offload its rows."""
         placed, self._placed = self._placed, None
         if placed is None:
             return
@@ -405,8 +430,15 @@ class WorkerCapture:
         self._segment = None
         self._sending.add(staged, self._live)
 
+    def send(self) -> None:
+        """Start copying the rows that are still on the device."""
+        self._sending.send()
+
     def close(self) -> None:
-        """Flush what is under way and shut the consumers down."""
+        """Deliver pending rows and shut down the consumers.
+
+        Captures of requests that have not ended fail.
+        """
         if self._plans:
             logger.error(
                 "The engine stops while %d requests are being captured; their captures "

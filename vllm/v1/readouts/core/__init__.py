@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts in the engine core: which results count, and which end a request."""
+"""Readouts in the engine core: valid results and stop conditions."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of a step count, and which end their request: in the scheduler.
+"""The scheduler's part of readouts: which results are valid, and `stop_when`.
 
-A row is that of a token that was fed to the model, and the step that computes it
-samples the token after it. So a token is known to end its request when the next one has
-been sampled, which is then dropped; with asynchronous scheduling a further step may be
-in flight, whose output is dropped like that of any request that has ended.
+A row belongs to a token that was fed to the model, and the step that computes it
+samples the next token. When a token's value ends its request, the next token has
+therefore been sampled already and is dropped. With asynchronous scheduling another step
+may be in flight; its output is dropped like that of any finished request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 STOP_PREFIX = "readout:"
-"""What `stop_reason` begins with; the readout's name follows."""
+"""Prefix of `stop_reason`, followed by the readout's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOut:
-    """What a step's results mean for its request."""
+    """The outcome of a step's readouts for a request."""
 
     token_ids: list[int]
-    """The new tokens that are left."""
+    """The new tokens that remain."""
     fired: str = ""
-    """The stop reason, if a readout ends the request behind these tokens."""
+    """The stop reason if a readout ends the request after these tokens, else empty."""
 
 
 @dataclass(slots=True)
@@ -44,21 +44,23 @@ class _State:
     plan: ReadoutPlan
     by_name: Mapping[str, Readout]
     next_position: int = 0
-    """Results below have come: a request that was preempted computes them again."""
+    """The first position without a result.
+
+    A preempted request recomputes earlier ones, which are then ignored.
+    """
 
 
 class ReadoutScheduling:
-    """The requests of this engine that read out."""
+    """The requests with readouts in this engine. Part of the scheduler."""
 
     def __init__(self) -> None:
-        """Begin with no request."""
         self._states: dict[str, _State] = {}
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._states
 
     def add_request(self, request: "Request") -> None:
-        """A request has come to this engine."""
+        """Track a new request if it has readouts."""
         params = request.sampling_params
         plan = params._capture_plan if params is not None else None
         if plan is not None and plan.readouts is not None:
@@ -66,7 +68,7 @@ class ReadoutScheduling:
             self._states[request.request_id] = _State(plan.readouts, by_name)
 
     def forget(self, request: "Request") -> None:
-        """A request has ended."""
+        """Drop the state of a finished request."""
         self._states.pop(request.request_id, None)
 
     def take(
@@ -76,13 +78,17 @@ class ReadoutScheduling:
         num_tokens: int,
         new_token_ids: Sequence[int],
     ) -> ReadOut:
-        """Note a step's results; which of its new tokens are left.
+        """Store a step's results and apply the request's stop conditions.
 
         Args:
-            request: before the new tokens are added to it.
-            found: the step's results, None where it has none.
-            num_tokens: of the request in the step, drafts not counted.
-            new_token_ids: what the step has sampled; none before the prompt's end.
+            request: before the new tokens are appended to it.
+            found: the step's results, or None.
+            num_tokens: the request's tokens in the step, without draft tokens.
+            new_token_ids: the tokens that the step sampled; empty while the prompt is
+                still being computed.
+
+        Returns:
+            The new tokens that remain, and the stop reason if a readout fired.
 
         """
         tokens = list(new_token_ids)
@@ -91,8 +97,8 @@ class ReadoutScheduling:
         state = self._states[request.request_id]
         start, stop = found.start, None
         if tokens:
-            # With drafts a step is prepared before it is known how many of the last
-            # one's were rejected; the request has only what was accepted.
+            # With draft tokens a step is prepared before it is known how many drafts
+            # of the previous one were rejected; the request has the accepted ones.
             start = request.num_tokens - num_tokens
             stop = request.num_tokens + len(tokens) - 1
         parts = []
@@ -117,7 +123,7 @@ class ReadoutScheduling:
         parts: Sequence[ReadoutPart],
         tokens: Sequence[int],
     ) -> tuple[int | None, str]:
-        """The position behind the first token that fires, and the stop reason."""
+        """The position after the first token that fires, and the stop reason."""
         if not state.plan.stop_when or not tokens:
             return None, ""
         first: tuple[int, str] | None = None
@@ -138,14 +144,14 @@ _PARTS = "readout_parts"
 
 
 def take_parts(request: "Request") -> list[ReadoutPart] | None:
-    """The results of a request that no output has carried yet; None for none."""
+    """Remove and return the request's results that no output has carried yet."""
     return vars(request).pop(_PARTS, None) or None
 
 
 def _counting(
     part: ReadoutPart, ranges: Ranges, least: int, stop: int | None
 ) -> list[ReadoutPart]:
-    """What of a part is wanted, new, and of tokens that were accepted."""
+    """The parts of `part` within `ranges`, from `least` on and below `stop`."""
     if part.reduced:
         return [part] if part.start >= least else []
     found = []
@@ -175,7 +181,7 @@ def _between(part: ReadoutPart, low: int, high: int) -> ReadoutPart:
 def _first_firing(
     part: ReadoutPart, readout: Readout, rule: StopWhen, num_prompt_tokens: int
 ) -> int | None:
-    """The first generated token of a part at which a rule fires."""
+    """The position of the first generated token of a part at which a rule fires."""
     values = values_of(part, readout, rule.index)
     for offset in range(max(num_prompt_tokens - part.start, 0), part.count):
         if rule.fires(float(values[offset])):
@@ -186,7 +192,7 @@ def _first_firing(
 def values_of(
     part: ReadoutPart, readout: Readout, index: int
 ) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """The value `[count]` that a rule is about; NaN where there is none."""
+    """The values `[count]` that a rule compares; NaN where there is none."""
     missing = np.full(part.count, np.nan, dtype=np.float32)
     arrays = part.arrays
     if readout.kind == "sae":

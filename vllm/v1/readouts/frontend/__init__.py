@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts where requests come in and outputs go out."""
+"""Readouts in the front end: admission, API methods and results."""

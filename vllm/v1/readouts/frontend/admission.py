@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request's readouts can be carried out: decided once, up front."""
+"""Validates a request's readouts at admission and builds their plan."""
 
 import threading
 from collections.abc import Mapping
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 MAX_READOUTS = 64
-"""Of one request."""
+"""Readouts, and stop conditions, per request."""
 MAX_NAME = 128
+"""Characters of a readout's name."""
 
 
 class ReadoutAdmission:
-    """Turns what requests ask to read out into plans; safe to use from any thread."""
+    """Builds a `ReadoutPlan` from a request's `readouts` and `stop_when`. Thread-safe.
+
+    Starts with the modules of the server's configuration.
+    """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        """Know the modules that the server was started with."""
         config = vllm_config.readout_config
         self.enabled = config.enabled
         self._max_top_k = config.max_top_k
@@ -41,25 +44,29 @@ class ReadoutAdmission:
 
     @property
     def modules(self) -> dict[str, ModuleInfo]:
-        """The named modules, by name."""
+        """A copy of the registered modules, sorted by name."""
         with self._lock:
             return dict(sorted(self._modules.items()))
 
     def put(self, info: ModuleInfo) -> None:
-        """A module was registered."""
+        """Add or replace a registered module."""
         with self._lock:
             self._modules[info.name] = info
 
     def remove(self, name: str) -> None:
-        """A module was unregistered."""
+        """Remove a module, if it is registered."""
         with self._lock:
             self._modules.pop(name, None)
 
     def plan(self, params: "SamplingParams", ctx: CaptureContext) -> ReadoutPlan | None:
-        """What a request's readouts are; None where it has none.
+        """The plan of a request's readouts; None if it has none.
+
+        Args:
+            params: `readouts` is replaced by its plain form (dicts and lists).
+            ctx: the request's prompt length and the model's dimensions.
 
         Raises:
-            ReadoutValidationError: naming the parameter, the value and the remedy.
+            ReadoutValidationError: `readouts` or `stop_when` is invalid.
 
         """
         if params.readouts is None and params.stop_when is None:
@@ -93,7 +100,7 @@ class ReadoutAdmission:
         )
 
     def _check_stages(self, readouts: list[Readout]) -> None:
-        """Refuse layers of earlier pipeline stages, whose results reach no output."""
+        """Reject layers of earlier pipeline stages: only the last returns outputs."""
         if self._stages == 1:
             return
         layers = self._model_config.get_total_num_hidden_layers()
@@ -121,7 +128,7 @@ class ReadoutAdmission:
 
 
 def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Ranges]:
-    """The positions at each tap that a plan needs rows of."""
+    """The positions to stage at each tap for a plan."""
     wanted: dict[Tap, Ranges] = {}
     for readout in plan.readouts:
         for tap in readout.staged:
@@ -135,10 +142,16 @@ def parse_stops(
     ctx: CaptureContext,
     modules: Mapping[str, ModuleInfo],
 ) -> tuple[StopWhen, ...]:
-    """`stop_when`, checked against the readouts that it refers to.
+    """Parse `stop_when` and check it against the readouts that it refers to.
+
+    Args:
+        raw: one rule or a list of rules as the user wrote them, or None.
+        readouts: the request's parsed readouts.
+        ctx: the request's prompt length and the model's dimensions.
+        modules: the registered modules, by name.
 
     Raises:
-        ReadoutValidationError: naming the parameter, the value and the remedy.
+        ReadoutValidationError: a rule is invalid.
 
     """
     if raw is None:
@@ -205,7 +218,7 @@ def _bound(raw: Mapping[str, Any], key: str) -> float | None:
 def _check_index(
     readout: Readout, index: int, modules: Mapping[str, ModuleInfo]
 ) -> None:
-    """Refuse an index that the readout's values do not have, as far as it is known."""
+    """Reject an index that is out of range, where the number of values is known."""
     if readout.kind == "rows" or (readout.kind == "lens" and not readout.tokens):
         raise fail(
             f"stop_when: {readout.name!r} of kind {readout.kind!r} has no values to "
@@ -230,7 +243,7 @@ def _check_index(
 
 
 def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
-    """How many values a readout has per token; None where only its code knows it."""
+    """The number of values per token; None for a custom readout."""
     if readout.kind in ("probe", "sae") and readout.module in modules:
         return modules[readout.module].size
     if readout.probe is not None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of `LLM` and `AsyncLLM`: named modules, and what was read out."""
+"""Methods of `LLM` and `AsyncLLM` that manage readout modules."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.engine_args import described_file
@@ -8,12 +10,15 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.steering.frontend.frontend import SteeringFrontend
+from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_NAME = 128
+"""Characters of a module's name."""
 
 
 def register(
@@ -24,42 +29,52 @@ def register(
     hook: str = "post_block",
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Load a probe, a translator or an SAE under a name.
+    """Register a probe, a translator or an SAE under a name.
 
     Args:
         self: the engine.
-        name: that readouts will use.
-        path: a file or folder that the workers can read.
-        layer: where an SAE reads that does not say it itself.
-        hook: the hook point there.
-        replace: whether a module of this name may be replaced.
+        name: the name by which readouts refer to the module.
+        path: a file or folder that the front end and the workers can read.
+        layer: 0-based layer of an SAE that does not state its own.
+        hook: hook point of that layer.
+        replace: whether to replace a module of the same name.
+
+    Returns:
+        The module's description, see `ModuleInfo.describe`.
 
     Raises:
-        ReadoutValidationError: nothing has changed; the message says why.
+        ReadoutValidationError: an argument or the file is invalid; nothing changed.
 
     """
     engine = self.llm_engine
     info = _checked(engine, name, path, _tap(layer, hook), replace)
-    _call(engine.engine_core, "load_readout_module", name, path, info.tap)
-    _admission(engine).put(info)
+    _call(
+        engine.engine_core,
+        "load_readout_module",
+        name,
+        path,
+        info.tap,
+        info.fingerprint,
+    )
+    _put(engine, info)
     return info.describe()
 
 
 def unregister(self: "LLM", name: str) -> None:
-    """Forget a module; requests in flight that have begun keep it.
+    """Unregister a module. Requests that have already started keep it.
 
     Raises:
-        ReadoutValidationError: there is none of this name.
+        ReadoutValidationError: no module has this name.
 
     """
     engine = self.llm_engine
     _known(engine, name)
-    _admission(engine).remove(name)
     _call(engine.engine_core, "unload_readout_module", name)
+    _remove(engine, name)
 
 
 def get(self: "LLM") -> dict[str, Any]:
-    """The modules, and what was read out so far."""
+    """The registered modules, counters by kind of readout, and limits."""
     engine = self.llm_engine
     return _described(engine, _call(engine.engine_core, "readout_status"))
 
@@ -73,20 +88,23 @@ async def async_register(
     replace: bool = False,
     kind: str = "",
 ) -> dict[str, Any]:
-    """As `register`; `kind` refuses what is of another one, `sae` or `module`."""
+    """As `register`; `kind` may restrict the module to `sae` or `module`."""
     info = _checked(self, name, path, _tap(layer, hook), replace, kind)
-    await self.engine_core.call_utility_async(
-        "load_readout_module", name, path, info.tap
-    )
-    _admission(self).put(info)
+    core = self.engine_core
+    with _refused():
+        await core.call_utility_async(
+            "load_readout_module", name, path, info.tap, info.fingerprint
+        )
+    _put(self, info)
     return info.describe()
 
 
 async def async_unregister(self: "AsyncLLM", name: str) -> None:
     """As `unregister`."""
     _known(self, name)
-    _admission(self).remove(name)
-    await self.engine_core.call_utility_async("unload_readout_module", name)
+    with _refused():
+        await self.engine_core.call_utility_async("unload_readout_module", name)
+    _remove(self, name)
 
 
 async def async_get(self: "AsyncLLM") -> dict[str, Any]:
@@ -95,25 +113,68 @@ async def async_get(self: "AsyncLLM") -> dict[str, Any]:
 
 
 def _call(core: Any, method: str, *args: Any) -> Any:
-    """A method of the engine core, in this process or another."""
+    """Call a method of the engine core, in this process or another."""
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
 
 
-def _admission(engine: Any) -> ReadoutAdmission:
-    frontend = engine.capture
-    # It imports the admission of readouts.
+@contextmanager
+def _refused() -> Iterator[None]:
+    """A refusal by the engine core, of which another process gets the text only."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("_readout_module method failed: ")[2]
+        if not text.startswith("name: "):
+            raise
+        raise fail(text.partition(" (parameter=")[0], "name", None) from error
+
+
+def _admission(engine: Any) -> ReadoutAdmission | None:
+    """What knows the modules for readouts, where requests can read out."""
+    # Imported late: that module imports ours.
     from vllm.v1.capture.frontend.frontend import CaptureFrontend
 
-    if not isinstance(frontend, CaptureFrontend):
+    frontend = engine.capture
+    return frontend.readouts if isinstance(frontend, CaptureFrontend) else None
+
+
+def _named(engine: Any) -> NamedFiles | None:
+    """What knows them for entries of steering, where requests can be steered."""
+    frontend = engine.input_processor.steering
+    return frontend.named if isinstance(frontend, SteeringFrontend) else None
+
+
+def _having(engine: Any) -> dict[str, ModuleInfo]:
+    """The modules of an engine that reads out or steers.
+
+    Raises:
+        ReadoutValidationError: it does neither.
+
+    """
+    places = [one for one in (_admission(engine), _named(engine)) if one is not None]
+    if not places:
         raise fail(
-            "this server reads nothing out; start it with --enable-readouts, or "
-            "LLM(enable_readouts=True) offline",
+            "this server reads nothing out and steers nothing; start it with "
+            "--enable-readouts or --enable-steering, or LLM(enable_readouts=True) "
+            "offline",
             "name",
             None,
         )
-    return frontend.readouts
+    return places[0].modules
+
+
+def _put(engine: Any, info: ModuleInfo) -> None:
+    for place in (_admission(engine), _named(engine)):
+        if place is not None:
+            place.put(info)
+
+
+def _remove(engine: Any, name: str) -> None:
+    for place in (_admission(engine), _named(engine)):
+        if place is not None:
+            place.remove(name)
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -134,7 +195,7 @@ def _checked(
     replace: bool,
     kind: str = "",
 ) -> ModuleInfo:
-    having = _admission(engine).modules
+    having = _having(engine)
     good = isinstance(name, str) and name.isprintable() and name.strip() == name
     if not good or not 0 < len(name) <= MAX_NAME:
         raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
@@ -170,7 +231,7 @@ def _checked(
 
 
 def _known(engine: Any, name: Any) -> None:
-    having = _admission(engine).modules
+    having = _having(engine)
     if not isinstance(name, str) or name not in having:
         raise fail(
             f"name: there is no module {name!r}; there are {sorted(having)}",
@@ -181,7 +242,7 @@ def _known(engine: Any, name: Any) -> None:
 
 def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
     config = engine.vllm_config.readout_config
-    modules = _admission(engine).modules if config.enabled else {}
+    modules = _having(engine) if config.enabled or _named(engine) is not None else {}
     return {
         "enabled": config.enabled,
         "modules": {name: one.describe() for name, one in modules.items()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request has read out so far, beside the state of its text."""
+"""Collects a request's readout results in the output processor."""
 
 from typing import TYPE_CHECKING
 
@@ -15,31 +15,30 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """Joins the parts that come with a sample's outputs."""
+    """Joins the parts that arrive with the outputs of one sample."""
 
     def __init__(self, plan: ReadoutPlan, num_prompt_tokens: int) -> None:
-        """Begin without results."""
         self._readouts = {one.name: one for one in plan.readouts}
         self._joined = {one.name: Joined(one) for one in plan.readouts}
         self._num_prompt_tokens = num_prompt_tokens
 
     def add(self, part: ReadoutPart) -> None:
-        """A part has come."""
+        """Add a part that came with an output."""
         self._joined[part.name].add(part)
 
     def results(
         self, num_tokens: int, delta: bool, finished: bool, fired: bool = False
     ) -> dict[str, ReadoutResult]:
-        """Results for an output.
+        """The results for one output, by name of the readout.
 
         Args:
-            num_tokens: generated so far, as far as they count.
-            delta: whether an output before the last has only what is new.
-            finished: whether it is the last, which has everything.
-            fired: whether a readout has ended the request.
+            num_tokens: generated tokens so far, without dropped ones.
+            delta: whether outputs before the last contain only what is new.
+            finished: whether this is the last output, which contains everything.
+            fired: whether a readout ended the request.
 
         """
-        # The last token is not fed back, so it has no row; one that fired was.
+        # The last token is not fed to the model and has no row, unless it fired.
         fed = num_tokens if fired else max(num_tokens - 1, 0)
         stop = self._num_prompt_tokens + fed
         if not delta or finished:
@@ -59,7 +58,7 @@ def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:
 
 
 def collector_for(params: "SamplingParams | None") -> Collector | None:
-    """What joins the results of a request; None where it reads nothing out."""
+    """A collector for a request; None if it has no readouts."""
     plan = params._capture_plan if params is not None else None
     if plan is None or plan.readouts is None:
         return None
@@ -67,12 +66,12 @@ def collector_for(params: "SamplingParams | None") -> Collector | None:
 
 
 def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
-    """Take the results that come with an output of the engine."""
+    """Add the results that came with an output of the engine core."""
     if output.readouts and state.readouts is not None:
         for part in output.readouts:
             state.readouts.add(part)
 
 
 def ended_by(stop_reason: object) -> bool:
-    """Whether it was a readout that ended a request."""
+    """Whether a request was ended by a readout."""
     return isinstance(stop_reason, str) and stop_reason.startswith(STOP_PREFIX)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts in HTTP responses.
+"""JSON form of readout results in HTTP responses.
 
-Numbers are lists, NaN is null. Rows, which are long, are base64 of their bytes with
-`dtype` and `shape`, little-endian, as packed vectors of steering are.
+Arrays are nested lists, with null for NaN and infinity. Rows are objects with `dtype`,
+`shape` and `data`, the base64 of the little-endian bytes, like packed steering vectors.
 """
 
 import base64
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def response_readouts(
     outputs: Sequence["RequestOutput | None"],
 ) -> dict[str, Any] | None:
-    """`readouts` of a response to one or several prompts.
+    """The `readouts` field of a response to one or several prompts.
 
-    Several choices, of prompts or samples, are under their index, as text.
+    With several choices, results are keyed by the choice's index as a string. None if
+    there are no results.
     """
     found = [
         sample.readouts
@@ -38,13 +39,13 @@ def response_readouts(
 
 
 def stamp(chunk: Any, part: "CompletionOutput") -> None:
-    """Put what was read out for a chunk's tokens into it; whole in the last one."""
+    """Set the `readouts` field of a streamed chunk; the last one has all results."""
     if part.readouts:
         chunk.readouts = as_json(part.readouts)
 
 
 def as_json(results: Mapping[str, ReadoutResult]) -> dict[str, Any]:
-    """Results by name, as JSON."""
+    """JSON-serialisable results by name."""
     return {name: _result(one) for name, one in results.items()}
 
 

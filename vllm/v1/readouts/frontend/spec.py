@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a user writes under `readouts` to `Readout`, one function per kind."""
+"""Parses the entries of a request's `readouts`, one function per kind."""
 
 import importlib.metadata
 import json
@@ -24,25 +24,25 @@ REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
 
 MAX_VECTORS = 4096
-"""Directions of one probe that a request brings along."""
+"""Directions of a probe given in the request."""
 MAX_TOKENS = 1024
-"""Token ids of a lens, and features of an SAE, that a request may name."""
+"""Token ids of a lens, and features of an SAE, listed in a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a readout may refer to."""
+    """What readouts may refer to on this server, and limits."""
 
     modules: Mapping[str, ModuleInfo]
     vocab_size: int
     max_top_k: int
     lens_refusal: str = ""
-    """Why the model has no lens; empty if it has one."""
+    """Why the model does not support lenses; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One entry of `readouts`, on its way to a `Readout`."""
+    """One raw entry of `readouts`, with typed access to its keys."""
 
     name: str
     raw: Mapping[str, Any]
@@ -50,16 +50,16 @@ class Spec:
     server: Server
 
     def where(self, key: str) -> str:
-        """The parameter's name in messages."""
+        """The parameter's name in error messages."""
         return f"readouts.{self.name}.{key}"
 
     def fail(self, key: str, message: str) -> ReadoutValidationError:
-        """The error for one of its keys."""
+        """The error for one key, to be raised by the caller."""
         where = self.where(key)
         return fail(f"{where}: {message}", where, self.raw.get(key))
 
     def integer(self, key: str, default: int, least: int, most: int) -> int:
-        """A whole number within bounds."""
+        """An integer within `[least, most]`."""
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"must be a whole number, {least} to {most}")
@@ -68,7 +68,7 @@ class Spec:
         return value
 
     def integers(self, key: str, stop: int, what: str) -> tuple[int, ...]:
-        """A list of whole numbers below `stop`; empty if it is left out."""
+        """A list of integers within `[0, stop)`; empty if the key is absent."""
         given = self.raw.get(key)
         if given is None:
             return ()
@@ -81,11 +81,11 @@ class Spec:
         return tuple(given)
 
     def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
-        """The places that layers at one hook point stand for."""
+        """The taps of a layer selector at one hook point."""
         return self._hooks({hook: layers}, "layers" if "layers" in self.raw else "hook")
 
     def hooks(self) -> tuple[Tap, ...]:
-        """The places that `hooks` stands for."""
+        """The taps of the key `hooks`."""
         return self._hooks(self.raw.get("hooks"), "hooks")
 
     def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
@@ -96,7 +96,7 @@ class Spec:
         return tuple((layer, str(h)) for h, layers in found.items() for layer in layers)
 
     def ranges(self) -> Ranges:
-        """The token positions, by default those of generated tokens."""
+        """The selected token positions; by default all generated tokens."""
         raw = self.raw.get("positions", "all_generated")
         try:
             return resolve_positions(raw, self.ctx, self.where("positions"))
@@ -104,7 +104,7 @@ class Spec:
             raise fail(str(error), self.where("positions"), raw) from None
 
     def module(self, key: str, kind: str, option: str) -> ModuleInfo:
-        """The module that a key names, of the right kind and width."""
+        """The registered module that a key names, which must be of `kind`."""
         name = self.raw.get(key)
         found = self.server.modules.get(name) if isinstance(name, str) else None
         if found is None or found.kind != kind:
@@ -118,16 +118,16 @@ class Spec:
 
 
 def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> Readout:
-    """One entry of `readouts`.
+    """Parse one entry of `readouts`.
 
     Args:
-        name: what its results will be found under.
-        raw: what the user wrote.
-        ctx: the request and the model.
-        server: what there is on this server.
+        name: the entry's name, under which its results are returned.
+        raw: the entry as the user wrote it.
+        ctx: the request's prompt length and the model's dimensions.
+        server: modules and limits of this server.
 
     Raises:
-        ReadoutValidationError: naming the parameter, the value and the remedy.
+        ReadoutValidationError: the entry is invalid.
 
     """
     spec = plain(raw)
@@ -178,7 +178,7 @@ def _probe(spec: Spec) -> Readout:
 
 
 def _place(spec: Spec, default: Tap | None) -> Tap:
-    """The one place that `layer` and `hook` name, or the module's own."""
+    """The tap that `layer` and `hook` name; by default the module's own."""
     if default is None and "layer" not in spec.raw:
         raise spec.fail("layer", "is needed: the layer whose rows are read, from 0")
     layer = spec.raw.get("layer", default[0] if default else None)
@@ -298,7 +298,7 @@ def _sae(spec: Spec) -> Readout:
 
 
 def custom_names() -> list[str]:
-    """The operator's readouts that are installed, sorted."""
+    """Names of the installed custom readouts (entry points `vllm.readouts`), sorted."""
     return sorted(ep.name for ep in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
@@ -329,4 +329,4 @@ _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
     "norm": (("hooks",), _norm),
     "custom": (("name", "hooks", "params"), _custom),
 }
-"""By kind: its keys besides `kind` and `positions`, and what reads them."""
+"""By kind: its keys besides `kind` and `positions`, and its parser."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts where the rows and the weights are."""
+"""Readouts in the worker: results computed on the device."""

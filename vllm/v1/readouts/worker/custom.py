@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts of the operator's own: classes from the entry points `vllm.readouts`."""
+"""Custom readouts: classes from entry points of the group `vllm.readouts`."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,7 @@ GROUP = "vllm.readouts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadoutContext:
-    """What a custom readout may know of the rows that it is given."""
+    """The facts about its rows that a custom readout is given."""
 
     request_id: str
     positions: range
@@ -31,20 +31,19 @@ class ReadoutContext:
     taps: tuple[Tap, ...]
     """`(layer, hook point)` of each row of a token."""
     params: dict[str, Any]
-    """What the request says under `params`."""
+    """The readout's `params` in the request."""
 
 
 class CustomReadouts:
-    """One instance of each class, made when it is first asked for.
+    """One instance of each custom readout class, created at first use.
 
-    A class has `__init__(vllm_config)` and `compute(rows, context)`. `rows` are
-    `[tokens, taps, hidden_size]` on the device, in the model's dtype; the result is a
-    tensor `[tokens, ...]` on any device. It runs between two steps of the engine, so it
-    must not wait for the device.
+    A class has `__init__(vllm_config)` and `compute(rows, context)`. `rows` is
+    `[tokens, taps, hidden_size]` on the device, in the model's dtype, and `context` a
+    `ReadoutContext`; the result is a tensor `[tokens, ...]` on any device. `compute`
+    runs on the engine's thread between steps, so it must not wait for the device.
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        """Make nothing yet."""
         self._vllm_config = vllm_config
         self._made: dict[str, Any] = {}
         self._complained: set[str] = set()
@@ -52,7 +51,7 @@ class CustomReadouts:
     def compute(
         self, entry: Entry, rows: torch.Tensor, num_prompt_tokens: int
     ) -> torch.Tensor | str:
-        """The result, or what went wrong: that spoils this result and nothing else."""
+        """The result, or an error message; an error affects this result only."""
         name = entry.readout.module
         context = ReadoutContext(
             request_id=entry.req_id,
@@ -70,7 +69,7 @@ class CustomReadouts:
                     f"with a first dimension of {entry.count}"
                 )
             return found
-        except Exception as error:  # A plug-in's own fault.
+        except Exception as error:  # Plug-in code may raise anything.
             if name not in self._complained:
                 self._complained.add(name)
                 logger.exception("The readout %r failed", name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's own way from a row of its last layer to log-probabilities."""
+"""The model's final norm and unembedding, applied to rows of any layer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,34 +20,35 @@ NORMS = (
     "ln_out",
     "norm_out",
 )
-"""Names under which decoders have their final norm, beside the list of layers."""
+"""Attribute names of the final norm on the module that has the list of layers."""
 
 LOGIT_BYTES = 192 << 20
-"""float32 logits that are held at a time."""
+"""Bytes of float32 logits that are held at a time."""
 
 
 class Head:
-    """Final norm, unembedding and whatever the model does to its logits.
+    """Final norm, unembedding and everything that the model does to its logits.
 
-    `compute_logits` is the model's: vocabulary shards, bias, scale and soft cap are
-    its own, and so are quantised weights.
+    Uses the model's `compute_logits`, so vocabulary shards, bias, scale, soft cap and
+    quantised weights are handled by the model.
     """
 
     def __init__(
         self, model: nn.Module, last_layer: nn.Module | None, vocab_size: int
     ) -> None:
-        """Find the norm that follows `last_layer`; None if it is not in this process.
+        """Find the final norm.
 
         Args:
-            model: as it was loaded.
-            last_layer: a module of the last decoder block.
+            model: the loaded model.
+            last_layer: a module of the last decoder block; None if that block is in
+                another process.
             vocab_size: of the model, over all ranks.
 
         """
-        # The same on all ranks, which must ask for logits equally often.
+        # Equal on all ranks, which must call `compute_logits` equally often.
         self._rows_at_once = max(LOGIT_BYTES // (4 * vocab_size), 1)
         self.refusal = ""
-        """Why there is no lens; empty if there is one."""
+        """Why a lens is not possible; empty if it is."""
         self._model: Any = model
         self._norm: Any = None
         self._divisor = 1.0
@@ -71,10 +72,14 @@ class Head:
                 self._divisor = float(getattr(module, "scale_width", self._divisor))
 
     def log_probs(self, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Log-probabilities of rows `[n, hidden_size]`, a few at a time.
+        """Log-probabilities of rows `[n, hidden_size]`, in batches of limited memory.
 
-        Yields which rows and float32 `[rows, vocabulary]`. With several tensor-parallel
-        ranks all of them must ask; those that get no logits yield nothing.
+        A collective under tensor parallelism: all ranks must call it.
+
+        Yields:
+            A slice of the rows and their float32 `[rows, vocab_size]`. Nothing on a
+            rank that gets no logits.
+
         """
         for start in range(0, len(rows), self._rows_at_once):
             span = slice(start, min(start + self._rows_at_once, len(rows)))
@@ -83,7 +88,7 @@ class Head:
                 yield span, logits.float().log_softmax(dim=-1)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Logits `[n, vocabulary]` of rows; None on a rank that gets none."""
+        """Logits `[n, vocab_size]` of rows; None on a rank that gets none."""
         normed = self._norm(rows)
         if isinstance(normed, tuple):
             normed = normed[0]
@@ -92,11 +97,38 @@ class Head:
         found: torch.Tensor | None = self._model.compute_logits(normed)
         return found
 
+    def unembedding(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the unembedding, and which of them this rank has.
+
+        Args:
+            tokens: ids below the vocabulary's size.
+
+        Returns:
+            `[tokens, hidden_size]` in the weights' dtype, zeros where another rank has
+            the row, and booleans `[tokens]`.
+
+        Raises:
+            ValueError: the weights are not kept as they are.
+
+        """
+        weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
+        if weight is None or not weight.dtype.is_floating_point:
+            raise ValueError(
+                "the model keeps no unembedding as rows of floating-point numbers"
+            )
+        shard = getattr(self._model.lm_head, "shard_indices", None)
+        ids = torch.tensor(tokens, device=weight.device)
+        first = shard.org_vocab_start_index if shard is not None else 0
+        end = shard.org_vocab_end_index if shard is not None else len(weight)
+        own = (ids >= first) & (ids < end)
+        rows = weight[torch.where(own, ids - first, 0)]
+        return torch.where(own[:, None], rows, torch.zeros_like(rows)), own
+
 
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
-    """The module beside whose list of layers the final norm stands."""
+    """The module that has the list of layers, and so also the final norm."""
     found = None
-    for module in model.modules():  # A parent comes before its parts.
+    for module in model.modules():  # Parents come before their children.
         for child in module.children():
             if isinstance(child, nn.ModuleList) and any(
                 layer is part for one in child for part in one.modules()
@@ -116,10 +148,13 @@ def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
 def lens_values(
     head: Head, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
 ) -> Arrays:
-    """The `top_k` likeliest tokens of rows, and log-probabilities of `tokens`.
+    """The `top_k` most likely tokens of each row, and log-probabilities of `tokens`.
 
-    `token_ids` int32 and `logprobs` float32 `[R, top_k]`, `token_logprobs`
-    `[R, len(tokens)]`.
+    Returns:
+        `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
+        `token_logprobs` float32 `[R, len(tokens)]` if there are `tokens`. Empty on a
+        rank that gets no logits.
+
     """
     wanted = torch.tensor(tokens, device=rows.device) if tokens else None
     ids, best, named = [], [], []

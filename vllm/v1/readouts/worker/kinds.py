@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of readouts on the device: one function call per job.
 
-`[R]` are the rows of a job, all its requests' one after the other, a token's taps
-together. An array of a result begins with R or, where rows are reduced, with the
-number of entries.
+Legend: R rows of a job. The rows of its entries follow one another; within an entry the
+rows of a token's taps are adjacent. The first dimension of a result is R, or the number
+of entries if rows are reduced.
 """
 
 from typing import TypeAlias
@@ -20,9 +20,12 @@ Arrays: TypeAlias = dict[str, torch.Tensor]
 
 
 def reduce_rows(job: Job, staging: torch.Tensor, first_row: int) -> Arrays:
-    """Rows `[entries, taps, hidden_size]` that stand for all of their entry's.
+    """Reduce each entry's rows over its tokens.
 
-    Sums are float32, or of the rows' dtype where one row is picked out.
+    Returns:
+        `rows` `[entries, taps, hidden_size]` float32. For `mean` this is the sum; the
+        front end divides.
+
     """
     how = job.key[1]
     return {
@@ -35,14 +38,14 @@ def reduce_rows(job: Job, staging: torch.Tensor, first_row: int) -> Arrays:
 def _reduced(
     how: str, rows: np.ndarray, staging: torch.Tensor, first_row: int
 ) -> torch.Tensor:
-    """One entry's, `[taps, hidden_size]`; `rows` is `[count, taps]`."""
+    """Reduce one entry to `[taps, hidden_size]`; `rows` is `[count, taps]`."""
     count = len(rows)
     if how == "last":
         index = torch.from_numpy(rows[-1] + first_row).to(staging.device)
         return staging[index].float()
     together = bool((np.diff(rows, axis=0) == 1).all())
     starts = (rows[0] + first_row).tolist()
-    if together:  # As the rows of a prompt lie, tap by tap.
+    if together:  # Rows of a prompt are contiguous per tap: slices avoid a gather.
         parts = [staging[start : start + count] for start in starts]
     else:
         columns = [torch.from_numpy(rows[:, t] + first_row) for t in range(len(starts))]
@@ -53,9 +56,11 @@ def _reduced(
 
 
 def norms(job: Job, rows: torch.Tensor) -> Arrays:
-    """Lengths `[R]`, and the cosine to the same token's row at the layer before.
+    """Euclidean norms, and the cosine to the same token's row at the previous layer.
 
-    The cosine is NaN at the first layer, before which there is none.
+    Returns:
+        `norm` and `cosine`, both `[R]` float32; the cosine is NaN at layer 0.
+
     """
     if "before" not in job.kept:
         job.kept["before"] = _rows_before(job).to(rows.device, non_blocking=True)
@@ -68,7 +73,7 @@ def norms(job: Job, rows: torch.Tensor) -> Arrays:
 
 
 def _rows_before(job: Job) -> torch.Tensor:
-    """Which row of the job is the one at the layer before `[R]`; -1 for none."""
+    """`[R]` int64: index of the row at the previous layer within the job, or -1."""
     before: list[int] = []
     for entry in job.entries:
         staged = entry.readout.staged
@@ -81,7 +86,7 @@ def _rows_before(job: Job) -> torch.Tensor:
 
 
 def inline_probe(probe: Probe, width: int, device: torch.device) -> ProbeModule:
-    """The directions that a request brought along, on the device."""
+    """A probe given in a request, on the device; `width` is the hidden size."""
     vectors = torch.frombuffer(bytearray(probe.vectors), dtype=torch.float32)
     threshold = torch.tensor(probe.threshold) if probe.threshold else None
     return ProbeModule(
@@ -104,7 +109,7 @@ def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
 
 
 def stacked_probe_values(modules: list[ProbeModule], rows: torch.Tensor) -> Arrays:
-    """The same where row i has probe i; all have one size and one activation."""
+    """As `probe_values`, with probe i for row i; equal sizes and activations."""
     vectors = torch.stack([one.vectors for one in modules])  # [R, k, H]
     bias = torch.stack([one.bias for one in modules])
     wide = rows.float()
@@ -116,7 +121,7 @@ def stacked_probe_values(modules: list[ProbeModule], rows: torch.Tensor) -> Arra
 
 
 def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:
-    """A probe's activation of its products `[R, k]`."""
+    """Apply a probe's activation to `[R, k]`."""
     if module.activation == "relu":
         return values.relu()
     if module.activation == "sigmoid":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a step's staged rows those of each readout are."""
+"""Finds the rows of each readout among a step's staged rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Rows of one group of a request in a step, at its first tap."""
+    """The rows of one group of taps of a request in a step."""
 
     positions: Indices
-    """Token position of each row, ascending, `[n]`."""
+    """`[n]`: token position of each row, ascending."""
     rows: Indices
-    """Where the row at the group's first tap is, counted from the step's `[n]`."""
+    """`[n]`: index of the row at the group's first tap among the step's rows."""
     stride: int
-    """How much further each next tap's rows are."""
+    """Offset from the rows of one tap to those of the next."""
 
 
 def staged_groups(
     layout: Layout, shift: int, wanted: Mapping[str, object]
 ) -> dict[str, dict[int, Staged]]:
-    """The rows of each group of the requests in `wanted`, in a step of this layout.
+    """The staged rows of requests with readouts, by request and group.
 
     Args:
-        layout: of the step.
-        shift: what is to be added to the origins of its seats.
-        wanted: requests that read out.
+        layout: the step's layout.
+        shift: added to the positions in the layout.
+        wanted: requests with readouts, by id.
 
     """
     spans: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {}
@@ -70,10 +70,10 @@ def rows_at(
     groups: Sequence[LocalGroup],
     staged: Mapping[int, Staged],
 ) -> tuple[Indices, Indices]:
-    """The positions `[n]` within ranges, and their rows `[n, taps]` in the step.
+    """The positions `[n]` within `ranges`, and their rows `[n, taps]` in the step.
 
-    A tap's rows are staged at all positions that any reader wants of it, so that every
-    tap has the positions within `ranges` that the step computes.
+    A tap is staged at every position that any of its readouts needs, so all taps have
+    the same positions within `ranges`.
     """
     columns = []
     positions = np.zeros(0, dtype=np.int64)
@@ -92,7 +92,7 @@ def rows_at(
 
 
 def within(positions: Indices, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Which of the positions lie within ranges."""
+    """A mask of the positions that lie within `ranges`."""
     kept = np.zeros(len(positions), dtype=bool)
     for start, stop in ranges:
         kept |= (positions >= start) & (positions < stop)
@@ -100,13 +100,13 @@ def within(positions: Indices, ranges: Ranges) -> npt.NDArray[np.bool_]:
 
 
 def steps_until_change(ranges: Ranges, position: int) -> int:
-    """How many positions after this one the ranges treat as they treat this one."""
+    """The number of following positions on the same side of every edge of `ranges`."""
     edges = [edge for span in ranges for edge in span if edge > position]
     return min(edges, default=OPEN_END) - position - 1
 
 
 def runs(positions: Indices) -> list[tuple[int, int]]:
-    """Runs `[first, last)` of indices whose positions follow each other."""
+    """Index ranges `[first, last)` of consecutive positions."""
     if not len(positions):
         return []
     breaks = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()

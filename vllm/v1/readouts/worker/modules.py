@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named modules of a worker: on the device, from before memory is profiled."""
+"""The readout modules of a worker, loaded before memory is profiled."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,28 +22,30 @@ Loaded: TypeAlias = dict[str, Module]
 
 
 class WorkerModules:
-    """Probes, translators and SAEs by name. Engine's thread only."""
+    """Probes, translators and SAEs on the device, by name. Engine thread only.
+
+    Starts with the modules and SAEs of the configuration.
+    """
 
     def __init__(
         self, config: "ReadoutConfig", device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Load what the configuration names."""
         self._device, self._dtype = device, dtype
         self._modules: Loaded = {}
         for name, path in {**config.modules, **config.saes}.items():
             self.load(name, path)
 
     def load(self, name: str, path: str, tap: tuple[int, str] | None = None) -> None:
-        """Load a module, in place of one of its name.
+        """Load a module and replace one of the same name.
 
         Raises:
-            ReadoutValidationError: the file is not what it says.
+            ReadoutValidationError: the file is invalid.
 
         """
         self._modules[name] = self._placed(load_module(name, path, tap))
 
     def unload(self, name: str) -> None:
-        """Forget a module; requests in flight must not need it any more."""
+        """Drop a module, if it is loaded."""
         self._modules.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
@@ -51,23 +53,23 @@ class WorkerModules:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all modules' tensors."""
         return sum(_nbytes(one) for one in self._modules.values())
 
     def sae(self, name: str) -> SparseAutoencoder:
-        """An SAE by name, on the device; its matrices have the model's dtype."""
+        """An SAE by name; its matrices have the model's dtype."""
         found = self._modules[name]
         assert isinstance(found, SparseAutoencoder), f"{name!r} is no SAE"
         return found
 
     def probe(self, name: str) -> ProbeModule:
-        """A probe by name, float32 on the device."""
+        """A probe by name, in float32."""
         found = self._modules[name]
         assert isinstance(found, ProbeModule), f"{name!r} is no probe"
         return found
 
     def translator(self, name: str) -> TranslatorModule:
-        """A translator by name, of the model's dtype on the device."""
+        """A translator by name, in the model's dtype."""
         found = self._modules[name]
         assert isinstance(found, TranslatorModule), f"{name!r} is no translator"
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's results on their way from the device to the engine core."""
+"""A step's results while they are being copied from the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,30 +15,30 @@ from vllm.v1.readouts.worker.program import Entry
 
 @dataclass(slots=True)
 class JobResult:
-    """What one job found out."""
+    """The results of one job."""
 
     entries: Sequence[Entry]
     shift: int
-    """How many positions further the step is than the one that the entries name."""
+    """Added to the positions of the entries, which may be those of an earlier step."""
     arrays: dict[str, torch.Tensor]
-    """On the host, once the copy is done."""
+    """On the host; valid once the copy is complete."""
     errors: dict[int, str] = field(default_factory=dict)
-    """By number of the entry."""
+    """Error messages by index of the entry."""
 
 
 @dataclass(slots=True)
 class PendingReadouts:
-    """Results of a step; `collect` waits for their copies."""
+    """The results of a step, possibly still being copied to the host."""
 
     results: list[JobResult]
     starts: dict[str, int]
     """Token position of each request's first row in the step."""
     done: "torch.cuda.Event | None" = None
     kept: list[Any] = field(default_factory=list)
-    """Tensors that the device may still be reading."""
+    """References to tensors that the device may still be reading."""
 
     def collect(self) -> dict[str, RequestReadouts]:
-        """The results by request. Waits for the device."""
+        """Wait for the copies and return the results by request id."""
         if self.done is not None:
             self.done.synchronize()
         self.kept.clear()
@@ -75,35 +75,34 @@ def _part(
     for label, one in arrays.items():
         rows = one[entry.first : stop]
         rows = rows.reshape(entry.count, staged, *rows.shape[1:])
-        # Probes and SAEs are about one place, which needs no axis.
+        # Probes and SAEs read a single tap, so their results have no axis for taps.
         single = entry.readout.kind in ("probe", "sae")
         own[label] = rows[:, 0] if single else rows[:, :taps]
     return ReadoutPart(name, start, entry.count, own)
 
 
 class OutputWithReadouts(AsyncModelRunnerOutput):
-    """The output of a step, to which its readouts are added when it is taken."""
+    """Wraps a step's asynchronous output and adds the readouts to it."""
 
     def __init__(
         self, output: AsyncModelRunnerOutput, pending: PendingReadouts
     ) -> None:
-        """Wrap an output that is on its way itself."""
         self._output = output
         self._pending = pending
 
     def get_output(self) -> ModelRunnerOutput:
-        """The output; waits for the device."""
+        """Wait for the device and return the output with its readouts."""
         output = self._output.get_output()
         output.readouts = self._pending.collect()
         return output
 
 
 def attach(output: Any, pending: PendingReadouts | None) -> Any:
-    """A step's output with its readouts.
+    """Add a step's readouts to its output.
 
     Args:
-        output: what a runner's `sample_tokens` returned.
-        pending: the step's results, None where nothing was read out.
+        output: the return value of the runner's `sample_tokens`.
+        pending: the step's results; None if there are none.
 
     """
     if pending is None or output is None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step reads out: its requests' readouts, gathered into a few jobs.
+"""Groups the readouts of a step's requests into jobs, one per operation.
 
-Readouts that one operation can answer make one job, however many requests they are of.
-While the same requests decode, a step's program is the last one's, a position further.
+Readouts that one operation can compute form one job, regardless of the number of
+requests. While the same requests decode, consecutive steps share a program: only the
+positions move on by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,21 +28,23 @@ from vllm.v1.readouts.worker.layout import (
 JobKey: TypeAlias = tuple[Any, ...]
 
 ROWS: JobKey = ("rows",)
-"""Rows as they are."""
+"""The job that returns rows unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingRequest:
-    """A request that reads out, as far as its taps are in this process."""
+    """A request with readouts, restricted to those with taps in this process."""
 
     readouts: tuple[Readout, ...]
     groups: tuple[LocalGroup, ...]
     keys: tuple[JobKey, ...]
-    """Of each readout: those with equal ones are one job."""
+    """Key of each readout; readouts with equal keys share a job."""
     num_prompt_tokens: int
     reduced: dict[str, int]
-    """By readout: prompt tokens below are reduced already. A request that was
-    preempted computes them again."""
+    """By readout: the first prompt position that has not been reduced yet.
+
+    A preempted request recomputes earlier ones, which must not count twice.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +54,50 @@ class Entry:
     req_id: str
     readout: Readout
     start: int
-    """Token position of the first row; the others follow it."""
+    """Token position of the first row; the positions are consecutive."""
     count: int
-    """Token positions."""
+    """Number of token positions."""
     first: int
-    """Index of the first row in the job; a token's taps follow each other."""
+    """Index of the first row in the job; the rows of a token's taps are adjacent."""
     rows: Indices
-    """Where they are, counted from the step's first staging row, `[count, taps]`."""
+    """`[count, taps]`: indices relative to the step's first staging row."""
     reduced: bool = False
-    """Whether one value for all of them is the result."""
+    """Whether the result is one value for all rows."""
 
     @property
     def num_rows(self) -> int:
-        """Rows in the job, over all staged taps."""
+        """Number of rows in the job, over all staged taps."""
         return self.count * len(self.readout.staged)
 
 
 @dataclass(slots=True)
 class Job:
-    """Rows that one operation answers from."""
+    """The rows that one operation reads."""
 
     key: JobKey
     entries: list[Entry] = field(default_factory=list)
     index: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """`[rows]` int64 on the device: where each row is, counted from the step's first
-    staging row."""
+    """`[rows]` int64 on the device: the rows, relative to the step's first staging row.
+    """
     kept: dict[str, Any] = field(default_factory=dict)
-    """What an operation keeps for the next step of the same program."""
+    """Values that the operation caches for later steps of the same program."""
 
 
 @dataclass(slots=True)
 class Program:
-    """The jobs of steps that are alike."""
+    """The jobs of consecutive steps with the same layout."""
 
     layout: Layout
     shift: int
-    """Of the step that it was made for."""
+    """The shift of the step that the program was made for."""
     until: int
-    """The first shift at which some readout has other rows."""
+    """The first shift at which the rows of some readout change."""
     jobs: list[Job]
     starts: dict[str, int]
     """Token position of each request's first row in the step."""
 
     def fits(self, placed: PlacedStep) -> bool:
-        """Whether it is the program of a step as well."""
+        """Whether the program applies to a step."""
         return placed.layout is self.layout and placed.shift < self.until
 
 
@@ -104,13 +107,13 @@ def make_program(
     starts: Callable[[], Mapping[str, int]],
     to_device: Callable[[Indices], torch.Tensor],
 ) -> Program:
-    """The program of a step.
+    """Build the program of a step.
 
     Args:
-        placed: where the step's rows are.
-        requests: that read out, by id.
-        starts: gives the token position of each request's first token in the step.
-        to_device: copies indices.
+        placed: the step's layout, with its shift.
+        requests: requests with readouts, by id.
+        starts: returns the position of each request's first token in the step, by id.
+        to_device: copies an index array to the device.
 
     """
     layout, shift = placed.layout, placed.shift
@@ -149,10 +152,10 @@ def _parts(
     positions: Indices,  # [n]
     rows: Indices,  # [n, taps]
 ) -> Iterator[tuple[tuple[Indices, Indices], JobKey]]:
-    """Rows of a readout by the job that they go to.
+    """Split a readout's positions and rows by job.
 
-    Prompt tokens are reduced here; generated tokens are few in a step and may turn out
-    not to count, so that the front end reduces them.
+    Rows of prompt tokens are reduced in the worker. Rows of generated tokens are few
+    and may belong to tokens that are dropped later, so the front end reduces them.
     """
     if readout.reduce == "none":
         parts = [(np.ones(len(positions), dtype=bool), key)]

@@ -13,9 +13,9 @@ from vllm.v1.readouts.worker.kinds import Arrays
 def on_device(
     sae: SparseAutoencoder, device: torch.device, dtype: torch.dtype
 ) -> SparseAutoencoder:
-    """The SAE where the rows are; its matrices get the dtype of the rows.
+    """Copy an SAE to the device, with its matrices in the dtype of the rows.
 
-    Biases and thresholds stay float32, in which the pre-activations are summed up.
+    Biases and thresholds stay float32, the dtype of the pre-activations.
     """
     return replace(
         sae,
@@ -29,12 +29,12 @@ def on_device(
 
 
 def hidden(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
-    """Pre-activations `[R, d_sae]`, float32, of a product in the weights' dtype."""
+    """Pre-activations `[R, d_sae]` in float32; inputs are in the weights' dtype."""
     if sae.input_norm != "none":
         rows = normalised(sae, rows)
     rows = rows.to(sae.w_enc.dtype)
     if rows.is_cuda and rows.dtype != torch.float32:
-        # Rounded to the weights' dtype, near features would become ties.
+        # Rounding to the weights' dtype would create ties between features.
         products = torch.mm(rows, sae.w_enc, out_dtype=torch.float32)
     else:
         products = (rows @ sae.w_enc).float()
@@ -44,11 +44,19 @@ def hidden(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
 def sae_values(
     sae: SparseAutoencoder, rows: torch.Tensor, top_k: int, features: tuple[int, ...]
 ) -> Arrays:
-    """The features with the largest activations, or those of `features`.
+    """The `top_k` features with the largest activations, or those in `features`.
 
-    `features` int32 `[R, top_k]`, -1 where fewer are active, and `activations` float32
-    of the same shape; or `activations` `[R, len(features)]` alone. A feature of a top-k
-    SAE is active if it is among the k of all features.
+    Args:
+        sae: on the device of `rows`.
+        rows: `[R, hidden_size]`.
+        top_k: features per row; ignored if `features` are given.
+        features: indices of features, or empty.
+
+    Returns:
+        `features` int32 `[R, top_k]`, -1 where fewer are active, and `activations`
+        float32 of the same shape; or only `activations` `[R, len(features)]`. In a
+        top-k SAE a feature is active if it is among the k largest of all features.
+
     """
     found = hidden(sae, rows)
     if features:

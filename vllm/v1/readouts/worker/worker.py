@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts in one worker process: from a step's staged rows to results."""
+"""Computes the readouts of a step from its staged rows in a worker process."""
 
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 
 
 class WorkerReadouts:
-    """Answers from rows on the device. Engine's thread only.
+    """Computes readouts on the device. Engine thread only.
 
-    Rows are taken out of staging memory on the stream that the next step runs on, so
-    that the memory is free for it; what is expensive runs on a stream beside it.
+    Rows are copied out of staging memory on the stream of the forward pass, so that the
+    next step can reuse the memory. Without tensor parallelism the computation itself
+    runs on a side stream.
     """
 
     def __init__(
@@ -61,7 +62,17 @@ class WorkerReadouts:
         last_layer: nn.Module | None,
         device: torch.device,
     ) -> None:
-        """Find the model's head; `last_layer` is None where another stage has it."""
+        """Find the model's head.
+
+        Args:
+            vllm_config: the engine's configuration.
+            modules: the readout modules of this worker.
+            model: the loaded model.
+            last_layer: a module of the last decoder block; None if another pipeline
+                stage has it.
+            device: the device of the model.
+
+        """
         parallel = vllm_config.parallel_config
         self.modules = modules
         vocab_size = vllm_config.model_config.get_vocab_size()
@@ -75,13 +86,13 @@ class WorkerReadouts:
         self._program: Program | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
-        # Collectives of two streams at once could meet in another order elsewhere.
+        # Collectives on two streams could run in different orders on different ranks.
         if device.type == "cuda" and not self._shared:
             self._beside = torch.cuda.Stream(device)
         self.rows_read: dict[str, int] = {}
-        """By kind, for metrics."""
+        """Rows by kind of readout, for metrics."""
         self.seconds: dict[str, float] = {}
-        """The processor's time, by kind."""
+        """CPU seconds by kind of readout, for metrics."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
@@ -93,12 +104,13 @@ class WorkerReadouts:
         groups: tuple[LocalGroup, ...],
         num_prompt_tokens: int,
     ) -> None:
-        """A request that reads out is scheduled."""
+        """Add a request with readouts when it is first scheduled."""
         local = {tap for group in groups for tap in group.taps}
         here = tuple(
             one
             for one in plan.readouts
-            # One whose module was taken away since says at its end what is missing.
+            # If its module was unregistered meanwhile, the final result reports the
+            # missing tokens.
             if local.issuperset(one.staged) and self._has_module(one)
         )
         keys = tuple(self._key(one) for one in here)
@@ -107,7 +119,7 @@ class WorkerReadouts:
         )
 
     def remove(self, req_id: str) -> None:
-        """A request has ended."""
+        """Drop a finished request."""
         self._requests.pop(req_id, None)
 
     def _has_module(self, readout: Readout) -> bool:
@@ -115,14 +127,14 @@ class WorkerReadouts:
         return not named or named in self.modules
 
     def _key(self, readout: Readout) -> JobKey:
-        """What the readouts of one job have in common; begins with the operation."""
+        """The key of a readout's job: the operation, then what its readouts share."""
         modules = self.modules
         match readout.kind:
             case "probe" if readout.probe is not None:
                 module = inline_probe(readout.probe, self._width, self._device)
                 same = len(module.bias), module.activation, module.cosine
                 mixes = module.activation != "jumprelu"
-                # Those of several requests are stacked if they are alike.
+                # Probes of several requests are stacked if size and activation agree.
                 return ("probes", *same, *(() if mixes else (id(module),)))
             case "probe":
                 return "probe", modules.probe(readout.module)
@@ -144,9 +156,16 @@ class WorkerReadouts:
     def run(
         self, placed: PlacedStep, view: StepView, staging: torch.Tensor, first_row: int
     ) -> None:
-        """The pass is queued on the device: answer from its rows, from `first_row` on.
+        """Queue the readouts of a step after its forward pass.
 
-        Every rank of a stage is asked with the same step.
+        Called with the same step on every rank of a pipeline stage.
+
+        Args:
+            placed: the step's layout, with its shift.
+            view: the step's batch.
+            staging: `[S, hidden_size]`, the staging memory.
+            first_row: the step's first row in `staging`.
+
         """
         if not self._requests:
             return
@@ -156,7 +175,7 @@ class WorkerReadouts:
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
         jobs = program.jobs
-        if not self._has_rows:  # Other ranks have shards of the head, and no rows.
+        if not self._has_rows:  # Other ranks take part only in the head's collectives.
             jobs = [job for job in jobs if job.key[0] == "lens"]
         if not jobs:
             return
@@ -179,14 +198,14 @@ class WorkerReadouts:
         self._pending = PendingReadouts(results, starts, done, list(gathered))
 
     def take(self) -> PendingReadouts | None:
-        """The results of the step; they belong to its output."""
+        """Remove and return the results of the last step, if it has any."""
         pending, self._pending = self._pending, None
         return pending
 
     def _gathered(
         self, job: Job, staging: torch.Tensor, first_row: int
     ) -> torch.Tensor | Arrays:
-        """A job's rows `[R, hidden_size]`, or what became of them if reduced."""
+        """A job's rows `[R, hidden_size]`, or its result if it reduces rows."""
         if job.key[0] == "reduce":
             found = reduce_rows(job, staging, first_row)
             for entry in job.entries:
@@ -244,7 +263,7 @@ class WorkerReadouts:
         return {"rows": rows}
 
     def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
-        """Probes that requests brought along: one product where each has one row."""
+        """Probes given in requests: a single product if each entry has one row."""
         if "probes" not in job.kept:
             job.kept["probes"] = [
                 inline_probe(entry.readout.probe, self._width, self._device)
@@ -280,7 +299,7 @@ class WorkerReadouts:
 def translated(
     job: Job, rows: torch.Tensor, translator: TranslatorModule
 ) -> torch.Tensor:
-    """Rows `[R, hidden_size]`, each by the linear map of its layer."""
+    """Apply to each of the rows `[R, hidden_size]` the linear map of its layer."""
     if "layers" not in job.kept:
         job.kept["layers"] = _rows_by_layer(job, rows.device)
     out = torch.empty_like(rows)
@@ -304,7 +323,7 @@ def _rows_by_layer(job: Job, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, there once the stream has come to it."""
+    """Start a copy to the host; valid once the current stream has reached it."""
     if values.dtype == torch.bfloat16:
         values = values.float()  # NumPy has no bfloat16.
     if values.device.type == "cpu":

@@ -7,15 +7,18 @@ from uuid import uuid4
 import msgspec
 
 from vllm.logger import init_logger
+from vllm.v1.residual.kept_memory import is_on_the_host
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash
 from vllm.v1.steering.core.refusals import refuse
+from vllm.v1.steering.core.saes import missing
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
-from vllm.v1.steering.errors import SteeringChangeError
+from vllm.v1.steering.errors import SteeringChangeError, fail
 from vllm.v1.steering.global_vectors import merged
 from vllm.v1.steering.plan import SteeringTiers, tiers_of
 from vllm.v1.steering.spec.describe import describe
 from vllm.v1.steering.spec.limits import (
+    check_bank,
     check_operations,
     check_with_requests,
     find_overflow,
@@ -112,11 +115,23 @@ def _steering(core: "EngineCore") -> SteeringScheduling:
 
 def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> SteeringTiers:
     """The global vectors behind a change, which the requests under way can bear."""
+    executor: Any = core.model_executor
+    if is_on_the_host(executor.sleeping_tags):
+        raise fail(
+            "vectors: the engine sleeps, and its tables with it; wake it up first "
+            "(POST /wake_up, or LLM.wake_up), with any tag",
+            "vectors",
+            None,
+        )
     new = merged(_steering(core).tiers, change, replace)
     requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
-    check_with_requests(new, own, torch_dtype(core.vllm_config.model_config))
-    check_operations(new, core.vllm_config.steering_config.max_operations, "vectors")
+    requests_tiers = list(own)
+    check_with_requests(new, requests_tiers, torch_dtype(core.vllm_config.model_config))
+    config = core.vllm_config.steering_config
+    check_operations(new, config.max_operations, "vectors")
+    largest = max((one.bank_bytes for one in requests_tiers), default=0)
+    check_bank(new, config.bank_bytes - largest, "vectors")
     return new
 
 
@@ -142,7 +157,10 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
 def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     from vllm.v1.worker import residual_stream
 
-    rpc = core.model_executor.collective_rpc
+    executor: Any = core.model_executor
+    if is_on_the_host(executor.sleeping_tags):
+        raise SteeringChangeError("the engine sleeps; nothing has changed")
+    rpc = executor.collective_rpc
     failures = [e for e in rpc(residual_stream.stage_steering, args=(tiers,)) if e]
     rpc(residual_stream.commit_steering, args=(not failures,))
     if failures:
@@ -158,16 +176,27 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     tiers = tiers_of(request)
     if tiers is None:
         return False
+    if (lacking := missing(tiers, _steering(core).saes)) is not None:
+        refuse(core, request, lacking)
+        return True
     dtype, possible = (
         torch_dtype(core.vllm_config.model_config),
         _steering(core).possible,
     )
     found = [find_overflow(dtype, shared, tiers) for shared in possible if shared]
     reason = next((one for one in found if one is not None), None)
-    if reason is None:
+    message = "" if reason is None else too_much_with_shared(reason)
+    bank = core.vllm_config.steering_config.bank_bytes
+    needed = tiers.bank_bytes + max(shared.bank_bytes for shared in possible)
+    if not message and needed > bank:
+        message = (
+            f"with the engine's operations, {needed} bytes of vectors are needed and "
+            f"--steering-bank-mib allows {bank}; give fewer rows"
+        )
+    if not message:
         return False
-    logger.error("Request %s is not carried out: %s", request.request_id, reason)
-    refuse(core, request, too_much_with_shared(reason))
+    logger.error("Request %s is not carried out: %s", request.request_id, message)
+    refuse(core, request, message)
     return True
 
 

@@ -75,10 +75,11 @@ def _operation_keys(
     places: dict[tuple[str, int], list[int]] = {}
     for groups, first, last in phases:
         times: Counter[str] = Counter()
-        for digest, one in groups:
-            found = places.setdefault((digest, times[digest]), [])
-            found += one.selected(boundary, first, last)
-            times[digest] += 1
+        for group in groups:
+            name = group.name(boundary)
+            found = places.setdefault((name, times[name]), [])
+            found += group.first.selected(boundary, first, last)
+            times[name] += 1
     for (digest, _), selected in places.items():
         if selected:
             named = ",".join(str(place - start) for place in selected)

@@ -37,13 +37,22 @@ class SteeringScheduling:
     Otherwise they could keep it loaded for ever. Unsteered requests pass.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.slots = Slots(num_slots)
+    def __init__(self, num_slots: int, bank_bytes: int | None = None) -> None:
+        """Steer nothing.
+
+        Args:
+            num_slots: how many configurations a batch may hold.
+            bank_bytes: what their operations' vectors may take; None for any number.
+
+        """
+        self.slots = Slots(num_slots, bank_bytes)
         self.tiers = NO_STEERING
         """The global vectors."""
         self.held: HeldChange | None = None
         """A change of them that several engines are about to make together."""
         self.names = NamesLog()
+        self.saes: dict[str, str] = {}
+        """The fingerprints of the SAEs that the workers have, by name."""
         self._step = SteeringStep()
         self._blocked = False
 
@@ -53,6 +62,11 @@ class SteeringScheduling:
         if self.held is None:
             return (self.tiers,)
         return self.held.old, self.held.new
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of vectors that act for all requests."""
+        return max(one.bank_bytes for one in self.possible)
 
     def new_step(self) -> None:
         """A step is about to be scheduled."""
@@ -64,7 +78,8 @@ class SteeringScheduling:
         if tiers is None:
             return True
         if not self._blocked:
-            self._blocked = not self.slots.has_room(tiers.digest)
+            size, taken = tiers.bank_bytes, self._taken
+            self._blocked = not self.slots.has_room(tiers.digest, size, taken)
         return not self._blocked
 
     def begin(self, request: "Request") -> None:
@@ -72,7 +87,10 @@ class SteeringScheduling:
         tiers = tiers_of(request)
         if tiers is None:
             return
-        slot, is_new = self.slots.acquire(request.request_id, tiers.digest)
+        digest, size = tiers.digest, tiers.bank_bytes
+        for emptied in self.slots.make_room(digest, size, self._taken):
+            self._step.loads.append((emptied, NO_STEERING))
+        slot, is_new = self.slots.acquire(request.request_id, digest, size)
         if is_new:
             self._step.loads.append((slot, tiers))
         self._step.uses[request.request_id] = SlotUse(slot, request.num_prompt_tokens)
@@ -109,4 +127,5 @@ def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """The scheduler's part of steering for a configuration."""
     check_external_caches(vllm_config)
     EngineSteering.set(NO_STEERING)
-    return SteeringScheduling(vllm_config.steering_config.max_configs)
+    config = vllm_config.steering_config
+    return SteeringScheduling(config.max_configs, config.bank_bytes)

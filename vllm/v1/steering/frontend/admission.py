@@ -14,12 +14,14 @@ from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
 from vllm.v1.steering.spec import describe
 from vllm.v1.steering.spec.limits import (
+    check_bank,
     check_operations,
     check_positions,
     check_sums,
     check_with_shared,
     check_work,
 )
+from vllm.v1.steering.spec.matrix import for_prompt
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel, parse_vectors
 
 if TYPE_CHECKING:
@@ -71,14 +73,18 @@ class SteeringAdmission:
                 getattr(params, name),
             )
         tiers = packed(self.parse(raw, REQUEST_FIELDS))
+        tiers = for_prompt(tiers, num_prompt, "steering_vectors")
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
         if tiers:  # What a name stands for alone is checked already.
             check_sums(tiers, self.model.dtype)
         if params.steering_name is not None:
             tiers = self._with_named(params.steering_name, tiers)
+            tiers = for_prompt(tiers, num_prompt, "steering_name")
         first = next(name for name in FIELDS if getattr(params, name) is not None)
         check_operations(tiers, self.model.max_operations, first)
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
+        taken = max((one.bank_bytes for one in self.shared.possible), default=0)
+        check_bank(tiers, self.model.bank_bytes - taken, first)
         for name in FIELDS:
             setattr(params, name, None)
         params._steering = tiers or None
@@ -127,7 +133,7 @@ class SteeringAdmission:
         if isinstance(raw, Parsed):
             return raw
         parsed = parse_vectors(raw, self.model, name)
-        check_work(parsed, name)
+        check_work(parsed, name, self.model)
         return parsed
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
@@ -150,6 +156,7 @@ class SteeringAdmission:
         tiers = packed(parsed, keep_zeros)
         check_sums(tiers, self.model.dtype, "vectors")
         check_operations(tiers, self.model.max_operations, "vectors")
+        check_bank(tiers, self.model.bank_bytes, "vectors")
         return tiers
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.steering import SteeringConfig
+from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
+from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -45,6 +47,15 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "plain additions are one sum and do not count.",
     )
     group.add_argument(
+        "--steering-bank-mib",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="Device memory for the vectors of operations, counted with the model's. "
+        "A prompt's rows at all layers are tokens x layers x hidden size x 4 bytes; "
+        "further requests wait.",
+    )
+    group.add_argument(
         "--steering-modules",
         nargs="+",
         action="extend",
@@ -76,7 +87,7 @@ def steering_config(
             `--enable-steering`.
 
     """
-    enabled = args.enable_steering or args.vllm_lens_api
+    enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
     if not enabled:
@@ -99,6 +110,12 @@ def steering_config(
             "max_steering_ops",
             args.max_steering_ops,
         )
+    if args.steering_bank_mib < 0:
+        raise fail(
+            "--steering-bank-mib must not be negative",
+            "steering_bank_mib",
+            args.steering_bank_mib,
+        )
     if enabled and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
@@ -114,7 +131,9 @@ def steering_config(
             True,
         )
     if model_config is not None:
-        check_files(modules, model_config)
+        known = model_config
+        named = NamedFiles(lambda: readout_config(args, known).described)
+        check_files(modules, known, named)
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
         raise fail(
@@ -124,6 +143,7 @@ def steering_config(
         enabled=enabled,
         max_configs=args.max_steering_configs,
         max_operations=args.max_steering_ops,
+        bank_mib=args.steering_bank_mib,
         modules=modules,
     )
 

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import OpName
 from vllm.v1.steering.plan import Vector
+from vllm.v1.steering.spec.packing import is_packed, unpack_array
 
 MAX_RANK = 16
 """Rows that `low_rank` reads and writes."""
@@ -52,7 +53,10 @@ def parse_tensors(
         return Tensors(_orthonormal(rows("plane", 2), f"{at}.plane"))
     if op == "low_rank":
         return _low_rank(entry, rows("read"), width, dtype, at)
-    vector = parse_vector(entry["vector"], width, dtype, at)
+    if "vectors" in entry:
+        vector = rows("vectors")
+    else:
+        vector = parse_vector(entry["vector"], width, dtype, at)
     if op == "swap":
         target = parse_vector(entry["target"], width, dtype, f"{at}.target")
         if not target.any():
@@ -159,7 +163,9 @@ def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:
 
 
 def as_array(raw: Any, at: str) -> Array:
-    """Real numbers as float32, contiguous."""
+    """Real numbers as float32, contiguous; a packed array is one, too."""
+    if is_packed(raw):
+        return unpack_array(raw, at)
     try:
         if isinstance(raw, torch.Tensor) and not raw.is_complex():
             raw = raw.detach().to("cpu", torch.float32).numpy()

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
 from vllm.v1.steering.positions import told
@@ -49,6 +51,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "max": manner.high,
         "norm_match": manner.norm_match,
         "positions": told(manner.positions),
+        **_more(manner.when, manner.feature),
     }
 
 
@@ -75,4 +78,13 @@ def _operation(one: Operation) -> dict[str, Any]:
         "max": one.high,
         "norm_match": one.norm_match,
         "positions": told(one.positions),
+        **_more(one.details.when, one.details.feature),
     }
+
+
+def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:
+    """What only some entries have."""
+    found: dict[str, Any] = {}
+    if feature is not None:
+        found |= feature.told()
+    return found if when is None else {**found, "when": when.told()}

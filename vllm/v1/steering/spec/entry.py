@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import (
     OP_NAMES,
     Details,
@@ -22,11 +24,11 @@ from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.positions import FARTHEST, NAMED, Spans, joined, spans_of
 from vllm.v1.steering.spec.arrays import Tensors
 
-COMMON = ("op", "positions")
+COMMON = ("op", "positions", "when")
 KEYS_OF: dict[OpName, tuple[str, ...]] = {
-    "replace": ("vector", "scale", "norm_match", "alpha", "mask"),
-    "add": ("vector", "scale", "norm_match"),
-    "project_out": ("vector", "scale"),
+    "replace": ("vector", "vectors", "scale", "norm_match", "alpha", "mask"),
+    "add": ("vector", "vectors", "scale", "norm_match"),
+    "project_out": ("vector", "vectors", "scale"),
     "swap": ("vector", "target"),
     "rotate": ("plane", "degrees"),
     "low_rank": (
@@ -39,13 +41,15 @@ KEYS_OF: dict[OpName, tuple[str, ...]] = {
         "max",
         "scale",
     ),
-    "clamp": ("vector", "min", "max", "value", "strength"),
+    "feature": ("sae", "feature", "value", "mode", "only_if_active"),
+    "clamp": ("vector", "vectors", "min", "max", "value", "strength"),
 }
 """What an entry may hold besides, by its operation."""
 NEEDED: dict[OpName, tuple[str, ...]] = {
     "swap": ("vector", "target"),
     "rotate": ("plane", "degrees"),
     "low_rank": ("read", "write"),
+    "feature": ("sae", "feature", "value"),
 }
 """What it must hold, where that is not the vector alone."""
 KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
@@ -66,6 +70,10 @@ class VectorUse:
     alpha: float = 1.0
     degrees: float = 0.0
     activation: str = "identity"
+    when: Condition | None = None
+    feature: FeatureUse | None = None
+    num_rows: int = 0
+    """How many positions have a vector of their own, if they have."""
 
     @property
     def is_plain(self) -> bool:
@@ -80,7 +88,7 @@ class VectorUse:
 
         """
         directed = self.norm_match or self.op in ("project_out", "clamp", "swap")
-        if directed and not tensors.main.any():
+        if directed and not tensors.main.any(axis=-1).all():
             raise fail(
                 f"{at}: a vector of zeros has no direction, which "
                 f"{'norm_match' if self.norm_match else self.op} needs",
@@ -101,7 +109,10 @@ class VectorUse:
                 self.degrees,
                 self.activation,
                 packed_arrays(tensors.others),
+                self.when,
+                self.feature,
             ),
+            self.num_rows,
         )
 
 
@@ -117,24 +128,24 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     """
     op = _op(entry, at)
     low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
-    if entry.get("value") is not None:
+    if op == "clamp" and entry.get("value") is not None:
         low, high = _one_bound(entry, at)
     activation = _activation(entry, at)
     _check_bounds(op, low, high, activation, at)
     norm_match = entry.get("norm_match", False)
     if not isinstance(norm_match, bool):
         raise fail(f"{at}.norm_match is true or false", f"{at}.norm_match", norm_match)
-    alpha = _number(entry, "alpha", 1.0, at)
-    if not 0 <= alpha <= 1:
-        raise fail(f"{at}.alpha must be between 0 and 1", f"{at}.alpha", alpha)
     return VectorUse(
         op,
         low,
         high,
         norm_match,
-        parse_positions(entry.get("positions"), f"{at}.positions"),
+        # Those of a matrix are in the order of its rows.
+        None
+        if "vectors" in entry
+        else parse_positions(entry.get("positions"), f"{at}.positions"),
         _number(entry, "strength", 1.0, at),
-        alpha,
+        _number(entry, "alpha", 1.0, at),
         _number(entry, "degrees", 0.0, at),
         activation,
     )
@@ -148,7 +159,8 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
             f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
         )
     unknown = sorted(str(name) for name in entry if name not in KEYS)
-    missing = [name for name in NEEDED.get(op, ("vector",)) if name not in entry]
+    needed = NEEDED.get(op, ("vectors",) if "vectors" in entry else ("vector",))
+    missing = [name for name in needed if name not in entry]
     if unknown or missing:
         keys = [*KEYS_OF[op], *COMMON]
         raise fail(
@@ -159,6 +171,13 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
                 if unknown
                 else f"{missing[0]} is missing"
             ),
+            at,
+            sorted(map(str, entry)),
+        )
+    if "vector" in entry and "vectors" in entry:
+        raise fail(
+            f"{at}: vector acts at all positions of an entry, vectors has a row for "
+            "each; leave one of them out",
             at,
             sorted(map(str, entry)),
         )

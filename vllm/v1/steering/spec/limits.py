@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from vllm.v1.steering import positions
+from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, Tap, total
-from vllm.v1.steering.spec.parse import Parsed
+from vllm.v1.steering.plan import SteeringTiers, Tap, conditions_of, total
+from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 
 def check_positions(
@@ -64,13 +65,17 @@ def check_positions(
 
 
 MAX_OPERATIONS = 1024
-"""Of one tier, beyond adding vectors at every token."""
+"""Of one tier, beyond adding vectors at every token; more where a model has more sites
+than that allows `--max-steering-ops` each."""
 
 MAX_SPANS = 1 << 16
 """Of positions that do not follow one another, in one tier."""
 
+MAX_SELECTIONS = 1024
+"""Different sets of positions in one tier."""
 
-def check_work(parsed: Parsed, name: str) -> None:
+
+def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
     """Refuse a tier that would cost every step of the engine too much.
 
     Raises:
@@ -78,12 +83,23 @@ def check_work(parsed: Parsed, name: str) -> None:
 
     """
     count = len(parsed.operations)
-    if count > MAX_OPERATIONS:
+    most = max(MAX_OPERATIONS, model.num_sites * model.max_operations)
+    if count > most:
         raise fail(
-            f"{name}: at most {MAX_OPERATIONS} entries may do more than add a vector "
-            "at every token; add up those that only add",
+            f"{name}: at most {most} entries may do more than add a vector "
+            "at every token; add up those that only add, and give those at single "
+            "positions as one entry with vectors",
             name,
             count,
+        )
+    selections = {one.positions for one in parsed.operations}
+    if len(selections) > MAX_SELECTIONS:
+        raise fail(
+            f"{name}: its entries have {len(selections)} different sets of positions, "
+            f"and at most {MAX_SELECTIONS} may be; give those of one hook point as "
+            "one entry with vectors",
+            name,
+            len(selections),
         )
     spans = sum(len(one.positions or ()) for one in parsed.operations)
     if spans > MAX_SPANS:
@@ -92,6 +108,29 @@ def check_work(parsed: Parsed, name: str) -> None:
             f"{MAX_SPANS} may be; give positions that follow one another",
             name,
             spans,
+        )
+
+
+def check_bank(tiers: SteeringTiers, room: int, parameter: str) -> None:
+    """Refuse operations whose vectors can never be on the device together.
+
+    Args:
+        tiers: of a request, or of all.
+        room: bytes that they may take.
+        parameter: for the message.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    needed = tiers.bank_bytes
+    if needed > room:
+        raise fail(
+            f"{parameter}: its operations have {needed / 2**20:.1f} MiB of vectors "
+            f"(float32), and {room / 2**20:.1f} MiB may be; start the server with a "
+            "larger --steering-bank-mib, or give fewer rows",
+            parameter,
+            needed,
         )
 
 
@@ -110,6 +149,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
+    check_conditions(tiers, parameter)
     for operations in (tiers.prefill_operations, tiers.decode_operations):
         at: dict[Tap, list[Operation]] = {}
         for one in operations:
@@ -125,6 +165,23 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
                     parameter,
                     count,
                 )
+
+
+def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
+    """Refuse more conditions than there is room for their decisions.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    count = len(conditions_of(tiers))
+    if count > MAX_CONDITIONS:
+        raise fail(
+            f"{parameter}: its entries have {count} different conditions, and at most "
+            f"{MAX_CONDITIONS} may be; entries with equal ones share one",
+            parameter,
+            count,
+        )
 
 
 class Overflow(NamedTuple):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a user writes (hooks, layers, lists, packed data) to vectors."""
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,17 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
-from vllm.v1.steering.spec.arrays import check_finite, parse_tensors
+from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
+from vllm.v1.steering.spec.feature import parse_feature
+from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
+from vllm.v1.steering.spec.named import NONE_NAMED, Named
+from vllm.v1.steering.spec.packing import unpack_array
+from vllm.v1.steering.spec.placement import ONE_RANK, Placement
+from vllm.v1.steering.spec.when import parse_when
+
+NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
+"""Of what has no vector of its own."""
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 
@@ -26,7 +33,17 @@ MAX_ENTRIES = 4096
 """Entries of one tier at one hook point of one layer."""
 
 PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
-_PACKED_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+SHARED_KEYS = (
+    "op",
+    "positions",
+    "norm_match",
+    "alpha",
+    "min",
+    "max",
+    "value",
+    "strength",
+)
+"""Keys of entries that a packed form may have, for all of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,16 @@ class SteeredModel:
     """Of the residual stream."""
     max_operations: int = 8
     """How many operations may act on one token at one hook point."""
+    bank_bytes: int = 256 << 20
+    """Device memory for the vectors of operations."""
+    named: Named = NONE_NAMED
+    """What entries may refer to."""
+    placement: Placement = ONE_RANK
+
+    @property
+    def num_sites(self) -> int:
+        """Hook points of all layers."""
+        return sum(map(len, self.hook_points.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +140,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             _check_count(len(these), f"{at}.{layer}")
             for entry in these:
                 _take(parsed, (layer, hook), entry, model, f"{at}.{layer}")
-    return parsed
+    return replace(parsed, operations=joined_rows(parsed.operations))
 
 
 def _take(
@@ -121,20 +148,50 @@ def _take(
 ) -> None:
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
+    if entry.get("when") is not None:
+        condition = parse_when(entry["when"], tap, model, f"{at}.when")
+        manner = replace(manner, when=condition)
+    if manner.op == "feature":
+        manner = replace(manner, feature=parse_feature(entry, tap, model, at))
+        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, manner))
+        parsed.operations.append(manner.operation(tap, NO_VECTOR, 1.0, at))
+        return
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)
     first = tensors.main.reshape(-1, model.hidden_size)[0]
     parsed.entries.append(Entry(tap, first, float(scale), manner))
-    if manner.is_plain:
+    if manner.is_plain and "vectors" not in entry:
         before = parsed.vectors.get(tap)
         if before is not None:
             scaled = check_finite(before + scaled, model.dtype, at)
         parsed.vectors[tap] = scaled
         return
+    if "vectors" in entry:
+        _take_rows(parsed, tap, entry, manner, tensors, at)
+        return
     operation = manner.operation(tap, tensors, float(scale), at)
     if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
         parsed.operations.append(operation)
+
+
+def _take_rows(
+    parsed: Parsed,
+    tap: Tap,
+    entry: Mapping[str, Any],
+    manner: VectorUse,
+    tensors: Tensors,
+    at: str,
+) -> None:
+    """Add an entry with a row for each position."""
+    scale = float(entry.get("scale", 1.0))
+    positions = entry.get("positions")
+    for spans, order in row_positions(positions, len(tensors.main), f"{at}.positions"):
+        rows = replace(manner, positions=spans, num_rows=len(order))
+        ordered = tensors._replace(main=tensors.main[order])
+        operation = rows.operation(tap, ordered, scale, at)
+        if manner.op != "add" or (scale and ordered.main.any()):
+            parsed.operations.append(without_zeros(operation))
 
 
 def _check_count(count: int, at: str) -> None:
@@ -226,12 +283,13 @@ def unpacked(layers: Any, at: str) -> dict[int, Any]:
 
 
 def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
-    unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
+    unknown = sorted(str(k) for k in packed if k not in {*PACKED_KEYS, *SHARED_KEYS})
     missing = sorted(PACKED_KEYS - {"scales"} - packed.keys())
     if unknown or missing:
         raise fail(
             f"{at}: the packed form has the keys {sorted(PACKED_KEYS)} (scales is "
-            f"optional); unknown: {unknown}, missing: {missing}",
+            f"optional), and for all rows any of {list(SHARED_KEYS)}; unknown: "
+            f"{unknown}, missing: {missing}",
             at,
             sorted(map(str, packed)),
         )
@@ -242,10 +300,10 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
             f"{at}.layer_indices",
             layers,
         )
-    rows = _packed_rows(packed, at)
+    rows = unpack_array(packed, at, dimensions=(2, 3))
     scales = packed.get("scales")
-    scales = [1.0] * len(layers) if scales is None else scales
-    if len(rows) != len(layers) or not _is_list_of(scales, len(layers)):
+    given = [None] * len(layers) if scales is None else scales
+    if len(rows) != len(layers) or not _is_list_of(given, len(layers)):
         raise fail(
             f"{at}: shape[0], layer_indices and scales must have one entry per "
             f"layer; they have {len(rows)}, {len(layers)} and "
@@ -253,61 +311,17 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
             at,
             len(layers),
         )
-    return [
-        (
-            _layer_index(layer, f"{at}.layer_indices"),
-            [{"vector": row, "scale": scale}],
-        )
-        for layer, row, scale in zip(layers, rows, scales, strict=True)
-    ]
+    shared = {key: packed[key] for key in SHARED_KEYS if key in packed}
+    name = "vector" if rows.ndim == 2 else "vectors"
+    entries: Entries = []
+    for key, row, scale in zip(layers, rows, given, strict=True):
+        entry = {name: row, **shared} | ({} if scales is None else {"scale": scale})
+        entries.append((_layer_index(key, f"{at}.layer_indices"), [entry]))
+    return entries
 
 
 def _is_list_of(value: Any, length: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == length
-
-
-def _packed_rows(packed: Mapping[str, Any], at: str) -> Vector:
-    """The rows of a packed form, as float32 `[n, hidden]`."""
-    shape, dtype, data = packed["shape"], packed["dtype"], packed["data"]
-    if not isinstance(dtype, str) or dtype not in (*_PACKED_DTYPES, "bfloat16"):
-        raise fail(
-            f"{at}.dtype: {shown(dtype)} is not one of {[*_PACKED_DTYPES, 'bfloat16']}",
-            f"{at}.dtype",
-            dtype,
-        )
-    if not _is_list_of(shape, 2) or not all(
-        isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
-        for size in shape
-    ):
-        raise fail(f"{at}.shape must be [n, hidden_size]", f"{at}.shape", shape)
-    width = 2 if dtype == "bfloat16" else np.dtype(_PACKED_DTYPES[dtype]).itemsize
-    needed = shape[0] * shape[1] * width
-    if isinstance(data, (str, bytes)) and len(data) > 2 * needed + 4:
-        raise fail(
-            f"{at}.data holds {len(data)} characters of base64, but shape "
-            f"{list(shape)} in {dtype} takes {needed} bytes",
-            f"{at}.data",
-            len(data),
-        )
-    try:
-        raw = base64.b64decode(data, validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise fail(
-            f"{at}.data is not base64: {error}", f"{at}.data", str(data)[:40]
-        ) from None
-    if len(raw) != needed:
-        raise fail(
-            f"{at}.data holds {len(raw)} bytes, but shape {list(shape)} in {dtype} "
-            f"takes {needed}",
-            f"{at}.data",
-            len(raw),
-        )
-    if dtype == "bfloat16":
-        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape)
-    with np.errstate(over="ignore"):  # What overflows is refused as infinite.
-        rows = np.frombuffer(raw, dtype=_PACKED_DTYPES[dtype]).astype(np.float32)
-    return rows.reshape(shape)
 
 
 def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:

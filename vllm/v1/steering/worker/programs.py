@@ -7,9 +7,11 @@ program, so that the order of operations holds. Operations at single positions m
 further programs, of tokens at which they act.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +28,25 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.steering.operations import Operation, in_order
+from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
+from vllm.v1.steering.worker.gates import (
+    GATES,
+    Gate,
+    column_of,
+    in_columns,
+    probe_of,
+)
 
-GATES = 4
-"""Columns of the gates: a multiple of four, so that all is aligned."""
+if TYPE_CHECKING:
+    from vllm.v1.steering.worker.moving import Template
+
+LAST = ("feature", "clamp")
+"""Operations in the order in which they come after all others."""
+FIRST_ROW = 0
+"""The offset of instructions with a row for each position, until these are known."""
 
 
 class Placed(NamedTuple):
@@ -53,37 +69,39 @@ class _Vectors:
     def __init__(self, width: int) -> None:
         self.width = width
         self._numbers: dict[bytes, int] = {}
-        self._rows: list[Vector] = []
+        self._rows: list[npt.NDArray[np.float32]] = []  # [rows, H] each
+        self._count = 0
 
     def add(self, vector: Vector) -> int:
         """The number of a vector `[H]`."""
         data = vector.tobytes()
         if data not in self._numbers:
-            self._numbers[data] = len(self._rows)
-            self._rows.append(vector)
+            self._numbers[data] = self.add_rows(vector[None])
         return self._numbers[data]
 
     def add_rows(self, rows: npt.NDArray[np.float32]) -> int:
         """The number of the first of several, which stay together."""
-        first = len(self._rows)
-        self._rows.extend(rows)
+        first = self._count
+        self._rows.append(rows)
+        self._count += len(rows)
         return first
 
     def upload(self, device: torch.device) -> torch.Tensor:
         """All of them, float32 `[vectors, H]`."""
         if not self._rows:
             return torch.empty(0, 0, device=device)
-        return async_tensor_h2d(np.stack(self._rows), device, torch.float32)
+        return async_tensor_h2d(np.concatenate(self._rows), device, torch.float32)
 
 
 Draft = Callable[[torch.Tensor], Instruction]
 """An instruction, once its vectors are on the device."""
 
 
-def _unit(vector: Vector) -> Vector:
-    """Of length 1, normed in double precision."""
-    wide = vector.astype(np.float64)
-    return (wide / np.linalg.norm(wide)).astype(np.float32)
+def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Vectors `[..., H]` of length 1, normed in double precision."""
+    wide = vectors.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=-1, keepdims=True)
+    return (wide / norms).astype(np.float32)
 
 
 def _draft_sum(vector: Vector, vectors: _Vectors) -> Draft:
@@ -97,22 +115,32 @@ def _draft(one: Operation, vectors: _Vectors) -> Draft:
     if one.op in _OTHERS:
         return _OTHERS[one.op](one, vectors)
     directed = one.norm_match or one.op in ("project_out", "clamp")
-    vector = _unit(one.vector) if directed else np.asarray(one.vector)
+    rows = one.vector.reshape(-1, vectors.width)
+    rows = _unit(rows) if directed else rows
     mask = one.details.array("mask")
     masked = None if mask is None else vectors.add(mask)
-    at = vectors.add(vector)
+    at = vectors.add_rows(rows) if one.num_rows else vectors.add(rows[0])
+    stop = at + len(rows)
+    offset = FIRST_ROW if one.num_rows else None
     low = -np.inf if one.low is None else one.low
     high = np.inf if one.high is None else one.high
     plain, matched = (0.0, one.scale) if one.norm_match else (one.scale, 0.0)
 
     def make(table: torch.Tensor) -> Instruction:
-        read = table[at : at + 1]
+        read = table[at:stop]
         if one.op == "project_out":
-            return Instruction(Kind.LINEAR, read, flags=Flag.DOT, c2=-one.scale)
-        if one.op == "clamp":
-            strength = one.details.strength
             return Instruction(
-                Kind.LINEAR, read, flags=Flag.DOT, c3=strength, low=low, high=high
+                Kind.LINEAR, read, flags=Flag.DOT, c2=-one.scale, offset=offset
+            )
+        if one.op == "clamp":
+            return Instruction(
+                Kind.LINEAR,
+                read,
+                flags=Flag.DOT,
+                c3=one.details.strength,
+                low=low,
+                high=high,
+                offset=offset,
             )
         if one.op == "replace":
             return Instruction(
@@ -123,8 +151,9 @@ def _draft(one: Operation, vectors: _Vectors) -> Draft:
                 c1=matched,
                 alpha=one.details.alpha,
                 mask=None if masked is None else table[masked],
+                offset=offset,
             )
-        return Instruction(Kind.LINEAR, read, c0=plain, c1=matched)
+        return Instruction(Kind.LINEAR, read, c0=plain, c1=matched, offset=offset)
 
     return make
 
@@ -194,16 +223,87 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 }
 
 
+def _read_by(gate: Gate | None) -> frozenset[Tap]:
+    """Where the probe of a gate reads."""
+    return frozenset() if gate is None else frozenset({gate.condition.tap})
+
+
+class Kept:
+    """An instruction with its vectors on the device, for as long as a phase has it."""
+
+    __slots__ = ("__weakref__", "instruction")
+
+    def __init__(self, instruction: Instruction) -> None:
+        self.instruction = instruction
+
+
+class Bank:
+    """The vectors of operations that are on the device, each once.
+
+    Both phases of a configuration have its base operations, and all configurations
+    have the engine's: they share them. Memory is kept free for as many bytes as the
+    configuration allows while the engine measures how much there is.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        num_bytes: int = 0,
+        saes: SAEs | None = None,
+    ) -> None:
+        self._width = width
+        self._saes = saes
+        self._device = device
+        self._kept: WeakValueDictionary[str, Kept] = WeakValueDictionary()
+        self._reserved: torch.Tensor | None = torch.empty(
+            num_bytes, dtype=torch.uint8, device=device
+        )
+        self.num_bytes = num_bytes
+        """That it may take; counted with the model's."""
+
+    def fetch(self, operations: Sequence[Operation]) -> list[Kept]:
+        """Their instructions; what is not there yet goes to the device in one copy."""
+        self._reserved = None  # Its memory is what the vectors take.
+        vectors = _Vectors(self._width)
+        found = {one.digest: self._kept.get(one.digest) for one in operations}
+        drafts = {
+            one.digest: self._drafted(one, vectors)
+            for one in operations
+            if found[one.digest] is None
+        }
+        table = vectors.upload(self._device)
+        made = {digest: Kept(draft(table)) for digest, draft in drafts.items()}
+        self._kept.update(made)
+        return [found[one.digest] or made[one.digest] for one in operations]
+
+    def _drafted(self, one: Operation, vectors: _Vectors) -> Draft:
+        if one.details.feature is None:
+            return _draft(one, vectors)
+        assert self._saes is not None, "admission knows the SAEs"
+        made = feature_instruction(one, self._saes)
+        return lambda table: made
+
+
+class Together(NamedTuple):
+    """Operations of a phase that act at the same positions, by their numbers."""
+
+    first: Operation
+    numbers: tuple[int, ...]
+
+
 class Phase:
     """What the tokens of one phase of a configuration go through beyond additions."""
 
     def __init__(
         self,
-        operations: Iterable[Operation],
+        operations: Sequence[Operation],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
         width: int,
         device: torch.device,
+        bank: Bank | None = None,
+        gates: Sequence[Gate | None] = (),
     ) -> None:
         """Put it on the device.
 
@@ -213,62 +313,132 @@ class Phase:
             taps: the hook points of this process.
             width: of the stream.
             device: of the stream.
+            bank: where vectors of operations are; None for one of its own.
+            gates: of each operation; empty if none has any.
 
         """
-        self._operations = in_order(one for one in operations if one.tap in taps)
-        self.taps = frozenset(one.tap for one in self._operations)
+        pairs = zip(operations, gates or [None] * len(operations), strict=True)
+        here = [(one, gate) for one, gate in pairs if one.tap in taps]
+        here.sort(key=lambda pair: place_of(pair[0]))
+        self.operations = [one for one, _ in here]
+        """Numbered from 0."""
+        self._gates = [gate for _, gate in here]
+        self.taps = frozenset(one.tap for one in self.operations).union(
+            *(_read_by(gate) for gate in self._gates)
+        )
         """Where programs also add what is added."""
-        self._device = device
+        self.device = device
+        bank = bank or Bank(width, device)
+        self._kept = bank.fetch(self.operations)
         vectors = _Vectors(width)
-        drafts = [_draft(one, vectors) for one in self._operations]
+        probes = {
+            gate: vectors.add(gate.condition.vector) for gate in in_columns(self._gates)
+        }
         sums = {
             tap: _draft_sum(vector, vectors)
             for tap, vector in added.items()
             if tap in self.taps
         }
         table = vectors.upload(device)
-        self._instructions = [draft(table) for draft in drafts]
+        self._probes = {
+            gate: probe_of(gate, table[at : at + 1]) for gate, at in probes.items()
+        }
         self._sums = {tap: draft(table) for tap, draft in sums.items()}
-        self.positioned = [
-            (number, one)
-            for number, one in enumerate(self._operations)
-            if one.positions is not None
-        ]
-        """Operations that act at some positions, with their numbers."""
+        self.positioned = _together(self.operations)
+        """Operations that act at some positions."""
+        self.by_row = frozenset(
+            number for number, one in enumerate(self.operations) if one.num_rows
+        )
+        """Those with a vector for each position."""
         self.fixed = self._placed(self.taps, frozenset())
-        """What tokens go through at which none of these acts."""
+        """What tokens go through at which none of the positioned ones acts."""
         self._special: dict[frozenset[int], Programs] = {}
+        self.templates: dict[frozenset[int], Template] = {}
+        """Programs of operations with a vector for each position."""
 
     def at_positions(self, active: frozenset[int]) -> Programs:
-        """What tokens go through at which some positioned operations act, by number."""
+        """What tokens go through at which some positioned operations act, by number.
+
+        Not for operations with a vector for each position: see `moving.py`.
+        """
         if active not in self._special:
-            taps = {self._operations[number].tap for number in active}
-            placed = self.fixed | self._placed(taps, active)
-            self._special[active] = placed
+            self._special[active] = self.fixed | self._placed(
+                self.taps_of(active), active
+            )
         return self._special[active]
+
+    def taps_of(self, numbers: Collection[int]) -> set[Tap]:
+        """Where some operations act, and where the probes of their conditions read."""
+        acts = {self.operations[number].tap for number in numbers}
+        return acts.union(*(_read_by(self._gates[number]) for number in numbers))
 
     def last_position(self, prompt_length: int) -> int:
         """The last position at which one of the positioned operations acts."""
-        return max(one.last(prompt_length) for _, one in self.positioned)
+        return max(one.first.last(prompt_length) for one in self.positioned)
 
     def _placed(self, taps: Collection[Tap], active: frozenset[int]) -> Programs:
         programs = {tap: self._program(tap, active) for tap in sorted(taps)}
-        return place({t: p for t, p in programs.items() if p}, self._device)
+        return place({t: p for t, p in programs.items() if p}, self.device)
 
     def _program(self, tap: Tap, active: frozenset[int]) -> Program:
-        """In order, with the norm saved before the first addition if one needs it."""
-        acting = [
-            (one, self._instructions[number])
-            for number, one in enumerate(self._operations)
-            if one.tap == tap and (one.positions is None or number in active)
+        return tuple(made for _, made in self.numbered(tap, active))
+
+    def numbered(
+        self, tap: Tap, active: frozenset[int]
+    ) -> list[tuple[int, Instruction]]:
+        """The instructions of a hook point in order, with their operations' numbers.
+
+        Probes come first: they see the stream as a capture at this point does. The
+        norm is saved before the first addition if one needs it. What is no operation's
+        own, a probe or what is added beside them, has the number -1.
+        """
+        numbers = [
+            number
+            for number, one in enumerate(self.operations)
+            if one.positions is None or number in active
         ]
-        replaces = [made for one, made in acting if one.op == "replace"]
-        adds = [self._sums[tap]] if tap in self._sums else []
-        adds += [made for one, made in acting if one.op == "add"]
-        if any(made.c1 for made in adds):
-            adds[0] = replace(adds[0], flags=adds[0].flags | Flag.SAVE_NORM)
-        others = [made for one, made in acting if one.op not in ("replace", "add")]
-        return (*replaces, *adds, *others)
+        probes = [
+            (-1, self._probes[gate])
+            for gate in in_columns(self._gates[number] for number in numbers)
+            if gate.condition.tap == tap
+        ]
+        acting = [
+            (number, self._instruction(number))
+            for number in numbers
+            if self.operations[number].tap == tap
+        ]
+        kinds = [self.operations[number].op for number, _ in acting]
+        replaces = [a for a, op in zip(acting, kinds, strict=True) if op == "replace"]
+        adds = [(-1, self._sums[tap])] if tap in self._sums else []
+        adds += [a for a, op in zip(acting, kinds, strict=True) if op == "add"]
+        if any(made.c1 for _, made in adds):
+            number, first = adds[0]
+            adds[0] = number, replace(first, flags=first.flags | Flag.SAVE_NORM)
+        others = list(zip(acting, kinds, strict=True))
+        before = [a for a, op in others if op not in ("replace", "add", *LAST)]
+        features = [(self._sae_of(a[0]), a) for a, op in others if op == "feature"]
+        clamps = [a for a, op in others if op == "clamp"]
+        return [*probes, *replaces, *adds, *before, *together(features), *clamps]
+
+    def _sae_of(self, number: int) -> str:
+        use = self.operations[number].details.feature
+        assert use is not None
+        return use.sae
+
+    def _instruction(self, number: int) -> Instruction:
+        made, gate = self._kept[number].instruction, self._gates[number]
+        return made if gate is None else replace(made, gate=column_of(gate))
+
+
+def _together(operations: Sequence[Operation]) -> list[Together]:
+    by_positions: dict[Spans, list[int]] = {}
+    for number, one in enumerate(operations):
+        if one.positions is not None:
+            by_positions.setdefault(one.positions, []).append(number)
+    return [
+        Together(operations[numbers[0]], tuple(numbers))
+        for numbers in by_positions.values()
+    ]
 
 
 def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
@@ -355,8 +525,8 @@ def special_rows(
 
     """
     acts = np.zeros((stop - start, len(phase.positioned)), dtype=bool)
-    for column, (_, one) in enumerate(phase.positioned):
-        for places in one.ranges(prompt_length, start, stop):
+    for column, one in enumerate(phase.positioned):
+        for places in one.first.ranges(prompt_length, start, stop):
             acts[places.start - start : places.stop - start, column] = True
     found = np.full(stop - start, -1, dtype=np.intp)
     anywhere = np.flatnonzero(acts.any(axis=1))
@@ -364,5 +534,12 @@ def special_rows(
         return [], found
     distinct, which = np.unique(acts[anywhere], axis=0, return_inverse=True)
     found[anywhere] = which.reshape(-1)
-    numbers = np.array([number for number, _ in phase.positioned])
-    return [frozenset(numbers[row].tolist()) for row in distinct], found
+    sets = [
+        frozenset(
+            chain.from_iterable(
+                phase.positioned[column].numbers for column in np.flatnonzero(row)
+            )
+        )
+        for row in distinct
+    ]
+    return sets, found

@@ -24,6 +24,8 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
 from vllm.v1.steering.worker.programs import Programs, special_rows
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 
@@ -75,12 +77,14 @@ class WorkerSteering:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        saes: SAEs | None = None,
     ) -> None:
         rows = vllm_config.steering_config.num_rows
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
-        self.tables = SteeringTables(taps, rows, width, dtype, device, size)
+        bank = vllm_config.steering_config.bank_bytes
+        self.tables = SteeringTables(taps, rows, width, dtype, device, size, bank, saes)
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
         self._slots: dict[str, int] = {}
@@ -125,7 +129,10 @@ class WorkerSteering:
 
     def summary(self) -> str:
         """For the log: what the tables take."""
-        return f"steering with tables of {self.tables.num_bytes / 2**20:.1f} MiB"
+        return (
+            f"steering with tables of {self.tables.num_bytes / 2**20:.1f} MiB, and "
+            f"{self.tables.bank.num_bytes / 2**20:.1f} MiB for vectors of operations"
+        )
 
     def update(
         self,
@@ -233,28 +240,37 @@ class WorkerSteering:
         """Give tokens at which positioned operations act rows of their own."""
         known: dict[tuple[int, frozenset[int]], int] = {}
         special: list[Programs] = []
+        stretches: list[Stretch] = []
+        """Of tokens with rows of their own; their programs come behind the others."""
+        of_stretch: list[tuple[npt.NDArray[np.intp], int]] = []
         first_row, first_special = view.first_row, self.tables.programs.first_special
         for number, (of_prompt, of_decode) in enumerate(pairs):
-            start = int(view.num_computed[number])
+            start, length = int(view.num_computed[number]), lengths[number]
             stop = start + int(view.num_scheduled[number])
-            middle = min(max(lengths[number], start), stop)
+            middle = min(max(length, start), stop)
             offset = int(first_row[number]) - start
             phases = ((of_prompt, start, middle), (of_decode, middle, stop))
             for row, first, last in phases:
                 phase = self.tables.phases.get(row)
                 if phase is None or not phase.positioned or first == last:
                     continue
-                sets, which = special_rows(phase, lengths[number], first, last)
-                if not sets:
-                    continue
-                for active in sets:
+                sets, which = special_rows(phase, length, first, last)
+                for index, active in enumerate(sets):
+                    tokens = np.flatnonzero(which == index)
+                    if active & phase.by_row:
+                        for part in stretches_of(tokens):
+                            position, token = first + part[0], first + offset + part[0]
+                            one = Stretch(phase, active, length, position, token)
+                            of_stretch.append((part + first + offset, len(stretches)))
+                            stretches.append(one)
+                        continue
                     if (row, active) not in known:
                         known[row, active] = first_special + len(special)
                         special.append(phase.at_positions(active))
-                places = np.array([known[row, active] for active in sets], np.int32)
-                tokens = np.flatnonzero(which >= 0)
-                rows[tokens + first + offset] = places[which[tokens]]
-        return special
+                    rows[tokens + first + offset] = known[row, active]
+        for tokens, index in of_stretch:
+            rows[tokens] = first_special + len(special) + index
+        return special + place_stretches(stretches, self.row_index.device)
 
     def _acts_later(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line has `vllm steer`, `vllm probe` and `vllm capture`."""
+"""The command line has `vllm steer`, `vllm probe`, `vllm capture` and `vllm check`."""
 
 from fork.language import before
 
@@ -14,8 +14,10 @@ CMD_MODULES.append(vllm.entrypoints.cli.probe.main)
 CMD_MODULES.append(vllm.entrypoints.cli.steer.main)
 import vllm.entrypoints.cli.capture.main
 CMD_MODULES.append(vllm.entrypoints.cli.capture.main)
+import vllm.entrypoints.cli.check.main
+CMD_MODULES.append(vllm.entrypoints.cli.check.main)
 """,
-        why="Vectors are extracted and tried out; probes are trained; prompts become "
-        "data sets.",
+        why="Adds commands for vectors, probes, data sets and the comparison of rows "
+        "with another library.",
     ),
 ]

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.interop.probe_hook` under the name that scripts for vllm-probe-hook import."""
+
+from vllm.interop.probe_hook import LLM, AsyncLLM, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running `vllm check`: the engine's rows, the library's, and the verdict."""
+
+import argparse
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PROMPT = "The house stood at the end of the road, and nobody had lived there for years."
+BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""By the engine's dtype: how far a layer's rows may be from the library's in float32,
+as a share of the length of all its rows."""
+
+ENTERING, LEAVING = "pre_attn", "post_block"
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What the engine gave for one prompt."""
+
+    token_ids: list[int]
+    """Of the prompt and of what was generated, without the last token."""
+    rows: dict[tuple[int, str], torch.Tensor]
+    """`(layer, hook)` -> `[tokens, hidden_size]`."""
+    num_layers: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far the rows of one layer are from the library's."""
+
+    layer: int
+    hook: str
+    relative: float
+    """Length of the difference over the length of the library's rows."""
+    largest: float
+    """The largest difference of a value."""
+
+
+def add_arguments(parser: Any) -> None:
+    """Declare the options."""
+    parser.add_argument("checked", metavar="MODEL", help="A name or a folder.")
+    group = parser.add_argument_group("check", "What is compared.")
+    group.add_argument("--prompt", default=PROMPT, help="The text that is run.")
+    group.add_argument(
+        "--max-tokens", type=int, default=8, help="Generated after it, greedily."
+    )
+    group.add_argument(
+        "--tolerance",
+        type=float,
+        default=None,
+        help="Relative difference that is allowed; by default it follows --dtype.",
+    )
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; the status to exit with."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm.engine.arg_utils import EngineArgs
+
+    args.model = args.checked
+    if args.max_tokens < 1:
+        return _told(f"--max-tokens {args.max_tokens}: it must be 1 or more")
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.capture_consumers = [{"name": "inline"}]
+    try:
+        captured = _captured(engine_args, args)
+        states = library_states(engine_args, captured.token_ids)
+        differences = compare(captured, states)
+    except (ValueError, OSError) as error:
+        return _told(str(error))
+    return verdict(differences, captured, args.tolerance)
+
+
+def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
+    """What an engine gives that is gone afterwards: the library needs its room."""
+    from vllm import LLM
+
+    llm = LLM.from_engine_args(engine_args)
+    try:
+        return capture(llm, args.prompt, args.max_tokens)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
+    """All rows of a prompt and of what follows it, from an engine with `inline`."""
+    from vllm import SamplingParams
+
+    model = llm.llm_engine.vllm_config.model_config
+    hooks = {ENTERING: "all", LEAVING: "all"}
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        capture={"inline": {"hooks": hooks, "positions": "all"}},
+    )
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    result = output.capture_results["inline"]
+    if result.status != "ok":
+        raise ValueError(f"the capture failed: {result.error}")
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    layers = model.get_total_num_hidden_layers()
+    return Captured(tokens[:-1], dict(result.payload), layers, model.dtype)
+
+
+def library_states(engine_args: Any, token_ids: list[int]) -> list[torch.Tensor]:
+    """Transformers' hidden states in float32: what enters layers 0, 1, ..."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        engine_args.model,
+        revision=engine_args.revision,
+        trust_remote_code=engine_args.trust_remote_code,
+        dtype=torch.float32,
+    ).eval()
+    with torch.no_grad():
+        ids = torch.tensor([token_ids])
+        states = model(ids, output_hidden_states=True).hidden_states
+    return [state[0] for state in states]
+
+
+def compare(captured: Captured, states: list[torch.Tensor]) -> list[Difference]:
+    """The difference at each hook point that the library has.
+
+    Its last state is taken after the final norm, so what leaves the last layer is not
+    among them.
+
+    Raises:
+        ValueError: the two have another number of layers.
+
+    """
+    if len(states) != captured.num_layers + 1:
+        raise ValueError(
+            f"the engine has {captured.num_layers} layers and Transformers "
+            f"{len(states) - 1}"
+        )
+    differences = []
+    for (layer, hook), rows in sorted(captured.rows.items()):
+        at = layer + (hook == LEAVING)
+        if at == captured.num_layers:
+            continue
+        wanted, found = states[at].float().cpu(), rows.float().cpu()
+        apart = found - wanted
+        length = max(float(wanted.norm()), torch.finfo(torch.float32).tiny)
+        relative = float(apart.norm()) / length
+        differences.append(Difference(layer, hook, relative, float(apart.abs().max())))
+    return differences
+
+
+def verdict(
+    differences: list[Difference], captured: Captured, tolerance: float | None
+) -> int:
+    """Print each difference and what they say together; the status to exit with."""
+    bound = BOUNDS[captured.dtype] if tolerance is None else tolerance
+    print(f"{'layer':>5}  {'hook':<10}  {'relative':>9}  {'largest':>9}")
+    for one in differences:
+        print(f"{one.layer:5}  {one.hook:<10}  {one.relative:9.2e}  {one.largest:9.2e}")
+    # A comparison that is not a number is no agreement.
+    bad = [one for one in differences if not one.relative <= bound]
+    name = str(captured.dtype).removeprefix("torch.")
+    if bad or not differences:
+        where = f"layer {bad[0].layer} {bad[0].hook}" if bad else "nothing"
+        print(
+            f"FAILED: {len(bad)} of {len(differences)} hook points are further than "
+            f"{bound:g} from Transformers in float32; the first is {where}"
+        )
+        return 1
+    print(
+        f"OK: {len(captured.token_ids)} tokens at {len(differences)} hook points "
+        f"agree with Transformers in float32 within {bound:g} ({name})"
+    )
+    return 0
+
+
+def _told(message: str) -> int:
+    print(f"vllm check: {message}", file=sys.stderr)
+    return 1

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer that `VLLM_ACT_CAPTURE=1` adds: an `.npz` per sequence and layer."""
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from vllm.interop.activation_capture.encoding import Encoding
+from vllm.interop.activation_capture.variables import NAME
+from vllm.v1.capture.consumers.storage.files import Workspace, publish
+from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.consumers.storage.names import path_part
+from vllm.v1.capture.consumers.storage.options import Options
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.sink import (
+    StorageLimits,
+    StorageSink,
+    default_buffer,
+    default_threads,
+)
+from vllm.v1.capture.consumers.storage.threads import Task
+from vllm.v1.capture.types import CaptureFinalize, CaptureResult, CaptureSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WHERE = f"capture_consumers.{NAME}"
+HOOK = "post_block"
+_WRITE_BYTES = 32 << 20
+
+
+class ActivationFilesConsumer(StorageSink):
+    """Writes what leaves every layer, at all positions, of every request.
+
+    Files are `{root}/req_{id}/seq{S}_layer{L}_rank0.npz`, S being the sample's index;
+    the stream is whole on the first rank of those that share a layer. The result's
+    payload is the manifest, or None where `return_mode` is `none`.
+    """
+
+    reads_client_spec: ClassVar[bool] = False
+    remembers_specs: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
+        self._files = _Files.parse(params, vllm_config)
+        self._spec = global_spec({HOOK: "all"}, "all", vllm_config, WHERE)
+        limits = StorageLimits(
+            writer_threads=default_threads(None),
+            queue_size=1024,
+            timeout_seconds=60.0,
+            buffer_bytes=default_buffer(None, vllm_config),
+        )
+        super().__init__(NAME, self._files.root, limits, self._files)
+
+    def global_capture_spec(self) -> CaptureSpec | None:
+        """All positions of every layer."""
+        return self._spec
+
+
+class _Files:
+    """Writes the files of requests that have ended."""
+
+    def __init__(
+        self, root: Path, encoding: Encoding, return_mode: str, world_size: int
+    ) -> None:
+        self.root = root
+        self._encoding = encoding
+        self._return_mode = return_mode
+        self._world_size = world_size
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], config: "VllmConfig | None") -> "_Files":
+        """From parameters that `variables.consumer_of` made.
+
+        Raises:
+            CaptureValidationError: names the parameter, the value, the remedy.
+
+        """
+        numbers = ("rp_k", "topk_k", "hidden_size")
+        names = ("root", "mode", "rp_seed", "per_dim_scale", "return_mode", *numbers)
+        options = Options(WHERE, raw, names)
+        options.root("root", "VLLM_ACT_OUTDIR=/data/activations")
+        options.choice("mode", ("rp8", "full8", "topk8"))
+        options.choice("return_mode", ("metadata", "none", "compressed"))
+        options.boolean("per_dim_scale")
+        for name in numbers:
+            options.whole(name, optional=name == "hidden_size")
+        values = options.values
+        world_size = 1
+        if config is not None:
+            world_size = config.parallel_config.tensor_parallel_size
+            width = config.model_config.get_hidden_size()
+            if values.get("hidden_size", width) != width:
+                raise options.wrong(
+                    "hidden_size", values["hidden_size"], f"the model has {width}"
+                )
+            stages = config.parallel_config.pipeline_parallel_size
+            if stages > 1:
+                raise options.wrong(
+                    "root",
+                    raw["root"],
+                    f"the model has {stages} pipeline stages, and a manifest is of "
+                    "one; use --capture-consumers filesystem:root=DIR instead",
+                )
+        chosen = {n: values[n] for n in Encoding.__slots__ if n in values}
+        encoding = Encoding(**{"mode": "rp8", **chosen})
+        returned = values.get("return_mode", "metadata")
+        return cls(values["root"], encoding, returned, world_size)
+
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Write a file per layer; the manifest is the first key's payload."""
+        finalizes = request.writable()
+        if not finalizes:
+            request.settle(())
+            return
+        sidecar = finalizes[0].sidecar
+        name = folder_name(sidecar)
+        folder = workspace.folder(name)
+        layers: dict[str, dict[str, Any]] = {}
+        results = []
+        for finalize in finalizes:
+            try:
+                layer = self._write(request, finalize, workspace, folder)
+            except OSError as error:
+                said = f"{type(error).__name__}: {error}"
+                results.append(CaptureResult(finalize.key, "error", said))
+            else:
+                layers[str(finalize.key[1])] = layer
+                results.append(CaptureResult(finalize.key, "ok"))
+            if request.settled.is_set():  # given up: it took too long
+                return
+        if self._return_mode != "none":
+            results[0].payload = self._manifest(sidecar, name, folder, layers)
+        request.settle(results)
+
+    def due(self, now: float, closing: bool) -> Sequence[Task]:
+        """Nothing waits: each request is written at once."""
+        return ()
+
+    def _write(
+        self,
+        request: StoredRequest,
+        finalize: CaptureFinalize,
+        workspace: Workspace,
+        folder: Path,
+    ) -> dict[str, Any]:
+        sidecar = finalize.sidecar
+        dtype = getattr(torch, sidecar["dtype"])
+        blocks = list(request.blocks(finalize, _WRITE_BYTES))
+        empty = torch.empty(0, sidecar["hidden_size"], dtype=dtype)
+        arrays = self._encoding.encode(torch.cat(blocks) if blocks else empty)
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]  # no allow_pickle
+        data = buffer.getvalue()
+        file = f"seq{sidecar['sample_index']}_layer{sidecar['layer']}_rank0.npz"
+        aside = workspace.write([data], _WRITE_BYTES, fsync=False)
+        request.commit()
+        publish(aside, folder / file, replace=True, fsync=False)
+        shape = list((arrays["q"] if "q" in arrays else arrays["values"]).shape)
+        layer: dict[str, Any] = {"path": file, "shape": shape}
+        if self._return_mode == "compressed":
+            layer["data"] = base64.b64encode(data).decode()
+        return layer
+
+    def _manifest(
+        self,
+        sidecar: dict[str, Any],
+        name: str,
+        folder: Path,
+        layers: dict[str, dict[str, Any]],
+    ) -> dict[str, Any]:
+        sequence = {
+            "prompt_len": sidecar["num_prompt_tokens"],
+            "total_len": sidecar["num_rows"],
+            "positions": list(sidecar["positions"]),
+            "token_ids": list(sidecar["token_ids"]),
+            "layers": layers,
+        }
+        return {
+            "request_id": name,
+            "tp_rank": 0,
+            "tp_world_size": self._world_size,
+            "mode": self._encoding.mode,
+            "return_mode": self._return_mode,
+            "compression": self._encoding.describe(),
+            "hidden_size": sidecar["hidden_size"],
+            "model": sidecar["model"],
+            "output_dir": str(folder),
+            "sequences": {str(sidecar["sample_index"]): sequence},
+        }
+
+
+def folder_name(sidecar: dict[str, Any]) -> str:
+    """`req_` and the request's internal id, which all its samples share."""
+    request_id = str(sidecar["vllm_internal_request_id"])
+    if sidecar["num_samples"] > 1:
+        # Upstream puts a sample's index before the id of its request.
+        request_id = request_id.removeprefix(f"{sidecar['sample_index']}_")
+    return path_part(f"req_{request_id}"[:200], f"{WHERE}.request_id")

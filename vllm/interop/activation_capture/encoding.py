@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as vllm-activation-capture keeps them: coordinates of 8 bits.
+
+`rp8`    q [n, K] uint8, coordinates in a random subspace of K dimensions
+`full8`  q [n, H] uint8
+`topk8`  indices [n, K], values [n, K] uint8: the K largest magnitudes of each row
+
+A value is `(q - zero) * scale` in float32. Scale and zero are `[1, K]` with a scale
+per dimension and `[n, 1]` with one per row; of `topk8` they are always per row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.consumers.storage.codecs import orthonormal_basis
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How rows are encoded."""
+
+    mode: str
+    rp_k: int = 256
+    rp_seed: int = 12345
+    topk_k: int = 64
+    per_dim_scale: bool = True
+
+    def encode(self, rows: torch.Tensor) -> dict[str, Array]:
+        """The arrays that stand for rows `[n, H]` of any float dtype."""
+        values: Array = rows.to(torch.float32).numpy()
+        if self.mode == "topk8":
+            return _topk(values, min(self.topk_k, values.shape[1]))
+        if self.mode == "rp8":
+            width = values.shape[1]
+            values = values @ orthonormal_basis(
+                width, min(self.rp_k, width), self.rp_seed
+            )
+        q, scale, zero = quantize(values, axis=0 if self.per_dim_scale else 1)
+        return {"q": q, "scale": scale, "zero": zero}
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest says under `compression`."""
+        return {
+            "rp_k": self.rp_k if self.mode == "rp8" else None,
+            "rp_seed": self.rp_seed if self.mode == "rp8" else None,
+            "topk_k": self.topk_k if self.mode == "topk8" else None,
+            "quant_bits": 8,
+            "per_dim_scale": self.per_dim_scale and self.mode != "topk8",
+        }
+
+
+def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
+    """`(q, scale, zero)` with one scale for all values along `axis`.
+
+    A row or dimension that is not finite becomes NaN: its scale is.
+    """
+    if not values.size:
+        shape = [1 if n == axis else size for n, size in enumerate(values.shape)]
+        return values.astype(np.uint8), np.ones(shape, "f4"), np.zeros(shape, "f4")
+    low = values.min(axis=axis, keepdims=True).astype(np.float64)
+    high = values.max(axis=axis, keepdims=True).astype(np.float64)
+    scale = (high - low) / 255
+    # All values are one: it is (0 - zero) * scale.
+    scale = np.where(scale > 0, scale, np.maximum(np.abs(low), 1.0))
+    scale = scale.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        zero = (-low / scale).astype(np.float32)
+        whole = np.rint(values / scale.astype(np.float64) + zero)
+    finite = np.isfinite(low) & np.isfinite(high)
+    q = np.clip(np.nan_to_num(whole, nan=0.0), 0, 255).astype(np.uint8)
+    return q, np.where(finite, scale, np.float32(np.nan)), zero
+
+
+def dequantize(arrays: dict[str, Array]) -> Array:
+    """The coordinates `[n, K]`, float32; of `topk8` the values that were kept."""
+    q = arrays["q"] if "q" in arrays else arrays["values"]
+    restored: Array = (q.astype(np.float32) - arrays["zero"]) * arrays["scale"]
+    return restored
+
+
+def restore(arrays: dict[str, Array], hidden_size: int, rp_seed: int) -> Array:
+    """Rows `[n, hidden_size]` in the model's own space, as far as they were kept."""
+    values = dequantize(arrays)
+    if "indices" in arrays:
+        rows = np.zeros((len(values), hidden_size), np.float32)
+        np.put_along_axis(rows, arrays["indices"].astype(np.int64), values, axis=1)
+        return rows
+    if values.shape[1] == hidden_size:
+        return values
+    projected: Array = (
+        values @ orthonormal_basis(hidden_size, values.shape[1], rp_seed).T
+    )
+    return projected
+
+
+def _topk(values: Array, k: int) -> dict[str, Array]:
+    width = values.shape[1]
+    kept = np.argpartition(np.abs(values), width - k, axis=1)[:, width - k :]
+    kept.sort(axis=1)
+    q, scale, zero = quantize(np.take_along_axis(values, kept, axis=1), axis=1)
+    dtype = np.int16 if width <= 1 << 15 else np.int32
+    return {"indices": kept.astype(dtype), "values": q, "scale": scale, "zero": zero}

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries with a row for each position, and single rows that make one such entry."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.operations import Operation, in_order
+from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.positions import NAMED, Spans, spans_of
+from vllm.v1.steering.spec.entry import MAX_POSITIONS, parse_positions
+
+ROW_OPS = ("replace", "add", "project_out", "clamp")
+"""Operations that may have a vector for each position."""
+WHOLE_PROMPT = NAMED["all_prompt"]
+
+Places = npt.NDArray[np.int64]
+
+
+def row_positions(
+    raw: Any, num_rows: int, at: str
+) -> list[tuple[Spans, npt.NDArray[np.intp]]]:
+    """Where the rows of a matrix act.
+
+    Args:
+        raw: a selector of as many positions as there are rows: a list in the order of
+            the rows, or what stands for ascending ones.
+        num_rows: of the matrix.
+        at: the parameter's name in messages.
+
+    Returns:
+        Positions from the prompt's end, then those from its start, each with the rows
+        that they take, ascending. What `"all_prompt"` stands for is known once the
+        prompt is.
+
+    Raises:
+        SteeringValidationError: the selector is none, or has another number of them.
+
+    """
+    everything = np.arange(num_rows)
+    if num_rows > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, num_rows)
+    spans = parse_positions(raw, at)
+    if spans is None:
+        raise fail(
+            f"{at}: vectors needs positions, one for each of its {num_rows} rows: a "
+            'list, {"last": k}, {"ranges": [[first, last], ...]}, or "all_prompt" for '
+            "a row for each token of the prompt",
+            at,
+            raw,
+        )
+    if spans == WHOLE_PROMPT:
+        return [(spans, everything)]
+    count = len(raw) if isinstance(raw, (list, tuple)) else _count(raw, spans)
+    if count != num_rows:
+        raise fail(
+            f"{at}: {count} positions for {num_rows} rows of vectors; give one "
+            "position for each row",
+            at,
+            count,
+        )
+    places = _listed(raw, spans)
+    order = np.argsort(places, kind="stable")
+    ascending = places[order]
+    if (np.diff(ascending) == 0).any():
+        twice = ascending[:-1][np.diff(ascending) == 0][0]
+        raise fail(
+            f"{at}: position {twice} is there twice; give each row one of its own",
+            at,
+            int(twice),
+        )
+    start = int(np.searchsorted(ascending, 0))
+    halves = ((ascending[:start], order[:start]), (ascending[start:], order[start:]))
+    return [(spans_of(half), rows) for half, rows in halves if len(half)]
+
+
+def _count(raw: Any, spans: Spans) -> int:
+    """How many positions an object or a name stands for, those given twice twice."""
+    pairs = raw.get("ranges") if isinstance(raw, Mapping) else None
+    if pairs is None:
+        return sum(stop - first for first, stop in spans)
+    return sum(int(last) - int(first) + 1 for first, last in pairs)
+
+
+def _listed(raw: Any, spans: Spans) -> Places:
+    """The positions in the order of the rows."""
+    if isinstance(raw, (list, tuple)):
+        return np.array(raw, dtype=np.int64)
+    pairs = raw.get("ranges") if isinstance(raw, Mapping) else None
+    if pairs is not None:
+        spans = tuple((int(first), int(last) + 1) for first, last in pairs)
+    return np.concatenate([np.arange(first, stop) for first, stop in spans])
+
+
+def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> SteeringTiers:
+    """Tiers in which a row for each token of the prompt is at its position.
+
+    Args:
+        tiers: of a request.
+        num_prompt: tokens of its prompt.
+        parameter: for the message.
+
+    Raises:
+        SteeringValidationError: a matrix has another number of rows.
+
+    """
+    parts = []
+    for part in tiers.parts:
+        if part is not None and any(map(_is_whole, part.operations)):
+            operations = tuple(
+                _at_prompt(one, num_prompt, parameter) for one in part.operations
+            )
+            part = structs.replace(part, operations=operations)
+        parts.append(part)
+    return SteeringTiers(*parts)
+
+
+def _is_whole(one: Operation) -> bool:
+    return bool(one.num_rows) and one.positions == WHOLE_PROMPT
+
+
+def _at_prompt(one: Operation, num_prompt: int, parameter: str) -> Operation:
+    if not _is_whole(one):
+        return one
+    if one.num_rows != num_prompt:
+        raise fail(
+            f'{parameter}: at "all_prompt" vectors has a row for each token of the '
+            f"prompt: {one.hook} of layer {one.layer} has {one.num_rows} rows, and "
+            f"the prompt {num_prompt} tokens; give as many rows, or list positions",
+            parameter,
+            one.num_rows,
+        )
+    return without_zeros(structs.replace(one, positions=((0, num_prompt),)))
+
+
+def without_zeros(one: Operation) -> Operation:
+    """The same without rows that add nothing: their tokens keep all bits."""
+    if one.op != "add" or not one.num_rows or one.positions == WHOLE_PROMPT:
+        return one
+    rows = one.vector.reshape(one.num_rows, -1)
+    acts = rows.any(axis=1)
+    if acts.all():
+        return one
+    assert one.positions is not None
+    places = _listed(None, one.positions)
+    return structs.replace(
+        one,
+        data=rows[acts].tobytes(),
+        digest=hashlib.sha256(one.digest.encode() + acts.tobytes()).hexdigest(),
+        positions=spans_of(places[acts].tolist()),
+        num_rows=int(acts.sum()),
+    )
+
+
+def check_no_whole_prompt(tiers: SteeringTiers) -> None:
+    """Refuse, for all requests, rows for each token of a prompt: prompts differ.
+
+    Raises:
+        SteeringValidationError: naming the parameter and the remedy.
+
+    """
+    for part in tiers.parts:
+        for one in part.operations if part is not None else ():
+            if _is_whole(one):
+                raise fail(
+                    f"vectors.{one.hook}.{one.layer}.positions: prompts have different "
+                    f'numbers of tokens, so {one.num_rows} rows for "all_prompt" fit '
+                    "few of them; list the positions",
+                    "vectors",
+                    shown("all_prompt"),
+                )
+
+
+def joined_rows(operations: Iterable[Operation]) -> list[Operation]:
+    """Operations with those in one that do the same at positions of their own.
+
+    Entries at single positions that follow one another, as one writes them to replace
+    a prompt token by token, become a matrix: what they cost follows from their data.
+    """
+    found: list[Operation] = []
+    for _, alike in groupby(in_order(operations), key=_kind):
+        found += _joined_runs(list(alike))
+    return found
+
+
+def _kind(one: Operation) -> object:
+    """Equal for operations that one matrix may hold."""
+    if one.op not in ROW_OPS or not _is_single(one):
+        return id(one)
+    assert one.positions is not None
+    alike = structs.replace(one, data=b"", digest="", positions=None)
+    return alike, one.positions[0][0] < 0
+
+
+def _is_single(one: Operation) -> bool:
+    spans = one.positions
+    if one.num_rows or spans is None or len(spans) != 1:
+        return False
+    return spans[0][1] - spans[0][0] == 1
+
+
+def _joined_runs(alike: Sequence[Operation]) -> Iterator[Operation]:
+    """Each run of operations of one kind at distinct positions as one."""
+    run: dict[int, Operation] = {}
+    for one in alike:
+        position = one.positions[0][0] if one.positions else 0
+        if position in run:
+            yield _joined(run)
+            run = {}
+        run[position] = one
+    yield _joined(run)
+
+
+def _joined(run: dict[int, Operation]) -> Operation:
+    if len(run) == 1:
+        return next(iter(run.values()))
+    rows = [run[position] for position in sorted(run)]
+    digests = " ".join(one.digest for one in rows)
+    return structs.replace(
+        rows[0],
+        data=b"".join(one.data for one in rows),
+        digest=hashlib.sha256(f"rows {digests}".encode()).hexdigest(),
+        positions=spans_of(run),
+        num_rows=len(rows),
+    )

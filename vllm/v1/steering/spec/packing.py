@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays as base64: `{"dtype", "shape", "data"}`, row-major, little-endian."""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.errors import fail
+
+DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+NAMES = (*DTYPES, "bfloat16")
+KEYS = frozenset({"dtype", "shape", "data"})
+
+
+def is_packed(raw: Any) -> bool:
+    """Whether a value is a packed array, and nothing beside it."""
+    return isinstance(raw, Mapping) and raw.keys() == KEYS
+
+
+def unpack_array(
+    packed: Mapping[str, Any], at: str, dimensions: tuple[int, ...] = (1, 2)
+) -> npt.NDArray[np.float32]:
+    """The numbers of a packed array, in its shape.
+
+    Args:
+        packed: has the keys `dtype`, `shape` and `data`, perhaps among others.
+        at: its name in messages.
+        dimensions: how many it may have.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    shape, dtype, data = packed["shape"], packed["dtype"], packed["data"]
+    if not isinstance(dtype, str) or dtype not in NAMES:
+        raise fail(
+            f"{at}.dtype: {shown(dtype)} is not one of {list(NAMES)}",
+            f"{at}.dtype",
+            dtype,
+        )
+    if not _is_shape(shape, dimensions):
+        forms = {1: "[hidden_size]", 2: "[n, hidden_size]"}
+        named = [forms.get(n, "[layers, positions, hidden_size]") for n in dimensions]
+        raise fail(
+            f"{at}.shape must be {' or '.join(named)}",
+            f"{at}.shape",
+            shape,
+        )
+    needed = math.prod(shape) * (2 if dtype == "bfloat16" else _size(dtype))
+    told = f"shape {list(shape)} in {dtype} takes {needed}"
+    if isinstance(data, (str, bytes)) and len(data) > 2 * needed + 4:
+        raise fail(
+            f"{at}.data holds {len(data)} characters of base64, but {told} bytes",
+            f"{at}.data",
+            len(data),
+        )
+    raw = _decoded(data, at)
+    if len(raw) != needed:
+        raise fail(
+            f"{at}.data holds {len(raw)} bytes, but {told}", f"{at}.data", len(raw)
+        )
+    if dtype == "bfloat16":
+        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape)
+    with np.errstate(over="ignore"):  # What overflows is refused as infinite.
+        rows = np.frombuffer(raw, dtype=DTYPES[dtype]).astype(np.float32)
+    return rows.reshape(shape)
+
+
+def _size(dtype: str) -> int:
+    return np.dtype(DTYPES[dtype]).itemsize
+
+
+def _is_shape(shape: Any, dimensions: tuple[int, ...]) -> bool:
+    if not isinstance(shape, (list, tuple)) or len(shape) not in dimensions:
+        return False
+    return all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
+        for size in shape
+    )
+
+
+def _decoded(data: Any, at: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise fail(
+            f"{at}.data is not base64: {error}", f"{at}.data", str(data)[:40]
+        ) from None
