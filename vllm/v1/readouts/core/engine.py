@@ -79,3 +79,63 @@ def status(core: "EngineCore") -> dict[str, Any]:
             for name, value in counts.items():
                 own[name] += value
     return total
+
+
+def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
+    """Logits `[count, vocabulary]` of rows that were sent as float32.
+
+    Raises:
+        ValueError: readouts are off, or the model has no head that can be asked.
+
+    """
+    from vllm.v1.worker import residual_stream
+
+    _check_enabled(core)
+    ranks = core.model_executor.collective_rpc(
+        residual_stream.decode_rows, args=(rows, count)
+    )
+    return _sent(next(logits for logits in ranks if logits is not None))
+
+
+def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
+    """The unembedding's rows of tokens, `[tokens, hidden_size]`.
+
+    Args:
+        core: the engine core.
+        tokens: ids that the vocabulary has.
+
+    Raises:
+        ValueError: readouts are off, or the weights are not kept as they are.
+
+    """
+    from vllm.v1.worker import residual_stream
+
+    _check_enabled(core)
+    ranks = core.model_executor.collective_rpc(
+        residual_stream.unembedding_rows, args=(tokens,)
+    )
+    # Each rank has the rows of its own tokens, and zeros for the others'.
+    found = [rows for rows in ranks if rows is not None]
+    whole = found[0][0]
+    for rows, own in found[1:]:
+        whole[own] = rows[own]
+    return _sent(whole)
+
+
+def _check_enabled(core: "EngineCore") -> None:
+    if not core.vllm_config.readout_config.enabled:
+        raise ValueError(
+            "this engine reads nothing out; start it with --enable-readouts"
+        )
+
+
+def _sent(tensor: Any) -> dict[str, Any]:
+    """A tensor as the engine core's messages carry it."""
+    import torch
+
+    plain = tensor.contiguous()
+    return {
+        "dtype": str(plain.dtype).removeprefix("torch."),
+        "shape": list(plain.shape),
+        "data": plain.view(torch.uint8).numpy().tobytes(),
+    }

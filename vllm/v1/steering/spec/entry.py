@@ -135,9 +135,6 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     norm_match = entry.get("norm_match", False)
     if not isinstance(norm_match, bool):
         raise fail(f"{at}.norm_match is true or false", f"{at}.norm_match", norm_match)
-    alpha = _number(entry, "alpha", 1.0, at)
-    if not 0 <= alpha <= 1:
-        raise fail(f"{at}.alpha must be between 0 and 1", f"{at}.alpha", alpha)
     return VectorUse(
         op,
         low,
@@ -148,7 +145,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
         if "vectors" in entry
         else parse_positions(entry.get("positions"), f"{at}.positions"),
         _number(entry, "strength", 1.0, at),
-        alpha,
+        _number(entry, "alpha", 1.0, at),
         _number(entry, "degrees", 0.0, at),
         activation,
     )
