@@ -105,7 +105,7 @@ def ids_of(bench, prompt: str) -> list[int]:
 
 
 def run(reference, ids: list[int], layer: int | None = None, change=None, mlp=False):
-    """Logits `[tokens, vocabulary]`, and what leaves each layer, with a change at one."""
+    """Logits `[tokens, vocabulary]` and what leaves each layer; one may be changed."""
     found = []
 
     def keep(_module, _inputs, output):
