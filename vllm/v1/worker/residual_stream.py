@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.copy_guard import guard_copies
 from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -337,6 +338,7 @@ def _open(
         "no steering" if steering is None else steering.summary(),
     )
     ask_before_calls()
+    guard_copies()
     may_record = can_record(vllm_config)
     # The V1 runner records one set of graphs.
     one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
