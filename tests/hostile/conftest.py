@@ -11,6 +11,8 @@ from tests.support.server import Server
 
 WIDTH = 64
 """Of the served model's stream; it has 3 layers."""
+INLINE_BYTES = 14 << 20
+"""Rows that all requests of the served model may bring back together."""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +41,7 @@ def attacked(
     opened = Server(
         llama(tmp_path_factory.mktemp("hostile") / "llama"),
         *("--capture-consumers", f"filesystem:root={attacked_root}"),
-        *("--capture-consumers", "inline"),
+        *("--capture-consumers", f"inline:max_inflight_bytes={INLINE_BYTES}"),
         *("--enable-steering", "--steering-api-key", steering_key),
         *("--api-key", api_key, "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager"),

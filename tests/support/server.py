@@ -37,11 +37,14 @@ def _free_port() -> int:
 class Server:
     """`vllm serve MODEL ARGUMENTS`; close it after use."""
 
+    python = sys.executable
+    """Whose vLLM it is."""
+
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self.log = model.parent / f"server-{id(self)}.log"
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command = [self.python, "-m", "vllm.entrypoints.cli.main", "serve"]
         command += [str(model), "--port", str(port), "--host", "127.0.0.1"]
         chosen = os.environ | ENVIRONMENT | environment
         with open(self.log, "w") as log:

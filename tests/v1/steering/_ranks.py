@@ -61,7 +61,9 @@ class Core:
             hash_block_size=16,
             reset_prefix_cache=lambda: True,
         )
-        self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
+        self.model_executor = SimpleNamespace(
+            collective_rpc=self._rpc, sleeping_tags=set()
+        )
         self.vllm_config = SimpleNamespace(
             steering_config=SteeringConfig(enabled=True, max_configs=2),
             model_config=SimpleNamespace(dtype=torch.float32),

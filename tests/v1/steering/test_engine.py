@@ -9,6 +9,7 @@ import torch
 
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from vllm.v1.steering.errors import SteeringValidationError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -122,3 +123,21 @@ def test_more_configurations_than_slots_wait_and_come_out_right(steered: Any) ->
         change = _models.add_by_phase(len(PROMPT), added, added)
         assert_equals_reference(output, reference, {(0, "pre_attn"): change})
     assert llm.get_steering()["configs_in_use"] == 0
+
+
+def test_an_engine_that_has_slept_steers_as_before(steered: Any) -> None:
+    # This processor's memory stays; `tests/gpu/test_sleep.py` lets a GPU's go.
+    llm, _ = steered
+    own = params(steering_vectors={"pre_attn": {0: vector(1)}})
+    llm.set_steering({"post_block": {1: vector(2)}})
+    try:
+        (before,) = generate(llm, [PROMPT], [own])
+        for level in (1, 2):
+            llm.sleep(level=level)
+            with pytest.raises(SteeringValidationError, match="wake it up first"):
+                llm.set_steering({"post_block": {1: vector(3)}})
+            llm.wake_up()
+            (after,) = generate(llm, [PROMPT], [own])
+            assert torch.equal(logprobs(before), logprobs(after))
+    finally:
+        llm.clear_steering()

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
 OpName: TypeAlias = Literal[
@@ -44,6 +45,8 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     """Of `low_rank`."""
     arrays: tuple[tuple[str, bytes], ...] = ()
     """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
+    when: Condition | None = None
+    """If set, it acts where this is met."""
 
     def array(self, name: str) -> npt.NDArray[np.float32] | None:
         """An array, flat; None if there is none of this name."""
@@ -147,10 +150,15 @@ def packed_arrays(
     return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
 
 
+def place_of(one: Operation) -> int:
+    """Its place among the kinds that one hook point carries out."""
+    return OP_NAMES.index(one.op)
+
+
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Operations in the order in which one hook point carries them out.
 
     Those of one kind keep their order: engine before request, base before phase,
     then as written.
     """
-    return tuple(sorted(operations, key=lambda one: OP_NAMES.index(one.op)))
+    return tuple(sorted(operations, key=place_of))

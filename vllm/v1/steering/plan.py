@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.steering.conditions import Condition, distinct
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.positions import Spans
 
@@ -207,6 +208,12 @@ def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
+
+
+def conditions_of(tiers: SteeringTiers) -> tuple[Condition, ...]:
+    """The different conditions of all operations, in their order."""
+    operations = (one for part in tiers.parts for one in _operations(part))
+    return distinct(one.details.when for one in operations)
 
 
 def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers were given a stream that was not finite, from their keys and values."""
+"""Finds the layers whose input was not finite, from a request's keys and values."""
 
 import re
 from collections.abc import Iterator
@@ -11,15 +11,18 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.residual.lost_streams import BlockIds, Met
 
 BLOCKS_AT_ONCE = 64
-"""Bounds the memory that looking takes."""
+"""Number of blocks that are checked at a time, which bounds temporary memory."""
 
 
 def layers_met(worker: Any, block_ids: BlockIds) -> Met:
-    """For `collective_rpc`: this rank's layers, by what a request left in them.
+    """For `collective_rpc`: classify this rank's layers by the request's KV cache.
 
     Args:
-        worker: whose layers are looked at.
-        block_ids: the request's blocks, by group of layers.
+        worker: the worker whose layers are checked.
+        block_ids: the request's KV cache blocks, by group of layers.
+
+    Returns:
+        The layers with only finite keys and values, and the other layers.
 
     """
     met: dict[bool, set[int]] = {True: set(), False: set()}
@@ -32,7 +35,7 @@ def layers_met(worker: Any, block_ids: BlockIds) -> Met:
 
 
 def _kept(runner: Any, block_ids: BlockIds) -> Iterator[tuple[int, torch.Tensor]]:
-    """Layers with their share of the request's blocks `[blocks, ...]`."""
+    """Yield layers with the content of the request's blocks `[blocks, ...]`."""
     config = runner.kv_cache_config
     modules = runner.compilation_config.static_forward_context
     for group, blocks in zip(config.kv_cache_groups, block_ids, strict=True):
@@ -51,13 +54,13 @@ def _kept(runner: Any, block_ids: BlockIds) -> Iterator[tuple[int, torch.Tensor]
 def _rows(
     cache: torch.Tensor, num_blocks: int, blocks: list[int]
 ) -> torch.Tensor | None:
-    """A layer's memory of these blocks; None where it holds no numbers as such."""
+    """The content of the blocks in a layer's cache; None if it is not of floats."""
     if cache.dtype == torch.uint8:
         cache = cache.view(torch.float8_e4m3fn)
     if not cache.is_floating_point():
         return None
-    # A block may be several to the kernels. The first one stands for those that a
-    # sliding window has left.
+    # A block may correspond to several blocks of the kernels. Block 0 is a placeholder
+    # for blocks that a sliding window has freed.
     ratio = cache.shape[0] // num_blocks
     owned = torch.tensor([block for block in blocks if block], dtype=torch.long)
     of_kernel = owned[:, None] * ratio + torch.arange(ratio)

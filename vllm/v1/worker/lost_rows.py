@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are not finite, found and taken out before anything is sampled of them.
+"""Detects rows with NaN or infinity and zeroes them before sampling.
 
-In one launch, and without waiting for the device.
+Uses a single kernel launch, without synchronizing with the device.
 """
 
 import torch
@@ -29,7 +29,7 @@ if HAS_TRITON:
             columns = start + tl.arange(0, BLOCK)
             place = hidden_ptr + row * stride + columns
             numbers = tl.load(place, mask=columns < width, other=0.0).to(tl.float32)
-            # NaN and infinity less themselves are NaN.
+            # x - x is NaN for NaN and infinity.
             lost += tl.sum((numbers - numbers != 0.0).to(tl.int32))
         tl.store(lost_ptr + request, lost)
         if lost > 0:
@@ -42,14 +42,17 @@ if HAS_TRITON:
 def clear_lost_rows(
     hidden: torch.Tensor, rows: torch.Tensor, firsts: torch.Tensor
 ) -> torch.Tensor:
-    """How many numbers of each request's row are not finite `[R]` int32.
+    """Count the non-finite values in each request's row, and zero rows that have any.
 
-    Such a row becomes zeros: samplers are not made for NaN.
+    Samplers do not support NaN.
 
     Args:
-        hidden: `[T, H]`, what the last layer gives.
-        rows: `[L]`, the rows that logits are computed of.
-        firsts: `[R]`, by request the first of its places in `rows`.
+        hidden: `[T, H]`, the output of the last layer; changed in place.
+        rows: `[L]`, the rows of which logits are computed.
+        firsts: `[R]`, for each request the index of its first row in `rows`.
+
+    Returns:
+        The counts, `[R]` int32.
 
     """
     if not hidden.is_cuda:

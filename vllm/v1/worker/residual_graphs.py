@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of CUDA graphs that differ in which ops of taps launch.
+"""Families of CUDA graphs, which differ in which ops of taps launch.
 
-An op that has nothing to do still costs a launch. Steps that neither capture nor steer
-therefore run *plain* graphs, recorded while nothing launches, so that they hold the
-same kernels as upstream's. Other steps run the smallest family that has what they
-need. A few families are recorded when the engine starts; one that fits better is
-recorded while it serves, once enough steps would have run it.
+An op without work still costs a kernel launch. Steps that neither capture nor steer
+therefore run *plain* graphs, recorded while no op launches, which have the same kernels
+as upstream's. Other steps run the smallest family that has all ops they need. A few
+families are recorded when the engine starts. A better fitting one is recorded while
+serving, once enough steps could have used it.
 """
 
 import math
@@ -33,39 +33,49 @@ logger = init_logger(__name__)
 
 Descriptors = dict[CUDAGraphMode, list["BatchExecutionDescriptor"]]
 Ops = frozenset[int]
-"""Ops by the addresses they read, as in `Launch`."""
+"""Ops, identified by the addresses they read, as in `Launch`."""
 NOTHING: Ops = frozenset()
 
 RECORD_AFTER = 256
-"""Steps that must have wanted a graph, at most. Recording one takes as long as some
-twenty steps, and a launch that is saved is worth a thousandth of one."""
+"""A graph is recorded after this many steps could have used it.
+
+Recording takes about as long as 20 steps; a saved launch takes about 1/1000 of one.
+"""
 LAUNCHES_IN_VAIN = 8192
-"""The same, in what these steps have launched too much: some 10 ms of the GPU."""
+"""A graph is recorded after this many superfluous launches, some 10 ms of GPU time."""
 WORTH_RECORDING = 4
-"""Launches in vain, at least, that the recorded graph saves."""
+"""Minimum number of superfluous launches per step that a recorded graph must save."""
 MOST_RECORDED = 64
-"""Graphs recorded while serving: each takes some MiB of device memory."""
+"""Maximum number of graphs recorded while serving; each takes a few MiB of memory."""
 MOST_REMEMBERED = 4096
-"""Wishes for graphs that are counted at a time."""
+"""Maximum number of combinations of needs and graphs that are counted."""
 
 
 COARSENESS = 0.75
-"""Piecewise graphs that launch have sizes that differ by this factor, at least."""
+"""Maximum ratio between the sizes of successive piecewise graphs that launch ops."""
 
 Addresses = Mapping[tuple[int, str], int]
-"""What the op of a feature is known by, by layer and hook."""
+"""The address that identifies the op of a feature, by `(layer, hook)`."""
 
 
 def families_at_start(
     capture: Addresses, steering: Addresses, programs: Addresses, may_record: bool
 ) -> list[Ops]:
-    """What the graphs launch that are recorded at the start, ascending.
+    """The families that are recorded at the start, by ascending number of ops.
 
-    Besides nothing and everything: the capture of what most requests ask for, the
-    stream behind the blocks; and additions alone, then with programs, as nothing can be
-    added beside the branch where a capture or a program launches in between. A family
-    takes some ten MiB and a second of the start, so that all captures alone are among
-    them only where no graph can be recorded later.
+    Besides the empty and the full family these are: captures at `post_block`, which
+    most requests ask for; additions alone; and additions with programs. Additions have
+    a family without captures and programs, because with one of these launching in
+    between a vector cannot be added together with the branch. A family costs about
+    10 MiB and one second at the start. A family of all captures is therefore included
+    only if no graph can be recorded later.
+
+    Args:
+        capture: addresses of the capture ops.
+        steering: addresses of the ops that add vectors.
+        programs: addresses of the ops that run programs.
+        may_record: whether graphs can be recorded while serving.
+
     """
     behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
     captures, adds = frozenset(capture.values()), frozenset(steering.values())
@@ -76,19 +86,19 @@ def families_at_start(
 
 
 def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descriptors:
-    """The graphs to record at the start: each one plain, and in other families.
+    """The graphs to record at the start: all plain ones, and some in other families.
 
-    Not all of them: a graph takes a MiB or two of the device's memory.
+    Not all combinations, because a graph takes 1 to 2 MiB of device memory.
 
     Args:
-        descriptors: of the plain graphs, by mode.
+        descriptors: the plain graphs, by mode.
         vllm_config: the engine's configuration.
 
     """
     last = len(Launch.families) - 1
     may_record = can_record(vllm_config)
-    # Ranks with requests or layers of their own, of which others may launch nothing,
-    # must agree on how far a step is padded.
+    # Data-parallel and pipeline ranks must agree on the padding of a step, although
+    # some may launch no op.
     parallel = vllm_config.parallel_config
     pads = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
     made: Descriptors = {}
@@ -108,9 +118,9 @@ def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descri
 
 
 def _is_usual(descriptor: "BatchExecutionDescriptor") -> bool:
-    """Whether all families have the graph from the start: others are recorded later.
+    """Whether the graph is recorded at the start in all families: powers of two.
 
-    Until then steps run the one that launches everything.
+    For other sizes, steps run the full family until a graph is recorded for them.
     """
     size = descriptor.num_reqs or descriptor.num_tokens
     return size.bit_count() == 1
@@ -119,9 +129,10 @@ def _is_usual(descriptor: "BatchExecutionDescriptor") -> bool:
 def _coarse(
     descriptors: Sequence["BatchExecutionDescriptor"],
 ) -> set["BatchExecutionDescriptor"]:
-    """Those to which other steps with prompts are padded, by a third at most.
+    """The subset of piecewise graphs recorded with ops; other steps are padded to them.
 
-    Their graphs are many small ones, and take more memory than those of whole steps.
+    Padding adds a third at most. Piecewise graphs are many small graphs, which take
+    more memory than a full graph.
     """
     kept: set[BatchExecutionDescriptor] = set()
     smallest: dict[BatchExecutionDescriptor, int] = {}
@@ -134,20 +145,20 @@ def _coarse(
 
 
 def record_family(descriptor: "BatchExecutionDescriptor") -> None:
-    """Say what the pass launches that is recorded next, or warms that up."""
+    """Set the ops that launch in the pass that is recorded or warmed up next."""
     Launch.taps = Launch.families[descriptor.tapped]
     Launch.whole = descriptor.cg_mode == CUDAGraphMode.FULL
     EarlyAdditions.begun.clear()
 
 
 def end_recording() -> None:
-    """What follows is no recording, and launches nothing until a step is planned."""
+    """Reset the state after recording: no op launches until a step is planned."""
     Launch.taps, Launch.whole = Launch.families[0], False
     EarlyAdditions.begun.clear()
 
 
 class GraphRecorder:
-    """Records one more graph of a manager whose start is over."""
+    """Records further graphs of a graph manager after its start."""
 
     def __init__(
         self, manager: "ModelCudaGraphManager", create_forward: "CreateForwardFn"
@@ -155,14 +166,17 @@ class GraphRecorder:
         self._manager = manager
         self._create_forward = create_forward
         self._context: GraphCaptureContext | None = None
-        """Of all recordings: PyTorch lends cuBLAS working memory for each stream that
-        products are recorded on, 32 MiB of an H200's, and recordings keep it."""
+        """Shared by all recordings, so that they use one stream.
+
+        PyTorch allocates a cuBLAS workspace (32 MiB on an H200) per stream on which
+        matrix products are recorded, and the graphs keep it.
+        """
 
     def __call__(self, descriptor: "BatchExecutionDescriptor") -> None:
         """Record a full graph, between two steps.
 
-        No kernel runs: the pass is prepared over dummy inputs, as at the start, and
-        the step that follows writes its own inputs over them.
+        No kernel runs. As at the start, the pass is recorded with dummy inputs, which
+        the following step overwrites.
         """
         from vllm.compilation.cudagraph_pool import capture_pool
         from vllm.distributed.parallel_state import GraphCaptureContext, get_tp_group
@@ -172,8 +186,8 @@ class GraphRecorder:
         if self._context is None:
             self._context = GraphCaptureContext(torch.cuda.Stream(manager.device))
         before = Launch.taps
-        # Upstream's `graph_capture` is this for all groups of ranks, on a stream of its
-        # own each time; this process is the only one.
+        # Upstream's `graph_capture` does this for all groups of ranks and creates a new
+        # stream each time; here this process is the only rank.
         recording = get_tp_group().graph_capture(self._context)
         try:
             with torch.inference_mode(), recording:
@@ -198,9 +212,9 @@ class GraphRecorder:
 def can_record(vllm_config: "VllmConfig") -> bool:
     """Whether graphs can be recorded between two steps.
 
-    Only where one process serves the model: what recording registers with other ranks
-    was not tried beside running steps. Not with adapters, whose state of the step
-    under way a recording would overwrite.
+    Only if a single process runs the model, because recording with several ranks while
+    serving is untested. Not with LoRA adapters, because recording would overwrite their
+    state of the current step.
     """
     parallel = vllm_config.parallel_config
     return (
@@ -212,15 +226,16 @@ def can_record(vllm_config: "VllmConfig") -> bool:
 
 @dataclass(slots=True)
 class Choice:
-    """The graph that serves a need, and how often it was wanted."""
+    """The graph used for a set of needed ops, and how often it was used."""
 
     descriptor: "BatchExecutionDescriptor"
     size: int
-    """How many ops it launches."""
+    """Number of ops that it launches."""
     wanted: int = 0
+    """Number of steps."""
 
     def is_worth_recording(self, needed: int) -> bool:
-        """Whether steps that need `needed` ops have paid enough for a larger graph."""
+        """Whether a graph with only the `needed` ops should be recorded."""
         in_vain = self.size - needed
         return in_vain >= WORTH_RECORDING and (
             self.wanted >= RECORD_AFTER or self.wanted * in_vain >= LAUNCHES_IN_VAIN
@@ -228,22 +243,22 @@ class Choice:
 
 
 class GraphFamilies:
-    """Which ops launch in the step under way, and which graphs have them.
+    """The ops that launch in the current step, and the choice of its graph.
 
-    Every tensor-parallel rank decides alike: all it looks at is what the scheduler
-    decided, step by step.
+    All tensor-parallel ranks decide alike, because decisions only depend on the
+    scheduler's outputs.
     """
 
     def __init__(
         self, families: Sequence[Ops], *, one_family: bool, may_record: bool
     ) -> None:
-        """Begin with the families that are recorded at the start.
+        """Start with the families that are recorded at the start.
 
         Args:
-            families: what they launch; the first nothing, the last everything.
-            one_family: the runner records one set of graphs, so that everything
-                always launches; where there is nothing to do it does nothing.
-            may_record: graphs may be recorded while serving.
+            families: their ops; the first is empty, the last has all ops.
+            one_family: whether the runner records a single set of graphs, in which all
+                ops always launch and do nothing if they have no work.
+            may_record: whether graphs may be recorded while serving.
 
         """
         self._started = len(families)
@@ -252,15 +267,15 @@ class GraphFamilies:
         self._needed: Ops = NOTHING
         self._parts = NOTHING, NOTHING
         self._both: Ops = NOTHING
-        """Their union: most steps need what the step before needed."""
+        """The union of `_parts`, cached because most steps need the same ops."""
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
         self._padded: dict[BatchExecutionDescriptor, BatchExecutionDescriptor] = {}
-        # Until the first step or recording each op is called and looks at what it is
-        # given, in compiled code too: an error shows at the start.
+        # Until the first step or recording every op is called and checks its arguments,
+        # in compiled code as well, so that errors are raised at the start.
         Launch.begin(self._idle or NOBODY, tuple(families))
 
     def plan(self, steers: Ops, captures: Ops) -> None:
-        """Take note of what the next pass does."""
+        """Set the ops that the next forward pass needs for steering and capture."""
         if not (steers and captures):
             self._needed = steers or captures
         else:
@@ -270,7 +285,7 @@ class GraphFamilies:
         Launch.taps = (self._idle | self._needed) if self._idle else self._needed
 
     def end(self) -> None:
-        """The pass is queued: what follows, a dummy run for example, does nothing."""
+        """Called after the pass is queued, so that dummy runs launch no op."""
         self._needed = NOTHING
         Launch.taps = self._idle
 
@@ -279,7 +294,7 @@ class GraphFamilies:
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The graph that the step runs in place of `descriptor`, which is plain."""
+        """The graph for the step, in place of the plain one `descriptor`."""
         if not self._needed or descriptor.cg_mode == CUDAGraphMode.NONE:
             return descriptor
         if descriptor.cg_mode != CUDAGraphMode.FULL:
@@ -304,7 +319,7 @@ class GraphFamilies:
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The piecewise graphs that launch everything and are next in size."""
+        """The smallest piecewise graph of at least this size that has all ops."""
         padded = self._padded.get(descriptor)
         if padded is None:
             assert manager is not None, "a graph is chosen where there is none"
@@ -325,7 +340,12 @@ class GraphFamilies:
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager | None",
     ) -> tuple["BatchExecutionDescriptor", int]:
-        """The graph that launches least beyond the need, and how much it launches."""
+        """The recorded graph with the fewest ops that include all needed ones.
+
+        Returns:
+            The graph, and its number of ops.
+
+        """
         graphs = () if manager is None else manager.graphs
         fitting = (
             (len(ops), family, replace(descriptor, tapped=family))
@@ -340,7 +360,7 @@ class GraphFamilies:
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager",
     ) -> "BatchExecutionDescriptor | None":
-        """A graph of just what the step needs; None if that cannot be had."""
+        """Record a graph with only the needed ops; None if that fails."""
         record: Callable[[BatchExecutionDescriptor], None] | None
         record = getattr(manager, "residual_recorder", None)
         if record is None:
@@ -357,7 +377,7 @@ class GraphFamilies:
             )
             self._may_record = False
             return None
-        self._chosen.clear()  # The new graph may serve others too.
+        self._chosen.clear()  # The new graph may fit other needs as well.
         num_recorded = sum(one.tapped >= self._started for one in manager.graphs)
         logger.info(
             "Recorded a CUDA graph for %d tokens with %d ops of taps (%d of %d)",

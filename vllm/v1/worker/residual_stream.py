@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runners' access to the residual stream: one attribute, a few calls a step.
+"""The interface between the model runners and capture, steering and readouts.
 
-A model runner holds one `ResidualStream` and calls it at fixed points of a step:
-`update` when the scheduler's output has been applied, `plan_step` when the batch's
-order is known, `begin_step` before the forward pass and `end_step` after it. The
-views at the end are all that knows how each of the two runners keeps its batch.
+A model runner has one `ResidualStream` and calls it at fixed points of a step: `update`
+after the scheduler's output was applied, `plan_step` when the order of the batch is
+known, `begin_step` before the forward pass and `end_step` after it. Only `v1_view` and
+`v2_view` depend on how the two runners store their batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +30,7 @@ from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
@@ -61,24 +62,30 @@ HookPoints = dict[int, list[str]]
 
 
 class ResidualStream:
-    """Nothing is captured: the null object, and what both forms have in common."""
+    """The null object, used if nothing can be captured or steered, and base class."""
 
     def __init__(self, hook_points: HookPoints) -> None:
         self.hook_points = hook_points
         """The hook points of this process's layers, by layer index."""
         self.checks_streams = False
-        """Whether this step's logits are looked through for NaN."""
+        """Whether this step is checked for NaN and infinity."""
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
-        """Take note of new and ended requests."""
+        """Process new and ended requests; called once per step."""
         self.checks_streams = scheduler_output.checks_streams
 
     def clear_lost(
         self, hidden: torch.Tensor, batch: "DeviceBatch"
     ) -> torch.Tensor | None:
-        """Find, for the V2 runner, requests whose last row is not finite `[R]`.
+        """Zero non-finite rows before sampling (V2 runner).
 
-        With drafts a request has several rows; the first of them is no draft's.
+        With draft tokens a request has several rows; the first, which is not a draft's,
+        is checked.
+
+        Returns:
+            The number of non-finite values by request, `[R]` int32; None if this step
+            is not checked.
+
         """
         if not self.checks_streams:
             return None
@@ -86,45 +93,53 @@ class ResidualStream:
         return clear_lost_rows(hidden, batch.logits_indices, firsts)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
-        """Find out what the step does; most need not even be looked at."""
+        """Determine what the step captures and steers.
+
+        Args:
+            view: creates the view of the step; not called if nothing is to be done.
+
+        """
 
     def choose_graph(
         self,
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The graph to run in place of `descriptor`, in which no tap launches."""
+        """The graph to run in place of the plain graph `descriptor`."""
         return descriptor
 
     def begin_step(self, num_rows: int) -> None:
-        """Write what the pass over `num_rows` rows, padding included, reads."""
+        """Write what the forward pass over `num_rows` rows (with padding) reads."""
 
     def end_step(self) -> None:
-        """The pass is queued on the device."""
+        """Called after the forward pass is queued on the device."""
 
     steering: WorkerSteering | None = None
-    """Set where hidden states can be steered."""
+    """Set if steering is enabled."""
     readouts: WorkerReadouts | None = None
-    """Set where requests can read out."""
+    """Set if readouts are enabled."""
     modules: WorkerModules | None = None
-    """The named probes, translators and SAEs, where there may be any."""
+    """The named probes, translators and SAEs, if capture or steering is enabled."""
 
     def with_readouts(self, output: Any) -> Any:
-        """What the runner has sampled, with what the step's requests have read out."""
+        """Attach the readouts of the step to the runner's output."""
         return output
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
-        """Requests that have ended for the client."""
+        """Finish the captures of requests that have ended."""
 
     def report_captures_to(self, address: str) -> None:
-        """A front end wants to hear how captures are doing."""
+        """Report counters to the front end at `address`."""
+
+    def before_sleep(self) -> None:
+        """Called before device memory is offloaded to the host or discarded."""
 
     def close(self) -> None:
-        """Flush and release."""
+        """Deliver pending rows and release resources."""
 
 
 class OpenResidualStream(ResidualStream):
-    """The stream of a model whose layers have taps."""
+    """The residual stream of a model whose layers have taps."""
 
     def __init__(
         self,
@@ -134,7 +149,17 @@ class OpenResidualStream(ResidualStream):
         graphs: GraphFamilies,
         clears_slots: bool = False,
     ) -> None:
-        """Begin; `clears_slots`: passes that are no step launch taps as well."""
+        """Start without requests.
+
+        Args:
+            hook_points: of this process's layers.
+            capture: None if capture is disabled.
+            steering: None if steering is disabled.
+            graphs: chooses the CUDA graph of each step.
+            clears_slots: whether to clear the slots after each step, because dummy
+                passes launch taps as well.
+
+        """
         super().__init__(hook_points)
         self._capture = capture
         self.readouts = None if capture is None else capture.readouts
@@ -142,12 +167,12 @@ class OpenResidualStream(ResidualStream):
         self._graphs = graphs
         self._clears_slots = clears_slots
         self._is_idle = False
-        """The step that was planned neither captures nor steers; ..."""
+        """Whether the planned step neither captures nor steers."""
         self._rests = False
-        """... nor did the one before, so that nothing is left of another."""
+        """Whether the step before did not either, so that no state must be reset."""
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
-        """Take note of new and ended requests."""
+        """Process new and ended requests; called once per step."""
         super().update(scheduler_output)
         begun = scheduler_output.scheduled_new_reqs
         finished, steps = scheduler_output.finished_req_ids, scheduler_output.steering
@@ -172,7 +197,7 @@ class OpenResidualStream(ResidualStream):
             self.end_captures(scheduler_output.capture_ends)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
-        """Find the step's captured rows, and what steers each row."""
+        """Determine which rows the step captures, and what steers each row."""
         self._is_idle = self._nothing_to_do()
         self._rests = self._rests and self._is_idle
         if self._rests:
@@ -195,11 +220,11 @@ class OpenResidualStream(ResidualStream):
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
-        """The graph in which the taps launch that the step needs."""
+        """The graph with the ops that the step needs."""
         return self._graphs.choose(descriptor, manager)
 
     def begin_step(self, num_rows: int) -> None:
-        """Write the step's slots and rows of vectors."""
+        """Write the slots and the table rows of the step."""
         if self._rests:
             return
         if self.steering is not None:
@@ -208,7 +233,7 @@ class OpenResidualStream(ResidualStream):
             self._capture.begin_step(num_rows)
 
     def end_step(self) -> None:
-        """Send the step's rows on their way."""
+        """Offload the captured rows of the step."""
         if self._rests:
             return
         self._graphs.end()
@@ -221,23 +246,28 @@ class OpenResidualStream(ResidualStream):
         self._rests = self._is_idle
 
     def with_readouts(self, output: Any) -> Any:
-        """What the runner has sampled, with what the step's requests have read out."""
+        """Attach the readouts of the step to the runner's output."""
         if self.readouts is None:
             return output
         return attach(output, self.readouts.take())
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
-        """Finish the capture of requests that have ended."""
+        """Finish the captures of requests that have ended."""
         assert self._capture is not None, "a capture ends where there is none"
         self._capture.end_requests(ends)
 
     def report_captures_to(self, address: str) -> None:
-        """A front end wants to hear how captures are doing."""
+        """Report counters to the front end at `address`."""
         if self._capture is not None:
             self._capture.report_to(address)
 
+    def before_sleep(self) -> None:
+        """Copy captured rows to the host, as requests may end during the sleep."""
+        if self._capture is not None:
+            self._capture.send()
+
     def close(self) -> None:
-        """Flush what is under way."""
+        """Deliver pending rows and shut down the consumers."""
         if self._capture is not None:
             self._capture.close()
 
@@ -247,11 +277,23 @@ def open_residual_stream(
 ) -> ResidualStream:
     """Attach taps to a loaded model, before it is compiled and profiled.
 
+    Args:
+        vllm_config: the engine's configuration.
+        model: the loaded model.
+        device: the device of the model.
+
     Raises:
-        ValueError: capture is configured, but the model or the configuration
-            does not allow it; the message says why.
+        ValueError: capture or steering is enabled, but unsupported for the model or
+            the configuration; the message says why.
 
     """
+    with kept_memory(vllm_config.model_config):
+        return _open(vllm_config, model, device)
+
+
+def _open(
+    vllm_config: "VllmConfig", model: nn.Module, device: torch.device
+) -> ResidualStream:
     config = vllm_config.capture_config
     enabled = config.enabled or vllm_config.steering_config.enabled
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -270,7 +312,7 @@ def open_residual_stream(
     width = vllm_config.model_config.get_hidden_size()
     dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
-    # Before memory is profiled, so that they are counted with the model.
+    # Loaded before memory is profiled, so that they count as part of the model.
     modules = WorkerModules(vllm_config.readout_config, device, dtype)
     if config.enabled:
         readouts = None
@@ -308,7 +350,7 @@ def open_residual_stream(
         one_family=one_family,
         may_record=may_record,
     )
-    # An engine that is idle runs a batch of nothing while others have steps.
+    # With data parallelism, an idle engine runs dummy batches while others have steps.
     runs_idle = vllm_config.parallel_config.data_parallel_size > 1
     stream = OpenResidualStream(
         points, capture, steering, graphs, one_family and runs_idle
@@ -320,7 +362,7 @@ def open_residual_stream(
 def _tap(
     tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
 ) -> ResidualTap:
-    """The tensors that one hook point reads and writes."""
+    """Create a tap with the tensors that its ops read and write."""
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
@@ -363,7 +405,7 @@ def _check_supported(
 
 
 def _described(points: HookPoints) -> str:
-    """The hook points, equal ones of neighbouring layers together."""
+    """List hook points for a message, with equal consecutive layers grouped."""
     runs: list[tuple[int, int, list[str]]] = []
     for layer, names in sorted(points.items()):
         if runs and runs[-1][1] == layer - 1 and runs[-1][2] == names:
@@ -385,9 +427,14 @@ def v1_view(
     num_rows: int,
     true_starts: torch.Tensor | None = None,
 ) -> StepView:
-    """The V1 runner's batch, once its inputs are prepared.
+    """The view of the V1 runner's batch, after its inputs were prepared.
 
-    `true_starts` is given where the batch's own positions are only assumed.
+    Args:
+        input_batch: the batch.
+        num_scheduled: `[num_reqs]`, tokens of each request.
+        num_rows: rows of the step's tensors, padding included.
+        true_starts: the true positions, if those of the batch are only assumed.
+
     """
     num_reqs = len(num_scheduled)
     return StepView(
@@ -402,7 +449,7 @@ def v1_view(
 
 
 def v2_view(req_states: "RequestState", batch: "BatchReqState") -> StepView:
-    """The V2 runner's batch, once it is gathered."""
+    """The view of the V2 runner's batch, after the batch was gathered."""
     num_scheduled = batch.num_scheduled_tokens
     return StepView(
         req_ids=batch.req_ids,
@@ -418,7 +465,7 @@ def v2_view(req_states: "RequestState", batch: "BatchReqState") -> StepView:
 def _starts_on_device(
     req_states: "RequestState", batch: "BatchReqState"
 ) -> torch.Tensor:
-    """Positions with the drafts that were rejected taken off `[num_reqs]`."""
+    """The start positions without rejected draft tokens, `[num_reqs]` on the device."""
     known = req_states.num_computed_tokens.gpu
     return known[async_tensor_h2d(batch.idx_mapping_np, device=known.device)]
 
@@ -428,7 +475,7 @@ def first_rows(
     input_batch: "InputBatch",
     scheduler_output: "SchedulerOutput",
 ) -> torch.Tensor | None:
-    """One row of logits for each request of the V1 runner: that of no draft."""
+    """The first row of logits of each request (V1 runner), which is not a draft's."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     if logits is None or not drafts:
         return logits
@@ -438,7 +485,7 @@ def first_rows(
 
 
 def with_readouts(worker: Any, grammar_output: Any) -> Any:
-    """What the worker's runner samples, with what its requests have read out."""
+    """Sample tokens with the worker's runner, and attach the readouts of the step."""
     runner = worker.model_runner
     return runner.residual.with_readouts(runner.sample_tokens(grammar_output))
 
@@ -449,12 +496,12 @@ def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
 
 
 def unload_module(worker: Any, name: str) -> None:
-    """For `collective_rpc`: forget one."""
+    """For `collective_rpc`: unload a probe, translator or SAE."""
     worker.model_runner.residual.modules.unload(name)
 
 
 def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
-    """For `collective_rpc`: rows that were read out and the time it took, by kind."""
+    """For `collective_rpc`: number of rows read out, and seconds it took, by kind."""
     readouts = worker.model_runner.residual.readouts
     if readouts is None:
         return {}
@@ -469,42 +516,47 @@ def hook_points_of(worker: Any) -> HookPoints:
 
 
 def set_hook_points(worker: Any, points: HookPoints) -> None:
-    """For `collective_rpc`: the hook points of all layers, over all stages."""
+    """For `collective_rpc`: set the hook points of all layers, over all stages."""
     worker.vllm_config.capture_config.hook_points = points
 
 
 def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:
-    """For `collective_rpc`: requests that ended while the engine was idle."""
+    """For `collective_rpc`: end captures while the engine runs no step."""
     worker.model_runner.residual.end_captures(ends)
 
 
 def report_captures_to(worker: Any, address: str) -> None:
-    """For `collective_rpc`: a front end wants to hear how captures are doing."""
+    """For `collective_rpc`: report counters to the front end at `address`."""
     worker.model_runner.residual.report_captures_to(address)
 
 
+def before_sleep(worker: Any) -> None:
+    """Called before a worker offloads or discards its device memory."""
+    worker.model_runner.residual.before_sleep()
+
+
 def close(worker: Any) -> None:
-    """A worker shuts down, possibly before its model was loaded."""
+    """Called when a worker shuts down, possibly before its model was loaded."""
     stream = getattr(getattr(worker, "model_runner", None), "residual", None)
     if stream is not None:
         stream.close()
 
 
 def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
-    """For `collective_rpc`: prepare other global vectors; what went wrong, if so."""
+    """For `collective_rpc`: stage new global vectors; returns an error, if any."""
     try:
         worker.model_runner.residual.steering.stage_global(tiers)
-    except Exception as error:  # Another rank may have succeeded: all must hear it.
+    except Exception as error:  # Returned, as other ranks must then drop the change.
         logger.exception("A change of steering failed")
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def commit_steering(worker: Any, keep: bool) -> None:
-    """For `collective_rpc`: carry out what was staged, or drop it."""
+    """For `collective_rpc`: apply the staged global vectors, or drop them."""
     worker.model_runner.residual.steering.commit_global(keep)
 
 
 def eager_steps(worker: Any) -> dict[str, int]:
-    """For `collective_rpc`: steps without graphs because of steering, by the reason."""
+    """For `collective_rpc`: number of steps run eagerly due to steering, by reason."""
     return dict(worker.model_runner.residual.steering.eager_steps)

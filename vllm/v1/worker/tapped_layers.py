@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a loaded model have hook points, and of which layer."""
+"""Finds the modules of a loaded model that have hook points, and their layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class TappedLayers:
     """The hook points of one process's part of the model."""
 
     modules: dict[Place, tuple[nn.Module, int]]
-    """Per place the module to attach to, and in which of its runs."""
+    """By place: the module to attach to, and the index of its run in a pass."""
     refusals: tuple[str, ...]
-    """Why the model, as it is configured, must not be tapped."""
+    """Reasons why the model, as configured, must not be tapped."""
 
     @property
     def points(self) -> dict[int, list[str]]:
@@ -39,21 +39,22 @@ class TappedLayers:
 def find_tapped_layers(
     model: nn.Module, mlp_points: bool, num_layers: int, weaves: bool
 ) -> TappedLayers:
-    """Look through the decoder of `model`; encoders beside it have no hook points.
+    """Find the hook points of the decoder of `model`; its encoders have none.
 
-    Where a tapped module contains another one, the outer module has the point:
+    If a tapped module contains another one, the outer module has the point, because
     the inner one is a part of its block.
 
     Args:
-        model: as it was loaded.
-        mlp_points: whether the points around the MLPs are wanted.
-        num_layers: of the whole decoder, which tells its stack from other lists.
-        weaves: whether layers that no release holds are to get hook points now.
+        model: the loaded model.
+        mlp_points: whether to include `mlp_in` and `mlp_out`.
+        num_layers: of the whole decoder; identifies its list of layers.
+        weaves: whether to weave layers that were not woven at build time, because they
+            are not part of the release.
     """
     decoder = _decoder_of(model)
     refusals = dict.fromkeys(_weave_the_rest(decoder, num_layers) if weaves else ())
     modules: dict[Place, tuple[nn.Module, int]] = {}
-    for name, module in decoder.named_modules():  # a parent comes before its parts
+    for name, module in decoder.named_modules():  # Parents come before children.
         points = tap.hook_points(module)
         if not mlp_points:
             points = tuple(point for point in points if point not in MLP_POINTS)
@@ -71,17 +72,17 @@ def find_tapped_layers(
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:
-    """What generates the text, without the encoders beside it."""
+    """The decoder of a model that may have encoders as well."""
     if hasattr(model, "get_language_model"):
         model = model.get_language_model()  # type: ignore[operator]
     inner = getattr(model, "model", None)
-    if isinstance(inner, PreTrainedModel):  # upstream runs the library's own model
+    if isinstance(inner, PreTrainedModel):  # The Transformers modeling backend.
         return inner.get_decoder()
     return model
 
 
 def _weave_the_rest(decoder: nn.Module, num_layers: int) -> Iterator[str]:
-    """Weave the layers that have no hook points; why it failed, where it did."""
+    """Weave the layers that have no hook points; yields the reasons of failures."""
     for stack in _stacks(decoder, num_layers):
         for layer in stack:
             if not isinstance(layer, PPMissingLayer) and not _is_tapped(layer):
@@ -89,9 +90,9 @@ def _weave_the_rest(decoder: nn.Module, num_layers: int) -> Iterator[str]:
 
 
 def _stacks(decoder: nn.Module, num_layers: int) -> Iterator[nn.ModuleList]:
-    """The lists of layers; one inside a layer is a list of parts, however long."""
+    """Yield the lists of layers; lists inside of a layer are skipped."""
     within: set[nn.Module] = set()
-    for module in decoder.modules():  # a parent comes before its parts
+    for module in decoder.modules():  # Parents come before children.
         if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
             continue
         if module not in within:
@@ -115,23 +116,23 @@ def _woven_now(layer: nn.Module) -> Iterator[str]:
 
 
 def _reason_of_the_release(cls: type[nn.Module]) -> str:
-    """Why the build put no hook points into a layer."""
+    """Why a layer of the release was not woven at build time."""
     where = cls.__module__.removeprefix("vllm.").replace(".", "/")
     key = f"{where}:{cls.__name__}"
     return REFUSED.get(key) or NOT_TAPPED.get(key) or "the build knows no such layer"
 
 
 def _runs(module: nn.Module, name: str) -> dict[int, str]:
-    """Each run of a module in a pass, with a name that has the layer's index.
+    """The runs of a module in a forward pass, each with a name containing the layer.
 
-    A layer that runs several times counts as one layer each time, as it does for
-    the cache of keys and values.
+    A module that runs several times counts as a separate layer each time, as it does
+    for the KV cache.
     """
     return getattr(module, "hook_points_runs", {0: name})
 
 
 def _reasons_against(module: nn.Module) -> Iterator[str]:
-    """Configurations in which a layer's points would not be what they say."""
+    """Yield reasons why a module's hook points would be wrong as configured."""
     for reason in getattr(module, "hook_points_unless", ()):
         points = ", ".join(tap.hook_points(module))
         yield f"{type(module).__name__}: {reason} (otherwise it has {points})"

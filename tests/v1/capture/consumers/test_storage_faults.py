@@ -258,17 +258,6 @@ def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
 
 
-def test_a_dead_process_leaves_nothing_behind_for_long(tmp_path: Path) -> None:
-    import socket
-
-    dead = tmp_path / ".incomplete" / f"{socket.gethostname()}-999999999-abcd"
-    dead.mkdir(parents=True)
-    (dead / "0.part").write_bytes(b"x")
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
-    deliver(consumer, {"r": request_rows(0)})
-    assert not dead.exists()
-
-
 def test_rows_lost_before_the_end_are_not_published(tmp_path: Path) -> None:
     consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
     results = deliver(

@@ -10,7 +10,14 @@ import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
-from vllm.v1.steering.core.engine import get_steering, refuses, set_steering
+from vllm.v1.steering.core.engine import (
+    commit_steering,
+    get_steering,
+    hold_steering,
+    refuses,
+    release_steering,
+    set_steering,
+)
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.core.refusals import is_refused, refusal_in
 from vllm.v1.steering.core.scheduler import SteeringScheduling
@@ -31,7 +38,9 @@ class Core:
             hash_block_size=16,
             reset_prefix_cache=self._reset,
         )
-        self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
+        self.model_executor = SimpleNamespace(
+            collective_rpc=self._rpc, sleeping_tags=set()
+        )
         self.vllm_config = SimpleNamespace(
             steering_config=SteeringConfig(enabled=True, max_configs=2),
             model_config=SimpleNamespace(dtype=torch.float16),
@@ -145,3 +154,30 @@ def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> N
     assert core.calls == [], "no rank hears of it"
     assert not core.scheduler.steering.tiers and not EngineSteering.tiers
     assert core.cache_resets == 0
+
+
+def test_nothing_is_written_while_the_engine_sleeps() -> None:
+    core: Any = Core([None])
+    set_steering(core, SteeringTiers(base=vectors(1)), False)
+    calls = list(core.calls)
+    core.model_executor.sleeping_tags = {"weights", "kv_cache"}
+    with pytest.raises(SteeringValidationError, match="wake it up first"):
+        set_steering(core, SteeringTiers(base=vectors(2)), False)
+    with pytest.raises(SteeringValidationError, match="wake it up first"):
+        hold_steering(core, "front end", SteeringTiers(base=vectors(2)), False)
+    assert core.calls == calls and core.scheduler.steering.held is None
+    # Any wake_up brings the tables back, here one that leaves the KV cache asleep.
+    core.model_executor.sleeping_tags = {"kv_cache"}
+    set_steering(core, SteeringTiers(base=vectors(2)), False)
+    assert len(core.calls) > len(calls)
+
+
+def test_a_change_that_is_held_is_not_made_in_sleep() -> None:
+    core: Any = Core([None])
+    assert hold_steering(core, "front end", SteeringTiers(base=vectors(2)), False)
+    core.model_executor.sleeping_tags = {"weights", "kv_cache"}
+    with pytest.raises(SteeringChangeError, match="sleeps"):
+        commit_steering(core, "front end")
+    assert not core.calls and not core.scheduler.steering.tiers
+    release_steering(core, "front end", undo=True)
+    assert core.scheduler.steering.held is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.v1.readouts.modules import save_probe
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.engine_args import steering_config
 
@@ -30,6 +31,9 @@ def arguments(path: str) -> Any:
         vllm_lens_api=False,
         steering_modules={"calm": path},
         steering_api_key=None,
+        enable_readouts=False,
+        readout_modules=None,
+        sae=None,
     )
 
 
@@ -60,3 +64,17 @@ def test_what_the_model_could_not_take_stops_the_start(
 def test_a_file_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SteeringValidationError, match="there is no file"):
         steering_config(arguments(str(tmp_path / "none.json")), model())
+
+
+def test_entries_of_files_may_name_the_servers_probes(tmp_path: Path) -> None:
+    probe = tmp_path / "mood.safetensors"
+    save_probe(probe, torch.ones(1, 4), layer=1)
+    condition = {"probe": "mood", "above": 0.5}
+    body = {"vectors": {"post_block": {"2": {"vector": [1.0] * 4, "when": condition}}}}
+    path = tmp_path / "calm.json"
+    path.write_text(json.dumps(body))
+    given = arguments(str(path))
+    with pytest.raises(SteeringValidationError, match="no probe is named 'mood'"):
+        steering_config(given, model())
+    given.readout_modules = {"mood": str(probe)}
+    assert steering_config(given, model()).modules == {"calm": str(path)}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.config import ParallelConfig
+from vllm.config.readouts import ReadoutConfig
 from vllm.config.steering import SteeringConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.steering.errors import (
@@ -60,7 +62,13 @@ def test_of_several_modules_a_wrong_one_is_named(
     bad.write_text(json.dumps({"vectors": {"pre_attn": {"0": vector}}}))
     config: Any = SimpleNamespace(
         capture_config=SimpleNamespace(hook_points={0: ("pre_attn",)}),
-        model_config=SimpleNamespace(get_hidden_size=lambda: 2, dtype=torch.float32),
+        model_config=SimpleNamespace(
+            get_hidden_size=lambda: 2,
+            dtype=torch.float32,
+            get_total_num_hidden_layers=lambda: 1,
+        ),
+        parallel_config=ParallelConfig(),
+        readout_config=ReadoutConfig(),
         steering_config=SteeringConfig(modules={"fine": str(good), name: str(bad)}),
     )
     text: Any = SimpleNamespace(architectures=None, model_type="", num_hidden_layers=1)

@@ -13,9 +13,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from vllm.logger import init_logger
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.payload import RowsByTap
@@ -23,11 +21,6 @@ from vllm.v1.capture.transport.bodies import FORMS, Piece, as_json, form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
-
-logger = init_logger(__name__)
-
-STALL_SECONDS = 120.0
-"""A client that reads nothing for this long is disconnected and its rows are freed."""
 
 _threads = ThreadPoolExecutor(2, "capture-answer")
 
@@ -113,7 +106,7 @@ async def answer(
     form = form_for(request.headers.get("accept", ""), document.parts)
     body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
-    return Answer(
+    return StreamingResponse(
         made_on_threads(body.pieces),
         media_type=body.media_type,
         headers={**(headers or {}), **sized},
@@ -142,23 +135,3 @@ async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
 
 async def _on_thread(work: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
-
-
-class Answer(StreamingResponse):
-    """A response that is aborted after `STALL_SECONDS` without progress."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
-
-        async def send_soon(message: Any) -> None:
-            try:
-                await asyncio.wait_for(send(message), STALL_SECONDS)
-            except TimeoutError:
-                logger.warning(
-                    "A client has read nothing of its captured rows for %.0f s; they "
-                    "are freed and its connection is closed",
-                    STALL_SECONDS,
-                )
-                raise OSError("the client does not read") from None
-
-        await super().__call__(scope, receive, send_soon)

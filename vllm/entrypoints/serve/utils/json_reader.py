@@ -24,6 +24,7 @@ from vllm.entrypoints.serve.utils.json_structure import (
     BodyLimits,
     Structure,
     check_count,
+    let_others_run,
     scanned,
     too_large,
 )
@@ -33,7 +34,7 @@ INLINE_BYTES = 1 << 16
 SHORT, SHORT_TEXT = 64, 4096
 MAX_DIGITS = 64
 """Most digits of an integer: parsing and printing takes quadratic time."""
-_PIECE, _PIECE_BYTES = 1 << 13, 1 << 18
+_PIECE, _PIECE_BYTES = 1 << 12, 1 << 17
 _WHOLE = re.compile(
     rb"(?:[^\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*+", re.DOTALL
 )
@@ -155,6 +156,7 @@ def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
                 raise BodyError(f"it has a number of more than {_PIECE_BYTES} digits")
             yield _text(text, 0, len(text) - 1)
             continue
+        let_others_run()
         items = _loads(b"[" + piece + b"]")
         if not items:
             raise ValueError(f"a value is missing before byte {int(signs[stop])}")
@@ -175,6 +177,7 @@ def _text(raw: bytes, begin: int, stop: int) -> str:
             end += 1  # Do not split a UTF-8 character.
         if end == at:
             raise BodyError("it holds an escape in a text that stands for nothing")
+        let_others_run()
         pieces.append(_loads(b'"' + raw[at:end] + b'"'))
         at = end
     return "".join(pieces)

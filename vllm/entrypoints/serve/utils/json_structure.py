@@ -3,6 +3,7 @@
 
 import os
 from dataclasses import dataclass
+from time import sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,9 @@ def _from_environment() -> BodyLimits:
 
 LIMITS = _from_environment()
 
-_SLAB = 1 << 20
+_MOMENT = 5e-5
+"""Seconds: long enough for a thread that waits to wake."""
+_SLAB = 1 << 18
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 COMMA, OPEN_LIST, CLOSE_LIST, _OPEN, _CLOSE = 1, 2, 3, 4, 5
 _KINDS: npt.NDArray[np.uint8] = np.zeros(256, dtype=np.uint8)
@@ -78,6 +81,7 @@ def scanned(raw: bytes, limits: BodyLimits) -> Structure:
     strings = values = containers = depth = 0
     run = 0  # Backslashes directly before the slab.
     for start in range(0, len(data), _SLAB):
+        let_others_run()
         slab = data[start : start + _SLAB]
         marks, run = _quotes(slab, run)
         found = np.flatnonzero(_KINDS[slab])
@@ -100,6 +104,15 @@ def scanned(raw: bytes, limits: BodyLimits) -> Structure:
         quotes.append(marks + start)
     together = map(np.concatenate, (signs, kinds, quotes))
     return Structure(*together)
+
+
+def let_others_run() -> None:
+    """Give the interpreter to a thread that waits for it, for a moment.
+
+    Otherwise one that waits gets it after `sys.getswitchinterval()`, 5 ms, and an
+    event loop needs it many times for each small request.
+    """
+    sleep(_MOMENT)
 
 
 def check_count(what: str, count: int, most: int) -> None:

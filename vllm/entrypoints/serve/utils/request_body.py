@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm.entrypoints.serve.capture.sending import counting_unsent
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
 from vllm.entrypoints.serve.utils.json_reader import INLINE_BYTES, read_json
 from vllm.entrypoints.serve.utils.json_structure import (
@@ -109,13 +110,15 @@ async def read_body(request: Request) -> bytes:
 def bound_bodies(app: FastAPI, args: Namespace) -> None:
     """Make all POST routes mounted so far read their bodies within the limits.
 
-    Does nothing on a server without capture and steering.
+    Captured rows in their responses count towards `max_inflight_bytes` until they are
+    sent. Does nothing on a server without capture and steering.
     """
     if not captures_or_steers(args):
         return
     for route in app.routes:
         if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-            route.app = request_response(_bounded(route.get_route_handler()))
+            handle = request_response(_bounded(route.get_route_handler()))
+            route.app = counting_unsent(handle)
 
 
 def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:

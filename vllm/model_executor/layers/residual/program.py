@@ -274,7 +274,9 @@ _STEPS = {
 
 def _gate(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
     """What a probe decides for each row `[n]`."""
-    value = (stream @ one.read[:1].T).squeeze(-1)
+    # Each row by itself: a product of matrices may round by their shape, and a decision
+    # must not depend on how many tokens the step has.
+    value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
         value = value / stream.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     beyond = one.c3 * (value + one.c0 - one.c2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer that returns rows with the request's own output."""
+"""The consumer `inline`, which returns rows with the request's output."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,19 +26,22 @@ class InlineParams:
     """The consumer's parameters."""
 
     max_request_bytes: int
-    """How many bytes of rows one request may ask for."""
+    """Maximum bytes of rows per request."""
     max_inflight_bytes: int
-    """How many bytes of rows all requests in flight may ask for together."""
+    """Maximum bytes of rows of all requests in flight together."""
 
     @classmethod
     def parse(cls, raw: dict[str, Any], host_bytes: int) -> "InlineParams":
-        """The parameters that a dictionary stands for.
+        """Parse the parameters.
 
-        Limits that it does not name follow `host_bytes`, the memory for rows: all
-        requests may fill it, and one of them half of it.
+        Args:
+            raw: the configured parameters.
+            host_bytes: the host memory for rows, which is the default of
+                `max_inflight_bytes`. That of `max_request_bytes` is half of
+                `max_inflight_bytes`.
 
         Raises:
-            CaptureValidationError: naming the parameter, the value, the remedy.
+            CaptureValidationError: names the parameter, the value and the remedy.
 
         """
         known = [field.name for field in fields(cls)]
@@ -62,12 +65,12 @@ class InlineParams:
 
 
 class InlineConsumer(CaptureConsumer):
-    """Returns each key's rows; the payload is a `RowsByTap`.
+    """Returns each key's rows as the payload, a `RowsByTap`.
 
-    A request says `{"hooks": ..., "positions": ..., "encoding": "zstd"?}`. The
-    encoding concerns HTTP only, where values are base64 of the row-major bytes,
-    compressed first if it is `"zstd"`. So does `"transport": "shm"`: the response then
-    names memory that a client on the same host maps.
+    A request's spec is `{"hooks": ..., "positions": ...}` with two optional keys that
+    only concern HTTP responses. `"encoding": "zstd"` compresses the row-major bytes
+    before they are base64-encoded. With `"transport": "shm"` the response refers to
+    shared memory, which a client on the same host maps.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -88,11 +91,16 @@ class InlineConsumer(CaptureConsumer):
 
     @property
     def max_inflight_bytes(self) -> int:
-        """What the front end lets requests under way hold together, in bytes."""
+        """Maximum bytes of rows of all requests in flight; checked by the front end."""
         return self._params.max_inflight_bytes
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Check the spec, and that its rows fit the limit per request."""
+        """Check the spec, and that its rows fit the limit per request.
+
+        Raises:
+            CaptureValidationError: the spec is invalid, or its rows may be too large.
+
+        """
         where = f"capture.{self.instance_name or 'inline'}"
         raw = plain(raw)
         spec = parse_spec(raw, ctx, where, ("encoding", "transport"))
@@ -145,7 +153,12 @@ class InlineConsumer(CaptureConsumer):
 
 
 def count_rows(ranges: Ranges, ctx: CaptureContext, where: str) -> int:
-    """How many rows a request has at most in `ranges`, by its `max_tokens`."""
+    """The maximum number of rows that a request can have in `ranges`.
+
+    Raises:
+        CaptureValidationError: it has no bound, because `max_tokens` is not set.
+
+    """
     generated = 0 if ctx.max_tokens is None else ctx.max_tokens
     end = ctx.num_prompt_tokens + max(generated - 1, 0)
     if ctx.max_tokens is None and any(stop >= OPEN_END for _, stop in ranges):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that says in the log what was captured, to see that capture works."""
+"""The consumer `logging`, which logs what was captured, to check that capture works."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,8 +20,8 @@ logger = init_logger(__name__)
 class LoggingConsumer(CaptureConsumer):
     """Logs one line per key: shape, dtype and mean norm of the rows.
 
-    Parameters: `hooks` and `positions`, the global spec (none by default), with
-    `hooks` as `{hook: [layers]}`. Requests may ask for more under `logging`.
+    Parameters: `hooks` as `{hook: [layers]}`, and `positions`, which form the global
+    spec (none by default). A request can send a spec of its own under `logging`.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -44,17 +44,17 @@ class LoggingConsumer(CaptureConsumer):
         )
 
     def global_capture_spec(self) -> CaptureSpec | None:
-        """What the parameters say."""
+        """The spec in the parameters."""
         return self._spec
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """`{"hooks": ..., "positions": ...}`."""
+        """Parse `{"hooks": ..., "positions": ...}`."""
         return parse_spec(raw, ctx, f"capture.{self.instance_name or 'logging'}")
 
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> str:
-        """Log the rows; the line is the result's payload."""
+        """Log the rows; the logged line is the result's payload."""
         norm = mean_norm(tensor)
         line = (
             f"{sidecar['client_request_id']} layer {key[1]} {key[2]}: "
@@ -69,9 +69,9 @@ class LoggingConsumer(CaptureConsumer):
 
 
 def mean_norm(rows: torch.Tensor) -> float:
-    """The mean of the rows' norms, in float32; 0 of no rows.
+    """The mean L2 norm of rows, computed in float32; 0 if there are none.
 
-    Some rows at a time: what is in the cache is converted several times faster.
+    Processed in blocks that fit the CPU cache, which is several times faster.
     """
     if not len(rows):
         return 0.0

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class NoCapture:
-    """Refuses requests that ask for captures or readouts; otherwise does nothing."""
+    """Refuses requests that ask for captures or readouts; otherwise does nothing.
+
+    The methods are described at its subclass `CaptureFrontend`.
+    """
 
     def admit(
         self,
@@ -49,45 +52,43 @@ class NoCapture:
             )
 
     def add_request(self, state: "RequestState", params: "SamplingParams") -> None:
-        """Nothing is tracked."""
+        pass
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
-        """Nothing is tracked."""
+        pass
 
     def refused(self, output: "RequestOutput") -> None:
-        """Nothing is tracked."""
+        pass
 
     def flush(self) -> None:
-        """Nothing is sent."""
+        pass
 
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
-        """There are none."""
+        pass
 
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
-        """There is nothing to wait for."""
+        pass
 
     def take_finished(self) -> list[Any]:
-        """No request had to end before its list was complete."""
         return []
 
     def drop_finished(self, request_ids: Collection[str]) -> None:
-        """There are none."""
+        pass
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
-        """There are no metrics."""
+        pass
 
     async def listen(self, core: Any) -> None:
-        """There is nothing to hear."""
+        pass
 
     def describe(self) -> dict[str, Any]:
-        """Consumers, limits and counters, as plain data."""
         return {"consumers": [], "limits": {}, "hook_points": {}, "counters": {}}
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        pass
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
 NO_CAPTURE = NoCapture()

@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
+from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.frontend.waiting import ResultWaiter
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.transport.zmq_channel import (
@@ -160,6 +162,8 @@ class CaptureFrontend(NoCapture):
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.capture_id = parent
+        if tracked.held:
+            when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
         if params.capture:
             context = self._admission.context(

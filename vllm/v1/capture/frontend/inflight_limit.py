@@ -2,7 +2,7 @@
 """Limit on the bytes of rows that requests in flight return to their front end.
 
 Rows that are returned with the output stay in the front end's memory until the client
-has fetched them. The limit therefore applies to the sum over all requests.
+has read them. The limit therefore applies to the sum over all requests.
 """
 
 import weakref
@@ -149,8 +149,9 @@ class InflightLimit:
         if held + size > limit:
             raise NoRoomNowError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
-                f"those in flight may hold {held}; together at most {limit} are "
-                "allowed (max_inflight_bytes). Send it again when others have ended, "
+                f"those in flight may hold {held}, responses that are not read "
+                f"yet included; together at most {limit} are allowed "
+                "(max_inflight_bytes). Send it again when others have ended, "
                 "capture less, or start with a larger --capture-consumers "
                 f"{name}:max_inflight_bytes=...",
                 parameter=f"capture.{name}",

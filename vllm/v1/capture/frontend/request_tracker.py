@@ -7,6 +7,7 @@ from time import monotonic
 
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.tracking import Sample, Tracked
+from vllm.v1.capture.frontend.unsent import UnsentRows
 from vllm.v1.capture.types import CaptureResult
 
 KEPT_RESULTS = 4096
@@ -48,6 +49,7 @@ class RequestTracker:
         self._stages = stages
         self._answered = answered
         self._forgotten = forgotten
+        self._unsent = UnsentRows()
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
@@ -73,6 +75,12 @@ class RequestTracker:
             sample = tracked.samples[owner[1]]
             sample.ended_at = monotonic()
             return sample
+
+    def abandon(self, parent: str) -> None:
+        """Mark a request as aborted: its results will not be fetched."""
+        with self.changed:
+            if parent in self._tracked:
+                self._tracked[parent].aborted = True
 
     def owner_of(self, request_id: str) -> Owner | None:
         """The parent and sample index of an internal request id."""
@@ -109,6 +117,7 @@ class RequestTracker:
                 return None
             if tracked.complete():
                 self._forget(parent)
+                self._unsent.hold(tracked.held)
             return tracked.merged(request_id)
 
     def is_complete(self, parent: str) -> bool:
@@ -145,16 +154,19 @@ class RequestTracker:
     def held_bytes(self, instance: str, aborted: bool) -> int:
         """Bytes that requests may return; the caller holds `changed`.
 
+        Rows in unsent responses count with the requests that were not aborted.
+
         Args:
             instance: of the consumer.
             aborted: whether to count aborted requests or the others.
 
         """
-        return sum(
+        held = sum(
             tracked.held.get(instance, 0)
             for tracked in self._tracked.values()
             if tracked.aborted == aborted
         )
+        return held if aborted else held + self._unsent.bytes_for(instance)
 
     def forget_aborted(self, instance: str, size: int) -> None:
         """Forget complete results of aborted requests until `size` bytes are free.

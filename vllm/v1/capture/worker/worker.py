@@ -430,6 +430,10 @@ class WorkerCapture:
         self._segment = None
         self._sending.add(staged, self._live)
 
+    def send(self) -> None:
+        """Start copying the rows that are still on the device."""
+        self._sending.send()
+
     def close(self) -> None:
         """Deliver pending rows and shut down the consumers.
 

@@ -8,6 +8,8 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.steering.frontend.frontend import SteeringFrontend
+from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -45,7 +47,7 @@ def register(
     engine = self.llm_engine
     info = _checked(engine, name, path, _tap(layer, hook), replace)
     _call(engine.engine_core, "load_readout_module", name, path, info.tap)
-    _admission(engine).put(info)
+    _put(engine, info)
     return info.describe()
 
 
@@ -58,7 +60,7 @@ def unregister(self: "LLM", name: str) -> None:
     """
     engine = self.llm_engine
     _known(engine, name)
-    _admission(engine).remove(name)
+    _remove(engine, name)
     _call(engine.engine_core, "unload_readout_module", name)
 
 
@@ -82,14 +84,14 @@ async def async_register(
     await self.engine_core.call_utility_async(
         "load_readout_module", name, path, info.tap
     )
-    _admission(self).put(info)
+    _put(self, info)
     return info.describe()
 
 
 async def async_unregister(self: "AsyncLLM", name: str) -> None:
     """As `unregister`."""
     _known(self, name)
-    _admission(self).remove(name)
+    _remove(self, name)
     await self.engine_core.call_utility_async("unload_readout_module", name)
 
 
@@ -105,19 +107,50 @@ def _call(core: Any, method: str, *args: Any) -> Any:
     return getattr(core.engine_core, method)(*args)
 
 
-def _admission(engine: Any) -> ReadoutAdmission:
-    frontend = engine.capture
+def _admission(engine: Any) -> ReadoutAdmission | None:
+    """What knows the modules for readouts, where requests can read out."""
     # Imported late: that module imports ours.
     from vllm.v1.capture.frontend.frontend import CaptureFrontend
 
-    if not isinstance(frontend, CaptureFrontend):
+    frontend = engine.capture
+    return frontend.readouts if isinstance(frontend, CaptureFrontend) else None
+
+
+def _named(engine: Any) -> NamedFiles | None:
+    """What knows them for entries of steering, where requests can be steered."""
+    frontend = engine.input_processor.steering
+    return frontend.named if isinstance(frontend, SteeringFrontend) else None
+
+
+def _having(engine: Any) -> dict[str, ModuleInfo]:
+    """The modules of an engine that reads out or steers.
+
+    Raises:
+        ReadoutValidationError: it does neither.
+
+    """
+    places = [one for one in (_admission(engine), _named(engine)) if one is not None]
+    if not places:
         raise fail(
-            "this server reads nothing out; start it with --enable-readouts, or "
-            "LLM(enable_readouts=True) offline",
+            "this server reads nothing out and steers nothing; start it with "
+            "--enable-readouts or --enable-steering, or LLM(enable_readouts=True) "
+            "offline",
             "name",
             None,
         )
-    return frontend.readouts
+    return places[0].modules
+
+
+def _put(engine: Any, info: ModuleInfo) -> None:
+    for place in (_admission(engine), _named(engine)):
+        if place is not None:
+            place.put(info)
+
+
+def _remove(engine: Any, name: str) -> None:
+    for place in (_admission(engine), _named(engine)):
+        if place is not None:
+            place.remove(name)
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -138,7 +171,7 @@ def _checked(
     replace: bool,
     kind: str = "",
 ) -> ModuleInfo:
-    having = _admission(engine).modules
+    having = _having(engine)
     good = isinstance(name, str) and name.isprintable() and name.strip() == name
     if not good or not 0 < len(name) <= MAX_NAME:
         raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
@@ -174,7 +207,7 @@ def _checked(
 
 
 def _known(engine: Any, name: Any) -> None:
-    having = _admission(engine).modules
+    having = _having(engine)
     if not isinstance(name, str) or name not in having:
         raise fail(
             f"name: there is no module {name!r}; there are {sorted(having)}",
@@ -185,7 +218,7 @@ def _known(engine: Any, name: Any) -> None:
 
 def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
     config = engine.vllm_config.readout_config
-    modules = _admission(engine).modules if config.enabled else {}
+    modules = _having(engine) if config.enabled or _named(engine) is not None else {}
     return {
         "enabled": config.enabled,
         "modules": {name: one.describe() for name, one in modules.items()},

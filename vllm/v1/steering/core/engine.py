@@ -7,11 +7,12 @@ from uuid import uuid4
 import msgspec
 
 from vllm.logger import init_logger
+from vllm.v1.residual.kept_memory import is_on_the_host
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash
 from vllm.v1.steering.core.refusals import refuse
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
-from vllm.v1.steering.errors import SteeringChangeError
+from vllm.v1.steering.errors import SteeringChangeError, fail
 from vllm.v1.steering.global_vectors import merged
 from vllm.v1.steering.plan import SteeringTiers, tiers_of
 from vllm.v1.steering.spec.describe import describe
@@ -113,6 +114,14 @@ def _steering(core: "EngineCore") -> SteeringScheduling:
 
 def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> SteeringTiers:
     """The global vectors behind a change, which the requests under way can bear."""
+    executor: Any = core.model_executor
+    if is_on_the_host(executor.sleeping_tags):
+        raise fail(
+            "vectors: the engine sleeps, and its tables with it; wake it up first "
+            "(POST /wake_up, or LLM.wake_up), with any tag",
+            "vectors",
+            None,
+        )
     new = merged(_steering(core).tiers, change, replace)
     requests: Any = core.scheduler.requests.values()  # type: ignore[attr-defined]
     own = (tiers for request in requests if (tiers := tiers_of(request)) is not None)
@@ -147,7 +156,10 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
 def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     from vllm.v1.worker import residual_stream
 
-    rpc = core.model_executor.collective_rpc
+    executor: Any = core.model_executor
+    if is_on_the_host(executor.sleeping_tags):
+        raise SteeringChangeError("the engine sleeps; nothing has changed")
+    rpc = executor.collective_rpc
     failures = [e for e in rpc(residual_stream.stage_steering, args=(tiers,)) if e]
     rpc(residual_stream.commit_steering, args=(not failures,))
     if failures:

@@ -14,6 +14,7 @@ from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.named import Named
 from vllm.v1.steering.spec.parse import HOOKS, SteeredModel
 from vllm.v1.steering.spec.provenance import Source, norms_of
 
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-def check_files(files: Mapping[str, str], model_config: "ModelConfig") -> None:
+def check_files(
+    files: Mapping[str, str], model_config: "ModelConfig", named: Named
+) -> None:
     """Read every file, and refuse what the model could not take.
 
     Args:
         files: by the name of the module.
         model_config: of the model.
+        named: the probes and SAEs that entries may refer to.
 
     Raises:
         SteeringValidationError: names the module, the file, what is wrong, the remedy.
@@ -37,6 +41,7 @@ def check_files(files: Mapping[str, str], model_config: "ModelConfig") -> None:
         dict.fromkeys(layers, HOOKS),
         model_config.get_hidden_size(),
         torch_dtype(model_config),
+        named=named,
     )
     admission = SteeringAdmission(model, SteeringModules())
     for name, path in files.items():

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.steering import SteeringConfig
+from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
+from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -129,7 +131,9 @@ def steering_config(
             True,
         )
     if model_config is not None:
-        check_files(modules, model_config)
+        known = model_config
+        named = NamedFiles(lambda: readout_config(args, known).described)
+        check_files(modules, known, named)
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
         raise fail(

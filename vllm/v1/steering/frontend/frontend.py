@@ -13,6 +13,7 @@ from vllm.v1.steering.frontend.admission import (
 )
 from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
+from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
@@ -20,6 +21,7 @@ from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.matrix import check_no_whole_prompt
 from vllm.v1.steering.spec.model_identity import identity_of
 from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.spec.placement import placement_of
 from vllm.v1.steering.spec.provenance import (
     Provenance,
     Source,
@@ -108,12 +110,17 @@ class SteeringFrontend(NoSteering):
 
         """
         points = vllm_config.capture_config.hook_points or {}
+        described = vllm_config.readout_config.described
+        self.named = NamedFiles(lambda: described)
+        """The probes and SAEs that entries may refer to."""
         model = SteeredModel(
             points,
             vllm_config.model_config.get_hidden_size(),
             torch_dtype(vllm_config.model_config),
             vllm_config.steering_config.max_operations,
             vllm_config.steering_config.bank_bytes,
+            self.named,
+            placement_of(vllm_config),
         )
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
 from vllm.v1.steering.positions import told
@@ -49,6 +50,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "max": manner.high,
         "norm_match": manner.norm_match,
         "positions": told(manner.positions),
+        **_when(manner.when),
     }
 
 
@@ -75,4 +77,9 @@ def _operation(one: Operation) -> dict[str, Any]:
         "max": one.high,
         "norm_match": one.norm_match,
         "positions": told(one.positions),
+        **_when(one.details.when),
     }
+
+
+def _when(condition: Condition | None) -> dict[str, Any]:
+    return {} if condition is None else {"when": condition.told()}

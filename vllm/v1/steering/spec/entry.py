@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm.v1.residual import selectors
 from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import (
     OP_NAMES,
@@ -23,7 +24,7 @@ from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.positions import NAMED, Spans
 from vllm.v1.steering.spec.arrays import Tensors
 
-COMMON = ("op", "positions")
+COMMON = ("op", "positions", "when")
 KEYS_OF: dict[OpName, tuple[str, ...]] = {
     "replace": ("vector", "vectors", "scale", "norm_match", "alpha", "mask"),
     "add": ("vector", "vectors", "scale", "norm_match"),
@@ -68,6 +69,7 @@ class VectorUse:
     alpha: float = 1.0
     degrees: float = 0.0
     activation: str = "identity"
+    when: Condition | None = None
     num_rows: int = 0
     """How many positions have a vector of their own, if they have."""
 
@@ -105,6 +107,7 @@ class VectorUse:
                 self.degrees,
                 self.activation,
                 packed_arrays(tensors.others),
+                self.when,
             ),
             self.num_rows,
         )

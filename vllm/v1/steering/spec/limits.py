@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from vllm.v1.steering import positions
+from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, Tap, total
+from vllm.v1.steering.plan import SteeringTiers, Tap, conditions_of, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 
@@ -148,6 +149,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
+    check_conditions(tiers, parameter)
     for operations in (tiers.prefill_operations, tiers.decode_operations):
         at: dict[Tap, list[Operation]] = {}
         for one in operations:
@@ -163,6 +165,23 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
                     parameter,
                     count,
                 )
+
+
+def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
+    """Refuse more conditions than there is room for their decisions.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    count = len(conditions_of(tiers))
+    if count > MAX_CONDITIONS:
+        raise fail(
+            f"{parameter}: its entries have {count} different conditions, and at most "
+            f"{MAX_CONDITIONS} may be; entries with equal ones share one",
+            parameter,
+            count,
+        )
 
 
 class Overflow(NamedTuple):

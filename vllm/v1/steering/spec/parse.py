@@ -22,7 +22,10 @@ from vllm.v1.steering.spec.entry import (
     parse_manner,
 )
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
+from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
+from vllm.v1.steering.spec.placement import ONE_RANK, Placement
+from vllm.v1.steering.spec.when import parse_when
 
 HOOKS = OWN
 
@@ -59,6 +62,9 @@ class SteeredModel:
     """How many operations may act on one token at one hook point."""
     bank_bytes: int = 256 << 20
     """Device memory for the vectors of operations."""
+    named: Named = NONE_NAMED
+    """What entries may refer to."""
+    placement: Placement = ONE_RANK
 
     @property
     def num_sites(self) -> int:
@@ -219,6 +225,9 @@ def _take(
 ) -> None:
     """Add one entry to what is parsed."""
     manner = parse_manner(entry, at)
+    if entry.get("when") is not None:
+        condition = parse_when(entry["when"], tap, model, f"{at}.when")
+        manner = replace(manner, when=condition)
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)

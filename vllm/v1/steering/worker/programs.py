@@ -7,7 +7,7 @@ program, so that the order of operations holds. Operations at single positions m
 further programs, of tokens at which they act.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,17 +28,22 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.steering.operations import Operation, in_order
+from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.worker.gates import (
+    GATES,
+    Gate,
+    column_of,
+    in_columns,
+    probe_of,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
 
 FIRST_ROW = 0
 """The offset of instructions with a row for each position, until these are known."""
-GATES = 4
-"""Columns of the gates: a multiple of four, so that all is aligned."""
 
 
 class Placed(NamedTuple):
@@ -215,6 +220,11 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 }
 
 
+def _read_by(gate: Gate | None) -> frozenset[Tap]:
+    """Where the probe of a gate reads."""
+    return frozenset() if gate is None else frozenset({gate.condition.tap})
+
+
 class Kept:
     """An instruction with its vectors on the device, for as long as a phase has it."""
 
@@ -270,12 +280,13 @@ class Phase:
 
     def __init__(
         self,
-        operations: Iterable[Operation],
+        operations: Sequence[Operation],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
         width: int,
         device: torch.device,
         bank: Bank | None = None,
+        gates: Sequence[Gate | None] = (),
     ) -> None:
         """Put it on the device.
 
@@ -286,22 +297,35 @@ class Phase:
             width: of the stream.
             device: of the stream.
             bank: where vectors of operations are; None for one of its own.
+            gates: of each operation; empty if none has any.
 
         """
-        self.operations = in_order(one for one in operations if one.tap in taps)
+        pairs = zip(operations, gates or [None] * len(operations), strict=True)
+        here = [(one, gate) for one, gate in pairs if one.tap in taps]
+        here.sort(key=lambda pair: place_of(pair[0]))
+        self.operations = [one for one, _ in here]
         """Numbered from 0."""
-        self.taps = frozenset(one.tap for one in self.operations)
+        self._gates = [gate for _, gate in here]
+        self.taps = frozenset(one.tap for one in self.operations).union(
+            *(_read_by(gate) for gate in self._gates)
+        )
         """Where programs also add what is added."""
         self.device = device
         bank = bank or Bank(width, device)
         self._kept = bank.fetch(self.operations)
         vectors = _Vectors(width)
+        probes = {
+            gate: vectors.add(gate.condition.vector) for gate in in_columns(self._gates)
+        }
         sums = {
             tap: _draft_sum(vector, vectors)
             for tap, vector in added.items()
             if tap in self.taps
         }
         table = vectors.upload(device)
+        self._probes = {
+            gate: probe_of(gate, table[at : at + 1]) for gate, at in probes.items()
+        }
         self._sums = {tap: draft(table) for tap, draft in sums.items()}
         self.positioned = _together(self.operations)
         """Operations that act at some positions."""
@@ -326,9 +350,10 @@ class Phase:
             )
         return self._special[active]
 
-    def taps_of(self, numbers: Iterable[int]) -> set[Tap]:
-        """Where some operations act."""
-        return {self.operations[number].tap for number in numbers}
+    def taps_of(self, numbers: Collection[int]) -> set[Tap]:
+        """Where some operations act, and where the probes of their conditions read."""
+        acts = {self.operations[number].tap for number in numbers}
+        return acts.union(*(_read_by(self._gates[number]) for number in numbers))
 
     def last_position(self, prompt_length: int) -> int:
         """The last position at which one of the positioned operations acts."""
@@ -346,13 +371,24 @@ class Phase:
     ) -> list[tuple[int, Instruction]]:
         """The instructions of a hook point in order, with their operations' numbers.
 
-        The norm is saved before the first addition if one needs it. What is added
-        beside the operations has the number -1.
+        Probes come first: they see the stream as a capture at this point does. The
+        norm is saved before the first addition if one needs it. What is no operation's
+        own, a probe or what is added beside them, has the number -1.
         """
-        acting = [
-            (number, self._kept[number].instruction)
+        numbers = [
+            number
             for number, one in enumerate(self.operations)
-            if one.tap == tap and (one.positions is None or number in active)
+            if one.positions is None or number in active
+        ]
+        probes = [
+            (-1, self._probes[gate])
+            for gate in in_columns(self._gates[number] for number in numbers)
+            if gate.condition.tap == tap
+        ]
+        acting = [
+            (number, self._instruction(number))
+            for number in numbers
+            if self.operations[number].tap == tap
         ]
         kinds = [self.operations[number].op for number, _ in acting]
         replaces = [a for a, op in zip(acting, kinds, strict=True) if op == "replace"]
@@ -366,7 +402,11 @@ class Phase:
             for a, op in zip(acting, kinds, strict=True)
             if op not in ("replace", "add")
         ]
-        return [*replaces, *adds, *others]
+        return [*probes, *replaces, *adds, *others]
+
+    def _instruction(self, number: int) -> Instruction:
+        made, gate = self._kept[number].instruction, self._gates[number]
+        return made if gate is None else replace(made, gate=column_of(gate))
 
 
 def _together(operations: Sequence[Operation]) -> list[Together]:

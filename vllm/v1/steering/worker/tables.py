@@ -2,7 +2,7 @@
 """The tables that taps read: one row per configuration and phase, at every tap."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
     PackedVectors,
@@ -24,6 +25,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.gates import gated
 from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
 
@@ -36,6 +38,7 @@ class Row(NamedTuple):
     """Beyond that."""
 
 
+PhaseName: TypeAlias = Literal["prefill", "decode"]
 Rows = dict[int, Row]
 NOWHERE: frozenset[Tap] = frozenset()
 
@@ -108,8 +111,8 @@ class SteeringTables:
         Changes nothing, so that a failure on one rank leaves all as they were.
         """
         rows: Rows = {
-            GLOBAL_PREFILL_ROW: self._row(tiers.base, tiers.prefill),
-            GLOBAL_DECODE_ROW: self._row(tiers.base, tiers.decode),
+            GLOBAL_PREFILL_ROW: self._row(tiers, NO_STEERING, "prefill"),
+            GLOBAL_DECODE_ROW: self._row(tiers, NO_STEERING, "decode"),
         }
         for slot, loaded in self.loaded.items():
             rows.update(self._rows_of(slot, loaded, tiers))
@@ -156,18 +159,25 @@ class SteeringTables:
 
     def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
         """Both rows of a slot: the same vectors where no phase has any of its own."""
-        prefill = self._row(shared.base, shared.prefill, own.base, own.prefill)
+        prefill = self._row(shared, own, "prefill")
         decode = prefill
         if shared.prefill or shared.decode or own.prefill or own.decode:
-            decode = self._row(shared.base, shared.decode, own.base, own.decode)
+            decode = self._row(shared, own, "decode")
         return {prefill_row(slot): prefill, decode_row(slot): decode}
 
-    def _row(self, *parts: PackedVectors | None) -> Row:
-        """What these do at the taps of this process."""
-        added = {t: v for t, v in total(parts).items() if t in self._columns}
-        operations = [one for part in parts if part for one in part.operations]
-        if not operations:
+    def _row(self, shared: SteeringTiers, own: SteeringTiers, phase: PhaseName) -> Row:
+        """What these do in a phase at the taps of this process."""
+        ours, theirs = (_parts(tiers, phase) for tiers in (shared, own))
+        sums = total([*ours, *theirs])
+        added = {tap: v for tap, v in sums.items() if tap in self._columns}
+        pairs = [*gated(shared, ours, 0), *gated(own, theirs, MAX_CONDITIONS)]
+        if not pairs:
             return Row(added, NO_PHASE)
+        operations, gates = zip(*pairs, strict=True)
         width, device = self._table.shape[2], self._table.device
-        phase = Phase(operations, added, self._columns, width, device, self.bank)
-        return Row({t: v for t, v in added.items() if t not in phase.taps}, phase)
+        made = Phase(operations, added, self._columns, width, device, self.bank, gates)
+        return Row({t: v for t, v in added.items() if t not in made.taps}, made)
+
+
+def _parts(tiers: SteeringTiers, phase: PhaseName) -> tuple[PackedVectors | None, ...]:
+    return tiers.base, tiers.prefill if phase == "prefill" else tiers.decode

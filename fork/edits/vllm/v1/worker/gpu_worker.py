@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's output carries its readouts; a worker that stops flushes its captures."""
+"""A step's output carries its readouts; a worker that stops or sleeps flushes rows."""
 
 from fork.language import add_import, first, replace
 
@@ -13,6 +13,11 @@ EDITS = [
         anchor="self.model_runner.sample_tokens(grammar_output)",
         by="residual_stream.with_readouts(self, grammar_output)",
         why="The output carries what the step's requests have read out.",
+    ),
+    first(
+        scope="Worker.sleep",
+        insert="residual_stream.before_sleep(self)",
+        why="Rows leave the device before its memory does; what follows waits for it.",
     ),
     first(
         scope="Worker.shutdown",

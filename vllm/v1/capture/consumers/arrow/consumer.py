@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer that writes tables which data tools open as they are."""
+"""`ArrowConsumer`, which writes files that common data tools can open."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 class ArrowConsumer(StorageSink):
-    """Writes one row per position: request id, layer, hook, position, token, values.
+    """Writes tables with a row per position, or one safetensors file per request.
 
-    A `CaptureSink`. The result's payload is the list of paths of the files, which
-    are whole and readable when the result is given.
+    The columns are request id, layer, hook, position, token id and values; see
+    `schema_of`. A `CaptureSink`. The result's payload is the list of paths of the
+    files, which are complete when the result is returned.
     """
 
     reads_client_spec: ClassVar[bool] = True
@@ -58,11 +59,18 @@ class ArrowConsumer(StorageSink):
         super().__init__("arrow", parsed.root, limits, _Tables(parsed))
 
     def global_capture_spec(self) -> CaptureSpec | None:
-        """What `global_hooks` and `global_positions` say."""
+        """The spec of `global_hooks` and `global_positions`."""
         return self._spec
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """`{"hooks": ..., "positions": ..., "tag"?, "request_id"?}`."""
+        """Parse `{"hooks": ..., "positions": ..., "tag": ..., "request_id": ...}`.
+
+        Only `hooks` is required.
+
+        Raises:
+            CaptureValidationError: names the parameter, the value and the remedy.
+
+        """
         raw, where = plain(raw), f"capture.{self.instance_name or 'arrow'}"
         spec = parse_spec(raw, ctx, where, ("request_id", "tag"))
         for name in ("request_id", "tag"):
@@ -71,14 +79,14 @@ class ArrowConsumer(StorageSink):
         return spec
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
-        """The files that are this request's alone; tables hold several requests."""
+        """The paths of files with this request only; tables hold several requests."""
         if self._params.format != "safetensors":
             return []
         return places_of(raw, request_id, num_samples, self._params.default_tag)
 
 
 class _Tables:
-    """The tables under way."""
+    """Writes requests to shared tables or to safetensors files."""
 
     def __init__(self, params: ArrowParams) -> None:
         self._params = params
@@ -86,7 +94,7 @@ class _Tables:
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Append a request's rows to a table, or write its own file."""
+        """Append the rows of a request to a table, or write a file for it."""
         finalizes = request.writable()
         if not finalizes:
             request.settle(())
@@ -101,12 +109,12 @@ class _Tables:
             )
             return
         self._shards.add(
-            # As many tables grow at the same time as there are threads with rows.
+            # One open table per thread, so that threads need not wait for each other.
             [(tag, number) for number in range(self._tables)],
             partial(TableShard, self._params, workspace, tag, sidecar),
             lambda shard: shard.append(request, name, finalizes),
         )
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Tables whose time has come."""
+        """Tasks that seal the tables that are due."""
         return self._shards.due(now, closing)

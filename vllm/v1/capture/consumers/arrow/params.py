@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrow consumer's parameters."""
+"""The parameters of the consumer `arrow`."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,45 +21,45 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ArrowParams:
-    """The consumer's parameters, as `--capture-consumers arrow:...` gives them."""
+    """The parameters in `--capture-consumers arrow:...`."""
 
     root: Path
-    """The folder below which everything is written."""
+    """The directory for all files."""
     format: ArrowFormat = "parquet"
     """`parquet` or `ipc`: rows of many requests in one table per file.
     `safetensors`: one file per request."""
     compression: str = "none"
-    """Of the values: `none`, `zstd` or `lz4`; not for `safetensors`."""
+    """Compression of tables: `none`, `zstd` or `lz4`; ignored for `safetensors`."""
     fsync: bool = False
-    """Whether a file is forced to the disk before it gets its name."""
+    """Whether files are synced to disk before they get their final name."""
     bfloat16: Bfloat16 = "bits"
-    """How tables hold bfloat16, which Arrow does not have: `bits`, a binary value per
-    row, or `float32`, a list of numbers of twice the size."""
+    """How tables store bfloat16, which Arrow lacks: `bits`, one binary value per row,
+    or `float32`, a list of twice the size."""
     writer_threads: int | None = None
-    """Threads that encode and write, at most, each to a table of its own; None: half
-    of the cores, from 2 to 8."""
+    """Maximum number of threads that encode and write, each to its own table. None:
+    half of the cores, from 2 to 8."""
     queue_size: int = 1024
-    """How many requests that have ended may wait for a thread."""
+    """Maximum number of ended requests that wait for a thread."""
     timeout_seconds: float = 60.0
-    """How long the rows of a request may take to be written, from its end."""
+    """Maximum time from the end of a request until its rows are written."""
     buffer_bytes: int | None = None
-    """Rows in memory over all requests; more are spilled. None: room for several of
-    the largest requests, and an eighth of the machine's memory at most."""
+    """Maximum bytes of rows in memory, over all requests; more are spilled to disk.
+    None: several of the largest requests, at most an eighth of the machine's memory."""
     shard_max_bytes: int = 512 * MIB
-    """A table is sealed when its file has grown to this size."""
+    """Size of the file in bytes at which a table is sealed."""
     global_hooks: Any = None
     """What is captured of every request: hook point -> layer selector."""
     global_positions: Any = "last_prompt"
-    """At which positions of every request."""
+    """The positions that are captured of every request."""
     default_tag: str = "default"
-    """The tag of requests that name none."""
+    """The tag of requests that do not choose one."""
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "ArrowParams":
-        """The parameters that a dictionary stands for.
+        """Parse the configured parameters.
 
         Raises:
-            CaptureValidationError: naming the parameter, the value, the remedy.
+            CaptureValidationError: names the parameter, the value and the remedy.
 
         """
         options = Options(WHERE, raw, [field.name for field in fields(cls)])

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file per request, as readers of hidden states know it.
+"""One safetensors file per request, compatible with upstream's hidden-states files.
 
-`hidden_states` is `[rows, taps, hidden_size]` and `token_ids` `[rows]`, the shapes
-that upstream's own connector for hidden states writes; `positions` is `[rows]`, and
-the metadata names the taps in their order. Upstream's reader waits for the lock of a
-file `{path}.lock`, so an empty one lies beside each, never locked: the file is whole.
+The tensors are `hidden_states` `[rows, taps, hidden_size]` and `token_ids` `[rows]`, as
+upstream's hidden-states connector writes them, and `positions` `[rows]`. The metadata
+lists the taps in order. Upstream's reader waits for a lock on a file `{path}.lock`.
+Therefore an empty file of this name is created, which is never locked, because the file
+is complete when it gets its name.
 
-The format is that of https://github.com/huggingface/safetensors: the length of a JSON
-header as 8 bytes, the header, which may end in spaces, and the tensors' bytes.
+The format (https://github.com/huggingface/safetensors) is the length of a JSON header
+as 8 bytes, the header, which may be padded with spaces, and the bytes of the tensors.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ from vllm.v1.capture.delivery.row_bytes import write_all, write_scattered
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 NO_TOKEN = -1
-"""Token id of a position whose prompt was given as embeddings."""
+"""Token id at positions of a prompt that was given as embeddings."""
 
 ALIGNMENT = 4096
-"""Rows begin at a multiple of this many bytes."""
+"""Bytes to which the start of the rows in the file is aligned."""
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _BLOCK_BYTES = 64 << 20
@@ -46,9 +47,19 @@ def write_safetensors(
 ) -> list[CaptureResult]:
     """Write all keys of a request to `{tag}/{name}.safetensors`.
 
+    Args:
+        request: the request.
+        finalizes: its keys, at least one.
+        workspace: the consumer's root.
+        place: `(tag, name)`.
+        fsync: whether to sync the file to disk.
+
+    Returns:
+        The result of each key; the first has the path as its payload.
+
     Raises:
         OSError: nothing was written.
-        ValueError: the keys do not have the same positions.
+        ValueError: the keys have different positions.
 
     """
     ordered = sorted(finalizes, key=lambda finalize: finalize.key[1:])
@@ -91,7 +102,7 @@ def _name(path: str, final: str, fsync: bool) -> None:
 
 
 def _head(ordered: list[CaptureFinalize], request_id: str) -> bytes:
-    """Everything that comes before the rows, which are the last tensor."""
+    """The bytes before the rows: header, token ids and positions."""
     sidecar = ordered[0].sidecar
     tokens = [NO_TOKEN if token is None else token for token in sidecar["token_ids"]]
     facts = [
@@ -126,7 +137,7 @@ def _tensor(
 def _write_rows(
     file: int, offset: int, request: StoredRequest, ordered: list[CaptureFinalize]
 ) -> None:
-    """Write `[rows, taps, hidden_size]` from where the rows of each tap lie."""
+    """Write `[rows, taps, hidden_size]` directly from the memory of each tap's rows."""
     blocks = [list(request.blocks(finalize, _BLOCK_BYTES)) for finalize in ordered]
     rows = np.stack([_addresses(own) for own in blocks], axis=1)  # [rows, taps]
     sidecar = ordered[0].sidecar
@@ -135,7 +146,7 @@ def _write_rows(
 
 
 def _addresses(blocks: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
-    """Where each row of some blocks `[rows, hidden_size]` lies in memory."""
+    """The memory address of each row in blocks `[rows, hidden_size]`."""
     found = [
         block.data_ptr() + np.arange(len(block), dtype=np.uint64) * _apart(block)
         for block in blocks

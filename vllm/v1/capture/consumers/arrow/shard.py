@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table that many requests share, as one Parquet or Arrow IPC file."""
+"""A table with rows of many requests, in one Parquet or Arrow IPC file."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ from vllm.v1.capture.consumers.storage.shards import Shard
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 BATCH_BYTES = 16 << 20
-"""Rows of a key are written in batches of about this size."""
+"""Approximate size of a batch of rows."""
 
 _ENDINGS = {"parquet": "parquet", "ipc": "arrow"}
 
 
 class TableShard(Shard):
-    """One file under way."""
+    """An open table."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class TableShard(Shard):
         self._params = params
         self._schema = schema_of(sidecar, params.bfloat16 == "float32")
         stage = sidecar["pipeline_parallel_rank"]
-        # Random, as engines that know nothing of each other share a folder.
+        # Random, because independent engines may share a directory.
         name = f"rows-pp{stage:02d}-{uuid4().hex}.{_ENDINGS[params.format]}"
         self._final = str(workspace.folder(tag) / name)
         self._path, fd = workspace.create()
         os.close(fd)
-        self._file = pa.OSFile(self._path, "wb")  # Writes without Python's lock.
+        self._file = pa.OSFile(self._path, "wb")  # Writes without the GIL.
         self._writer = self._open_writer()
 
     def _open_writer(self) -> Any:
         compression = self._params.compression
         if self._params.format == "parquet":
-            # Activations do not repeat: a dictionary would only cost time, as would
-            # pages that are smaller than what is written at once.
+            # Activations do not repeat, so a dictionary would only cost time. So would
+            # pages smaller than a batch.
             return pq.ParquetWriter(
                 self._file,
                 self._schema,
@@ -64,14 +64,17 @@ class TableShard(Shard):
         return pa.ipc.new_file(self._file, self._schema, options=options)
 
     def _values_path(self) -> str:
-        """The column of values, as Parquet calls it."""
+        """The Parquet path of the column of values."""
         is_list = pa.types.is_fixed_size_list(self._schema.field("values").type)
         return "values.list.element" if is_list else "values"
 
     def append(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
     ) -> None:
-        """Write a request's keys; if that fails the whole table is lost."""
+        """Write the keys of a request; on failure the whole table is lost.
+
+        The caller holds the lock.
+        """
         try:
             for finalize in finalizes:
                 self._append_key(request, name, finalize)
@@ -116,7 +119,7 @@ class TableShard(Shard):
             os.unlink(self._path)
 
     def write_out(self) -> None:
-        """Write the footer and give the file its name."""
+        """Write the footer, and rename the file to its final name."""
         try:
             self._writer.close()
             self._file.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows as Arrow record batches, and back."""
+"""Conversion of captured rows to Arrow record batches and back."""
 
 from typing import Any
 
@@ -10,14 +10,19 @@ import torch
 from vllm.v1.capture.types import CaptureFinalize
 
 VALUE_TYPES = {"float16": pa.float16(), "float32": pa.float32()}
-"""Dtypes that Arrow has."""
+"""The captured dtypes that Arrow supports."""
 
 
 def schema_of(sidecar: dict[str, Any], widen: bool) -> pa.Schema:
-    """The columns, and what holds for all rows as metadata.
+    """The schema of a table, with facts about all rows as metadata.
 
-    Arrow has no bfloat16: a row of it is one binary value with its bits, or with
-    `widen` a list of float32, which is exact and takes twice the room.
+    Arrow has no bfloat16. A row of it is stored as one binary value with its bits or,
+    with `widen`, as a list of float32, which is exact and twice as large.
+
+    Args:
+        sidecar: of a key in the table.
+        widen: whether bfloat16 is stored as float32.
+
     """
     dtype, width = sidecar["dtype"], sidecar["hidden_size"]
     if dtype in VALUE_TYPES or widen:
@@ -53,7 +58,16 @@ def batch_of(
     rows: torch.Tensor,
     schema: pa.Schema,
 ) -> pa.RecordBatch:
-    """Rows `first_row` and on of one key; their values are not copied if they fit."""
+    """Convert rows of a key to a record batch, without a copy if the dtype is stored.
+
+    Args:
+        request_id: the request's name.
+        finalize: the key with its sidecar.
+        first_row: index of the first of `rows` among the key's rows.
+        rows: `[rows, hidden_size]`.
+        schema: as returned by `schema_of`.
+
+    """
     sidecar, count = finalize.sidecar, len(rows)
     part = slice(first_row, first_row + count)
     columns = [
@@ -80,13 +94,13 @@ def _values(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
 
 
 def rows_of(table: pa.Table) -> torch.Tensor:
-    """The values of a table's rows, `[rows, hidden_size]`, in the captured dtype.
+    """The values of a table as a tensor `[rows, hidden_size]` in the captured dtype.
 
     Args:
-        table: as pyarrow reads the consumer's files, whole or filtered.
+        table: a table that pyarrow read from the consumer's files; may be filtered.
 
     Raises:
-        KeyError: the table's metadata does not say what was captured.
+        KeyError: the table's metadata lacks the dtype or the width.
 
     """
     facts = table.schema.metadata or {}

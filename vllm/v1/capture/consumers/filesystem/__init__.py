@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer that writes rows to files."""
+"""The consumer `filesystem`, which writes rows to files, and functions to read them."""
 
 from vllm.v1.capture.consumers.filesystem.consumer import FilesystemConsumer
 from vllm.v1.capture.consumers.filesystem.entries import CaptureEntry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer that writes rows to files, in one of three layouts."""
+"""`FilesystemConsumer`, which writes rows to files in one of three layouts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
 
 class FilesystemConsumer(StorageSink):
-    """Writes the rows of each request once it has ended.
+    """Writes the rows of each request to files once it has ended.
 
-    A `CaptureSink`. The result's payload is the list of paths of the `.bin`
-    files, which are whole and readable when the result is given.
+    A `CaptureSink`. The result's payload is the list of paths of the `.bin` files,
+    which are complete when the result is returned. For the formats see
+    `docs/formats.md`.
     """
 
     reads_client_spec: ClassVar[bool] = True
@@ -63,11 +64,16 @@ class FilesystemConsumer(StorageSink):
         super().__init__("filesystem", parsed.root, limits, _Layouts(parsed))
 
     def global_capture_spec(self) -> CaptureSpec | None:
-        """What `global_hooks` and `global_positions` say."""
+        """The spec of `global_hooks` and `global_positions`."""
         return self._spec
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """A `FilesystemCaptureRequest`, or the same as a dict."""
+        """Parse a `FilesystemCaptureRequest`, or a dict with its fields.
+
+        Raises:
+            CaptureValidationError: names the parameter, the value and the remedy.
+
+        """
         raw, where = plain(raw), f"capture.{self.instance_name or 'filesystem'}"
         extra = ("request_id", "tag", "layout", "codec")
         spec = parse_spec(raw, ctx, where, extra)
@@ -86,19 +92,19 @@ class FilesystemConsumer(StorageSink):
         return spec
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
-        """Where a request's rows will lie; no other under way may have the same."""
+        """The paths that a request's rows are written to; see `PathLocks`."""
         return places_of(raw, request_id, num_samples, self._params.default_tag)
 
 
 class _Layouts:
-    """Sends each request to the layout that it asked for."""
+    """Writes each request in the layout that it asks for."""
 
     def __init__(self, params: FilesystemParams) -> None:
         self._params = params
         self._sharded = ShardedLayout(params)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write a request's rows."""
+        """Write the rows of a request."""
         finalizes = request.writable()
         sidecars = [finalize.sidecar for finalize in request.finalizes.values()]
         if not sidecars:
@@ -117,5 +123,5 @@ class _Layouts:
             write_per_file(request, finalizes, writing)
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Shards whose time has come."""
+        """Tasks that seal the shards that are due."""
         return self._sharded.shards.due(now, closing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows as numpy arrays, in the form of an earlier public fork."""
+"""Captured rows as NumPy arrays, with the API of an earlier public fork."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ class CaptureEntry:
     layer: int
     hook: str
     array: Array
-    """`[rows, hidden_size]`; bfloat16, which numpy does not have, as its 16 bits."""
+    """`[rows, hidden_size]`; bfloat16, which NumPy lacks, as `uint16` bits."""
     dtype: str
-    """The stream's, such as `bfloat16`."""
+    """The dtype of the stream, such as `bfloat16`."""
 
 
 class PerFile(NamedTuple):
-    """The rows of a file of one key: a pair with the parts of a `CaptureEntry`."""
+    """The rows and the sidecar of one key's file, with the fields of `CaptureEntry`."""
 
     rows: torch.Tensor
     """`[rows, hidden_size]` in the stream's dtype."""
@@ -33,7 +33,7 @@ class PerFile(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """The layer."""
+        """0-based index of the block."""
         return int(self.sidecar["layer"])
 
     @property
@@ -43,29 +43,29 @@ class PerFile(NamedTuple):
 
     @property
     def array(self) -> Array:
-        """As `CaptureEntry.array`."""
+        """The rows as in `CaptureEntry.array`."""
         return as_array(self.rows)
 
     @property
     def dtype(self) -> str:
-        """As `CaptureEntry.dtype`."""
+        """The dtype as in `CaptureEntry.dtype`."""
         return name_of(self.rows.dtype)
 
 
 def as_array(rows: torch.Tensor) -> Array:
-    """The rows in numpy; bfloat16 as its 16 bits."""
+    """The rows as a NumPy array; bfloat16 as `uint16` bits."""
     if rows.dtype is torch.bfloat16:
         return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
     return rows.numpy()
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16` for `torch.bfloat16`."""
+    """The name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def entries_of(rows: dict[Tap, torch.Tensor]) -> dict[Tap, CaptureEntry]:
-    """The entries of some rows, by `(layer, hook)`."""
+    """Convert tensors to entries, by `(layer, hook)`."""
     return {
         (layer, hook): CaptureEntry(layer, hook, as_array(one), name_of(one.dtype))
         for (layer, hook), one in rows.items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of a root the layouts have written.
+"""Patterns of the file names that the layouts write.
 
-Clients choose the names of folders, and people put files beside ours: only what
-matches a layout's own pattern, and is a file, is one of its files.
+Clients choose the names of directories, and there may be unrelated files. Only regular
+files that match a pattern belong to a layout.
 """
 
 import os
@@ -17,12 +17,12 @@ SHARD = re.compile(rf"(shard{_STAGE}-\d{{3}})-(\d{{5,12}})\.(bin|json)")
 OWN = re.compile(
     rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})|packed{_STAGE})\.(?:bin|json)"
 )
-"""In the folder of one request."""
+"""Files in the directory of one request."""
 PACKED = re.compile(rf"packed{_STAGE}\.json")
 
 
 def files_of(folder: str | Path, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """The files of a folder whose names match, in no order; none without a folder."""
+    """Yield the matches of file names in a directory, which may be missing."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -34,7 +34,7 @@ def files_of(folder: str | Path, pattern: re.Pattern[str]) -> Iterator[re.Match[
 
 
 def indices_in(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The JSON files of a folder whose names match, the one written last at the end."""
+    """The matching JSON files of a directory, by ascending modification time."""
     names = (found[0] for found in files_of(folder, pattern))
     paths = [folder / name for name in names if name.endswith(".json")]
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))

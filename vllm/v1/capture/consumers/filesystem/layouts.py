@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of files that are one request's own, and what all layouts share.
+"""The layouts `per_file` and `packed`, and code shared with `sharded`.
 
-`per_file` has one file of rows per key with its JSON beside it, `packed` all keys of
-a request in one file with an index beside it.
+`per_file` writes one file of rows and one JSON file per key, `packed` one file with all
+keys of a request and one JSON index.
 """
 
 import json
@@ -25,7 +25,7 @@ from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How the rows of one request are to be written."""
+    """The settings for writing the rows of one request."""
 
     params: FilesystemParams
     workspace: Workspace
@@ -35,20 +35,20 @@ class Writing:
     codec: Codec
 
     def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
-        """An encoder for a key."""
+        """Create the encoder of a key."""
         sidecar = finalize.sidecar
         dtype = getattr(torch, sidecar["dtype"])
         return KeyEncoder(self.codec, sidecar["hidden_size"], dtype)
 
     @property
     def max_bytes(self) -> int:
-        """What one system call writes at most."""
+        """Maximum bytes per system call."""
         return self.params.coalesce_max_bytes
 
     def encoded(
         self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
     ) -> Iterator[Bytes]:
-        """A key's bytes, encoded as they are asked for.
+        """Yield the encoded bytes of a key.
 
         Raises:
             OSError: rows are missing.
@@ -63,16 +63,17 @@ class Writing:
         rows: Iterable[Bytes],
         index: Callable[[], dict[str, Any]],
     ) -> None:
-        """Write `{base}.bin` and `{base}.json`, which appear together.
+        """Write `{base}.bin` and `{base}.json`.
 
         Args:
-            request: what the files are of; it may be given up meanwhile.
-            base: the path without its ending.
-            rows: the bytes of the first file.
-            index: gives the content of the second, once all of `rows` were taken.
+            request: the request, which may fail with a timeout meanwhile.
+            base: the path without its suffix.
+            rows: the bytes of the `.bin` file.
+            index: returns the content of the `.json` file; called after all of `rows`
+                were consumed.
 
         Raises:
-            OSError: neither file is there.
+            OSError: neither file exists.
 
         """
         params, workspace = self.params, self.workspace
@@ -97,7 +98,7 @@ class Writing:
 def write_per_file(
     request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
 ) -> None:
-    """Write each key to a file of its own; a key's failure is its own."""
+    """Write each key to files of its own; keys fail independently."""
     folder = writing.workspace.folder(writing.tag, writing.name)
     results = []
     for finalize in finalizes:
@@ -111,7 +112,7 @@ def write_per_file(
         else:
             payload = [f"{base}.bin"]
             results.append(CaptureResult(finalize.key, "ok", payload=payload))
-        if request.settled.is_set():  # given up: it took too long
+        if request.settled.is_set():  # It took too long.
             return
     request.settle(results)
 
@@ -131,7 +132,7 @@ def _write_key(
 def write_packed(
     request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
 ) -> None:
-    """Write the request's keys one after the other to one file."""
+    """Write all keys of the request to one file."""
     if not finalizes:
         request.settle(())
         return
@@ -147,7 +148,7 @@ def write_packed(
         request.settle_error(said(error, f"{base}.bin"))
         return
     first, *others = (finalize.key for finalize in finalizes)
-    # The file is named once: the request's payload is the list of its files.
+    # Only one result names the file: payloads of all keys are concatenated.
     named = CaptureResult(first, "ok", payload=[f"{base}.bin"])
     request.settle([named, *(CaptureResult(key, "ok") for key in others)])
 
@@ -160,7 +161,17 @@ def keys_in_turn(
     entries: list[dict[str, Any]],
     offset: int,
 ) -> Iterator[Bytes]:
-    """The bytes of all keys; adds each key's entry once its bytes were taken."""
+    """Yield the bytes of all keys, consecutively.
+
+    Args:
+        request: the request.
+        finalizes: its keys.
+        writing: the settings.
+        shared: facts that are not repeated in the entries.
+        entries: extended by each key's entry after its bytes were consumed.
+        offset: the first key's offset in the file.
+
+    """
     for finalize in finalizes:
         encoder = writing.encoder(finalize)
         yield from writing.encoded(request, finalize, encoder)
@@ -169,19 +180,19 @@ def keys_in_turn(
 
 
 def said(error: OSError, name: str) -> str:
-    """Why the file `name` is not there, as results have it."""
+    """The message for results about an error in writing the file `name`."""
     if isinstance(error, FileExistsError):
         return f"FileExistsError: {name} exists already (on_collision=error)"
     return f"{type(error).__name__}: {error}"
 
 
 def codec_for(params: FilesystemParams, client: dict[str, Any]) -> Codec:
-    """The codec that a request asked for, else the consumer's."""
+    """The codec of a request's spec, otherwise the consumer's default."""
     return parse_codec(client.get("codec") or params.codec, "capture.filesystem.codec")
 
 
 def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:
-    """`-pp00` where the model is spread over pipeline stages, else nothing."""
+    """A suffix such as `-pp00` with pipeline parallelism, otherwise empty."""
     if sidecar["pipeline_parallel_size"] == 1:
         return ""
     return f"{joint}pp{sidecar['pipeline_parallel_rank']:02d}"

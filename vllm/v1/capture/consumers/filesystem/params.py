@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filesystem consumer's parameters."""
+"""The parameters of the consumer `filesystem`."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,51 +23,52 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FilesystemParams:
-    """The consumer's parameters, as `--capture-consumers filesystem:...` gives them."""
+    """The parameters in `--capture-consumers filesystem:...`."""
 
     root: Path
-    """The folder below which everything is written."""
+    """The directory for all files."""
     default_layout: Layout = "per_file"
-    """How rows lie in files unless a request says otherwise."""
+    """The layout of requests that do not choose one."""
     codec: str = "raw"
-    """How rows are encoded unless a request says otherwise."""
+    """The codec of requests that do not choose one."""
     on_collision: Collision = "overwrite"
-    """What happens when a request's files are there already. Shards never
-    overwrite one another; of two requests with one name the later is read."""
+    """What happens if files of a request exist. Shards never overwrite one another; of
+    two requests with the same name, the later one is read."""
     fsync: bool = False
-    """Whether a file is forced to the disk before it gets its name."""
+    """Whether files are synced to disk before they get their final name."""
     writer_threads: int | None = None
-    """Threads that encode and write, at most; None: half of the cores, from 2 to 8."""
+    """Maximum number of threads that encode and write. None: half of the cores, from 2
+    to 8."""
     queue_size: int = 1024
-    """How many requests that have ended may wait for a thread."""
+    """Maximum number of ended requests that wait for a thread."""
     timeout_seconds: float = 60.0
-    """How long the rows of a request may take to be written, from its end."""
+    """Maximum time from the end of a request until its rows are written."""
     coalesce_max_bytes: int = 32 * MIB
-    """Bytes that one system call writes at most."""
+    """Maximum bytes written per system call."""
     buffer_bytes: int | None = None
-    """Rows in memory over all requests; more are spilled. None: room for several of
-    the largest requests, and an eighth of the machine's memory at most."""
+    """Maximum bytes of rows in memory, over all requests; more are spilled to disk.
+    None: several of the largest requests, at most an eighth of the machine's memory."""
     num_shards: int = 4
-    """Over how many shards requests are spread (layout `sharded`)."""
+    """Number of shards that requests are distributed to (layout `sharded`)."""
     shard_max_bytes: int = 1024 * MIB
-    """A shard is sealed when it has grown to this size."""
+    """Size in bytes at which a shard is sealed."""
     global_hooks: Any = None
     """What is captured of every request: hook point -> layer selector."""
     global_positions: Any = "last_prompt"
-    """At which positions of every request."""
+    """The positions that are captured of every request."""
     default_tag: str = "default"
-    """The tag of requests that name none."""
+    """The tag of requests that do not choose one."""
     atomic_publish: bool = True
-    """Accepted; files always get their name when they are whole."""
+    """Accepted for compatibility; files always get their final name when complete."""
     fd_cache_size: int = 256
-    """Accepted; files are written at once, so none is kept open."""
+    """Accepted for compatibility; no file is kept open between writes."""
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "FilesystemParams":
-        """The parameters that a dictionary stands for.
+        """Parse the configured parameters.
 
         Raises:
-            CaptureValidationError: naming the parameter, the value, the remedy.
+            CaptureValidationError: names the parameter, the value and the remedy.
 
         """
         options = Options(WHERE, raw, [field.name for field in fields(cls)])

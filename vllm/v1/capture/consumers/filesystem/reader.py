@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading captured rows back from files."""
+"""Functions that read captured rows from the files of the consumer `filesystem`."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,18 +25,18 @@ from vllm.v1.capture.plan import Tap
 
 
 def read_per_file(path: str | Path) -> PerFile:
-    """The rows of one key and their sidecar.
+    """Read the rows of one key (layout `per_file`).
 
     Args:
-        path: the `.bin` file, or its `.json`.
+        path: the `.bin` file, or its `.json` file.
 
     Returns:
-        A pair: a tensor `[rows, hidden_size]` in the dtype that was captured, and the
-        sidecar. It has the attributes of a `CaptureEntry` as well.
+        A pair of a tensor `[rows, hidden_size]` in the captured dtype and the sidecar,
+        with the fields of a `CaptureEntry` in addition.
 
     Raises:
-        FileNotFoundError: the file or its sidecar is not there.
-        ValueError: the file's size is not what the sidecar says.
+        FileNotFoundError: one of the two files is missing.
+        ValueError: the file does not match the sidecar in size or checksum.
 
     """
     path = Path(path)
@@ -45,18 +45,18 @@ def read_per_file(path: str | Path) -> PerFile:
 
 
 def read_packed(path: str | Path) -> Any:
-    """The rows of one `packed` file by `(layer, hook)`, and its index.
+    """Read all keys of a request (layout `packed`).
 
     Args:
-        path: the `.bin` file, or its `.json`; or the request's folder.
+        path: the `.bin` file, its `.json` file, or the request's directory.
 
     Returns:
-        For a file `({(layer, hook): tensor}, index)`. For a folder, whose stages are
-        joined, `{(layer, hook): CaptureEntry}`.
+        For a file, `({(layer, hook): tensor}, index)`. For a directory, with the files
+        of all pipeline stages, `{(layer, hook): CaptureEntry}`.
 
     Raises:
-        FileNotFoundError: the file or its index is not there.
-        ValueError: the file is shorter than the index says.
+        FileNotFoundError: the file or its index is missing.
+        ValueError: the file does not match the index in size or checksum.
 
     """
     path = Path(path)
@@ -81,23 +81,23 @@ def read_sharded(
 def read_sharded(
     root: str | Path, tag: str | None = None, request_id: str | None = None
 ) -> Any:
-    """The rows in the shards of a tag.
+    """Read rows from the shards of a tag (layout `sharded`).
 
-    Of several requests with one id the one in the latest shard counts. Shards of an
-    earlier public fork do not tell them apart: there the rows of an id are joined.
+    If several requests have the same id, the latest one is read. Shards written by an
+    earlier public fork do not distinguish them; there, all rows of an id are joined.
 
     Args:
-        root: of the consumer; alone, the folder of a tag.
-        tag: of the request.
-        request_id: of the request.
+        root: the consumer's root; without the other arguments, the directory of a tag.
+        tag: the tag of the request.
+        request_id: the name of the request.
 
     Returns:
-        Of one request `{(layer, hook): tensor}`; of the folder of a tag
+        For one request, `{(layer, hook): tensor}`; for a directory,
         `{request id: {(layer, hook): CaptureEntry}}`.
 
     Raises:
         FileNotFoundError: no shard has rows of this request.
-        ValueError: a shard is shorter than its index says.
+        ValueError: a shard does not match its index in size or checksum.
 
     """
     if tag is None or request_id is None:
@@ -115,7 +115,7 @@ def read_sharded(
 def _rows_of(
     request_id: str, shards: Iterable[tuple[Path, dict[str, Any]]]
 ) -> dict[Tap, torch.Tensor]:
-    """The rows of one request, from shards in the order of their making."""
+    """The rows of one request, from shards in the order in which they were written."""
     rows: dict[Tap, torch.Tensor] = {}
     for path, index in shards:
         entries = [e for e in index["entries"] if e["request_id"] == request_id]
@@ -126,7 +126,7 @@ def _rows_of(
             for tap, more in _read_entries(path, entries, index["dtype"]).items():
                 rows[tap] = torch.cat([rows[tap], more]) if tap in rows else more
             continue
-        # Later ones replace earlier ones, whole requests at a time.
+        # Within a shard, the latest request with this id replaces earlier ones.
         latest = max(entry["request"] for entry in entries)
         mine = [entry for entry in entries if entry["request"] == latest]
         rows |= _read_entries(path, mine, requests[latest]["dtype"])
@@ -142,21 +142,23 @@ def read_request(
 def read_request(
     root: str | Path, tag: str | None = None, request_id: str | None = None
 ) -> Any:
-    """All rows of one request by `(layer, hook)`, in whatever layout they are.
+    """Read all rows of one request, in any layout.
 
-    Of several requests that were written under this name the latest counts.
+    If several requests were written under this name, the latest one is read.
 
     Args:
-        root: of the consumer; alone, the request's folder.
-        tag: of the request.
-        request_id: of the request.
+        root: the consumer's root; without the other arguments, the directory of the
+            request.
+        tag: the tag of the request.
+        request_id: the name of the request.
 
     Returns:
-        Tensors; for a request's folder, a `CaptureEntry` each.
+        `{(layer, hook): tensor}` with tensors `[rows, hidden_size]`; for a directory,
+        `{(layer, hook): CaptureEntry}`.
 
     Raises:
-        FileNotFoundError: nothing was captured under this tag and id.
-        ValueError: a file's size is not what its index says.
+        FileNotFoundError: nothing was captured under this tag and name.
+        ValueError: a file does not match its index in size or checksum.
 
     """
     if tag is None or request_id is None:
@@ -182,7 +184,7 @@ def read_request(
 
 
 def _has_newer_shard(folder: Path, own: Sequence[tuple[Path, Any]]) -> bool:
-    """Whether a shard beside a request's folder has later rows of its name."""
+    """Whether a shard of the same tag has later rows under the request's name."""
     written = max((path.stat().st_mtime_ns for path, _ in own), default=0)
     for path in reversed(indices_in(folder.parent, SHARD)):
         if path.stat().st_mtime_ns <= written:
@@ -193,23 +195,23 @@ def _has_newer_shard(folder: Path, own: Sequence[tuple[Path, Any]]) -> bool:
 
 
 def _file_of_one(path: Path, sidecar: dict[str, Any]) -> torch.Tensor:
-    """The rows of the `.bin` file beside a sidecar."""
+    """Read the `.bin` file of one key."""
     path = path.with_suffix(".bin")
     data = bytearray(path.read_bytes())
     return decode(data, sidecar, sidecar["dtype"], str(path))
 
 
 def _file_of_several(path: Path, index: dict[str, Any]) -> dict[Tap, torch.Tensor]:
-    """The rows of the `.bin` file beside an index of several entries."""
+    """Read the `.bin` file of an index with several entries."""
     return _read_entries(path, index["entries"], index["dtype"])
 
 
 def _read_entries(
     path: Path, entries: Sequence[dict[str, Any]], dtype: str
 ) -> dict[Tap, torch.Tensor]:
-    """The rows of some entries of one file; those of one key are joined.
+    """Read some entries of one file, joining those of the same key.
 
-    An earlier public fork writes an entry per chunk of a prompt and per step.
+    An earlier public fork writes a separate entry for each prefill chunk and step.
     """
     parts: dict[Tap, list[torch.Tensor]] = {}
     with open(path.with_suffix(".bin"), "rb") as file:
@@ -223,7 +225,7 @@ def _read_entries(
 
 
 def load_index(path: Path) -> dict[str, Any]:
-    """The JSON beside a `.bin` file."""
+    """Load the JSON file that belongs to a `.bin` file."""
     index: dict[str, Any] = json.loads(
         path.with_suffix(".json").read_text(encoding="utf-8")
     )
@@ -231,9 +233,10 @@ def load_index(path: Path) -> dict[str, Any]:
 
 
 def own_indices(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The files of a folder with their indices: those of the request written last.
+    """The files in a request's directory with their indices, sorted by path.
 
-    Files that an earlier request of the same name has left may be of other layers.
+    Only those of the latest request: an earlier one of the same name may have left
+    files of other layers.
     """
     found = [(path, load_index(path)) for path in indices_in(folder, OWN)]
     if not found:
@@ -248,7 +251,7 @@ def own_indices(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def shard_indices(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The shards of a tag with their indices, in the order of their making."""
+    """Yield the shards of a tag with their indices, by ascending modification time."""
     for path in indices_in(folder, SHARD):
         yield path, load_index(path)
 
@@ -259,10 +262,19 @@ def decode(
     dtype_name: str,
     where: str,
 ) -> torch.Tensor:
-    """The rows of one key from its bytes.
+    """Decode the bytes of one key.
+
+    Args:
+        data: the encoded bytes.
+        entry: the key's entry or sidecar, with `shape`, `codec` and `crc32c`.
+        dtype_name: the captured dtype.
+        where: the file's name in messages.
+
+    Returns:
+        A tensor `[rows, hidden_size]`.
 
     Raises:
-        ValueError: there are more or fewer bytes than the entry says, or others.
+        ValueError: the size or the checksum of `data` differs from the entry.
 
     """
     dtype = getattr(torch, dtype_name.removeprefix("torch."))

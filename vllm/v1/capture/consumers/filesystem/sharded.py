@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout `sharded`: many requests in one file, `{tag}/shard-{NNN}-{SEQ}.bin`."""
+"""The layout `sharded`: many requests in one file, `{tag}/shard-{NNN}-{SEQ}.bin`."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 
 class FileShard(Shard):
-    """One shard: rows aside, and its index in memory until it is sealed."""
+    """One shard: an incomplete file of rows, and its index in memory until sealing."""
 
     def __init__(
         self, params: FilesystemParams, workspace: Workspace, tag: str, prefix: str
@@ -45,7 +45,12 @@ class FileShard(Shard):
         self._results: list[CaptureResult] = []
 
     def reserve(self, num_bytes: int) -> int:
-        """Take room at the end for a request's keys; the lock is held."""
+        """Reserve bytes at the end for a request; the caller holds the lock.
+
+        Returns:
+            The offset of the reserved bytes.
+
+        """
         start = self.num_bytes
         self.num_bytes += num_bytes
         self.pending += 1
@@ -58,10 +63,13 @@ class FileShard(Shard):
         writing: Writing,
         start: int,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Write keys from `start` on; the request's facts, and the keys' entries.
+        """Write keys at the offset `start`.
+
+        Returns:
+            The facts of the request, and the entries of its keys.
 
         Raises:
-            OSError: some bytes may be in the file, which no index names.
+            OSError: the write failed; bytes that were written are in no index.
 
         """
         shared = request_facts([finalize.sidecar for finalize in finalizes])
@@ -77,7 +85,7 @@ class FileShard(Shard):
         facts: dict[str, Any],
         entries: list[dict[str, Any]],
     ) -> None:
-        """The request's bytes are in the file; the lock is held."""
+        """Add a request whose bytes were written; the caller holds the lock."""
         self.pending -= 1
         self.num_bytes = max(self.num_bytes, _end(entries))
         self._accept(request, finalizes, facts, entries)
@@ -85,9 +93,9 @@ class FileShard(Shard):
             self.seal()
 
     def give_up(self, request: StoredRequest, start: int, error: OSError) -> None:
-        """The request's bytes are not all in the file; the lock is held."""
+        """Fail a request that could not be written; the caller holds the lock."""
         self.pending -= 1
-        if not self.pending:  # Nobody writes after it: give the space back.
+        if not self.pending:  # No other write is in progress, so truncate.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, _end(self._entries))
             self.num_bytes = _end(self._entries)
@@ -102,14 +110,14 @@ class FileShard(Shard):
         facts: dict[str, Any],
         entries: list[dict[str, Any]],
     ) -> None:
-        """The request's bytes are in the file."""
+        """Add a request to the index."""
         which = {
             "request_id": facts["request_id"],
             "request": len(self._requests),
         }
         self._entries += [{**which, **entry} for entry in entries]
         self._requests.append(facts)
-        # One result carries the file's name, which is known once it is sealed.
+        # One result names the file; its name is known once the shard is sealed.
         first, *others = (finalize.key for finalize in finalizes)
         named = CaptureResult(first, "ok")
         self._results.append(named)
@@ -118,15 +126,15 @@ class FileShard(Shard):
         )
 
     def write_out(self) -> None:
-        """Claim the next free number, then write the index."""
-        if not self._requests:  # none of them could be written
+        """Claim the next free sequence number, and write the index."""
+        if not self._requests:  # All writes have failed.
             os.close(self._fd)
             os.unlink(self._path)
             return
         fsync = self._params.fsync
         index = None
         try:
-            # After the last row may be what was left of a write that failed.
+            # A failed write may have left bytes after the last row.
             os.ftruncate(self._fd, _end(self._entries))
             if fsync:
                 os.fsync(self._fd)
@@ -162,8 +170,8 @@ class FileShard(Shard):
         for sequence in count(self._next_sequence()):
             base = f"{self._folder}/{self._prefix}-{sequence:05d}"
             if os.path.lexists(f"{base}.json"):
-                continue  # A folder of a request may have this name.
-            # Another engine may write to the same folder: linking decides.
+                continue  # A request's directory may have this name.
+            # Another engine may use the same directory: the link is atomic.
             try:
                 _link(self._path, f"{base}.bin")
             except FileExistsError:
@@ -185,21 +193,21 @@ def _end(entries: Iterable[dict[str, Any]]) -> int:
 
 
 def _link(aside: str, final: str) -> None:
-    """As `publish`, but what is aside stays if the name is taken."""
+    """Like `publish`, but keeps the incomplete file if the name is taken."""
     if os.path.lexists(final):
         raise FileExistsError(final)
     try:
         os.link(aside, final)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links
+    except OSError:  # The file system does not support hard links.
         os.rename(aside, final)
     else:
         os.unlink(aside)
 
 
 class ShardedLayout:
-    """The shards under way of one consumer."""
+    """The open shards of one consumer."""
 
     def __init__(self, params: FilesystemParams) -> None:
         self._params = params
@@ -208,7 +216,7 @@ class ShardedLayout:
     def write(
         self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
     ) -> None:
-        """Append the request to its shard, which settles it when it is sealed."""
+        """Append the request to a shard, which settles it when it is sealed."""
         if not finalizes:
             request.settle(())
             return
@@ -249,7 +257,7 @@ class ShardedLayout:
         number: int,
         new: Callable[[], FileShard],
     ) -> None:
-        """Write keys of a size that only encoding tells; others wait meanwhile."""
+        """Write keys whose encoded size is unknown, while holding the shard's lock."""
 
         def work(shard: FileShard) -> None:
             start = shard.reserve(0)
@@ -265,7 +273,7 @@ class ShardedLayout:
 
 
 def encoded_bytes(finalizes: list[CaptureFinalize], writing: Writing) -> int | None:
-    """What the keys take in a file; None where that depends on their values."""
+    """The encoded size of the keys in bytes; None if it depends on their values."""
     total = 0
     for finalize in finalizes:
         sidecar = finalize.sidecar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the JSON beside the rows says."""
+"""The content of the JSON files that describe files of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +19,23 @@ REQUEST_FACTS = (
     "pipeline_parallel_rank",
     "pipeline_parallel_size",
 )
-"""What is the same for all keys of a request."""
+"""Fields that are the same for all keys of a request."""
 
 ROW_FACTS = ("positions", "token_ids")
-"""What there is one of per row."""
+"""Fields with one value per row."""
 
 
 def key_json(
     request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder
 ) -> dict[str, Any]:
-    """The sidecar of one key's own file, whose bytes went through `encoder`."""
+    """The JSON of a file with one key (layout `per_file`).
+
+    Args:
+        request_id: the request's name.
+        sidecar: the key's sidecar.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
     return {
         "request_id": request_id,
         "layer": sidecar["layer"],
@@ -41,7 +48,7 @@ def key_json(
 
 
 def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all keys of a request share; row facts only where they are the same."""
+    """The facts that all keys of a request share; row facts only if all agree."""
     first = sidecars[0]
     facts = {name: first[name] for name in REQUEST_FACTS}
     for name in ROW_FACTS:
@@ -56,7 +63,15 @@ def entry(
     offset: int,
     encoder: KeyEncoder,
 ) -> dict[str, Any]:
-    """Where one key lies in a file that holds several."""
+    """The index entry of a key in a file with several keys.
+
+    Args:
+        sidecar: the key's sidecar.
+        shared: the result of `request_facts`, which is not repeated.
+        offset: of the key's first byte in the file.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
     own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
     return {
         "layer": sidecar["layer"],

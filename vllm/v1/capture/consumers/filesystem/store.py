@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured files as one collection: by request, layer, hook and position, lazily.
+"""Lazy access to all files of a root, by request, layer, hook and position.
 
-Opening a store reads indices only. Rows are mapped into memory when they are asked
-for; encoded rows are decoded as far as they are asked for.
+Opening a store only reads the indices. Rows are memory-mapped, and encoded rows
+decoded, when and as far as they are requested.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from vllm.v1.capture.consumers.storage.codecs import codec_of
 from vllm.v1.capture.consumers.storage.files import ASIDE
 
 STATISTICS_ROWS = 4096
-"""So many rows are in memory at once while statistics are computed."""
+"""Number of rows that are loaded at once to compute statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows:
-    """The rows of one request at one hook point."""
+    """The rows of one request at one tap; loaded on access."""
 
     tag: str
     request_id: str
@@ -42,10 +42,12 @@ class StoredRows:
         return self.num_rows
 
     def to_torch(self, positions: Sequence[int] | None = None) -> torch.Tensor:
-        """Rows `[rows, width]` in the dtype that was captured.
+        """Load rows `[rows, width]` in the captured dtype.
 
-        Without `positions` the raw rows are the mapped file itself, which is
-        private: writing to them changes no file.
+        Args:
+            positions: token positions, in the order of the result; by default all
+                rows. With the codec `raw`, these are a private mapping of the file, so
+                writing to the tensor does not change the file.
 
         Raises:
             KeyError: a position was not captured.
@@ -72,12 +74,12 @@ class StoredRows:
     def to_numpy(
         self, positions: Sequence[int] | None = None
     ) -> np.ndarray[Any, np.dtype[Any]]:
-        """As `to_torch`; bfloat16, which numpy does not have, becomes float32."""
+        """Like `to_torch`; bfloat16, which NumPy lacks, is converted to float32."""
         rows = self.to_torch(positions)
         return (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
 
     def blocks(self, num_rows: int = STATISTICS_ROWS) -> Iterator[torch.Tensor]:
-        """All rows, at most `num_rows` at a time."""
+        """Yield all rows in tensors of at most `num_rows` rows."""
         for first in range(0, self.num_rows, num_rows):
             yield self._rows(first, min(first + num_rows, self.num_rows))
 
@@ -108,24 +110,27 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Over all rows that were asked for; computed in float64."""
+    """Statistics over rows, computed in float64."""
 
     num_rows: int
     mean: torch.Tensor  # [width]
     std: torch.Tensor  # [width]
     mean_norm: float
+    """The mean L2 norm of the rows."""
     largest: float
     """The largest magnitude of any value."""
 
 
 class CaptureStore:
-    """Everything that a filesystem consumer has written below a root."""
+    """All rows that a filesystem consumer has written to a root."""
 
     def __init__(self, root: str | Path) -> None:
         """Read the indices.
 
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: `root` is not a directory.
+            ValueError: a file was written by an earlier public fork in several pieces
+                per key.
 
         """
         self.root = Path(root)
@@ -151,7 +156,15 @@ class CaptureStore:
         hook: str | None = None,
         tag: str | None = None,
     ) -> list[StoredRows]:
-        """What fits every argument that is given, by tag, request, layer, hook."""
+        """The rows that match all given arguments, sorted by tag, request, layer, hook.
+
+        Args:
+            request_id: the name of a request.
+            layer: 0-based index of a block.
+            hook: a hook point.
+            tag: a tag.
+
+        """
         fitting = [
             rows
             for rows in self._rows
@@ -165,10 +178,10 @@ class CaptureStore:
     def one(
         self, request_id: str, layer: int, hook: str, tag: str | None = None
     ) -> StoredRows:
-        """The rows of one request at one hook point.
+        """The rows of one request at one tap.
 
         Raises:
-            KeyError: there are none, or several tags have some.
+            KeyError: there are none, or they exist under several tags.
 
         """
         found = self.select(request_id, layer, hook, tag)
@@ -183,10 +196,10 @@ class CaptureStore:
         return found[0]
 
     def statistics(self, **which: Any) -> Statistics:
-        """Statistics of the rows that `select(**which)` finds.
+        """Statistics of all rows in `select(**which)`.
 
         Raises:
-            ValueError: it finds no row.
+            ValueError: there are none.
 
         """
         count, norms, largest = 0, 0.0, 0.0
@@ -209,11 +222,11 @@ class CaptureStore:
     def layer_cosines(
         self, request_id: str, hook: str, tag: str | None = None
     ) -> tuple[list[int], torch.Tensor]:
-        """How alike the layers of a request are.
+        """Cosine similarity between the layers of a request.
 
         Returns:
-            The layers, and `[layers, layers]`: the cosine between the rows of two
-            layers at the same position, averaged over the positions of both.
+            The layers, and a matrix `[layers, layers]`: the cosine between the rows of
+            two layers at the same position, averaged over their common positions.
 
         """
         found = self.select(request_id, hook=hook, tag=tag)
@@ -226,11 +239,11 @@ class CaptureStore:
     def request_cosines(
         self, layer: int, hook: str, tag: str | None = None
     ) -> tuple[list[str], torch.Tensor]:
-        """How alike the requests are at one hook point.
+        """Cosine similarity between requests at one tap.
 
         Returns:
-            The request ids, and `[requests, requests]`: the cosine between the
-            means of their rows.
+            The request ids, and a matrix `[requests, requests]`: the cosine between the
+            mean rows of two requests.
 
         """
         found = [rows for rows in self.select(None, layer, hook, tag) if len(rows)]
@@ -248,7 +261,7 @@ class CaptureStore:
 
 
 def cosine(first: StoredRows, second: StoredRows) -> torch.Tensor:
-    """`[positions]`: the cosine of two rows at each position that both have."""
+    """The cosine between the rows at each common position, `[positions]`."""
     shared = sorted(set(first.positions) & set(second.positions))
     a, b = first.to_torch(shared).double(), second.to_torch(shared).double()
     return torch.nn.functional.cosine_similarity(a, b, dim=1).float()
@@ -261,7 +274,7 @@ def _scan(root: Path) -> Iterator[StoredRows]:
         found = list(shard_indices(folder))
         for own in sorted(path for path in folder.iterdir() if path.is_dir()):
             found += own_indices(own)
-        # What was written later replaces what there was of a request.
+        # Later files of a request replace earlier ones.
         for path, index in sorted(found, key=lambda one: one[0].stat().st_mtime_ns):
             _check_whole(path, index)
             requests = index.get("requests")
@@ -271,10 +284,10 @@ def _scan(root: Path) -> Iterator[StoredRows]:
 
 
 def _check_whole(path: Path, index: dict[str, Any]) -> None:
-    """Refuse files whose keys are in pieces, as an earlier public fork writes them.
+    """Refuse files with several entries per key, as an earlier public fork writes.
 
     Raises:
-        ValueError: names the file, and what reads it.
+        ValueError: there are; names the file and the functions that can read it.
 
     """
     keys = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request says to the filesystem consumer."""
+"""The form of a request's spec for the consumer `filesystem`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,18 +10,18 @@ LAYOUTS: tuple[Layout, ...] = ("per_file", "packed", "sharded")
 
 @dataclass
 class FilesystemCaptureRequest:
-    """What `SamplingParams.capture["filesystem"]` holds; a dict will do as well."""
+    """The value of `SamplingParams.capture["filesystem"]`, which may also be a dict."""
 
     request_id: str | None = None
-    """The folder of the request; the request's own id if None."""
+    """The name of the request's directory; None for the request's id."""
     tag: str = "default"
-    """The folder above it."""
+    """The name of the parent directory."""
     hooks: Any = None
     """Hook point -> layer selector: a list, `"all"`, or
     `{"layers": [...], "ranges": [[first, last], ...]}`."""
     positions: Any = "last_prompt"
     """A position selector."""
     layout: str | None = None
-    """How the rows lie in files; the consumer's own layout if None."""
+    """`"per_file"`, `"packed"` or `"sharded"`; None for the consumer's default."""
     codec: str | None = None
-    """How the rows are encoded; the consumer's own codec if None."""
+    """As in `parse_codec`, such as `"zstd"`; None for the consumer's default."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the consumers that write files share: buffers, writer threads, whole files."""
+"""Shared by consumers that write files: buffers, writer threads, atomic files."""

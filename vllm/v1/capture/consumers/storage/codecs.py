@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows become bytes: as they are, compressed, or with a stated error.
+"""Codecs between rows and bytes: raw, lossless compression, or with a stated error.
 
-All codecs work row by row or on blocks of rows, so a reader can go to a position
-without decoding what lies before it. `describe()` is what a sidecar holds;
-`codec_of(description)` gives the codec that reads it.
+All codecs work on single rows or on blocks of rows, so that a reader can access a
+position without decoding everything before it. A sidecar holds `describe()`, from which
+`codec_of` creates the codec that decodes the bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -32,41 +32,41 @@ class Codec(ABC):
 
     name: ClassVar[str]
     error: ClassVar[str]
-    """How far `reconstruct` may be from the rows, as a sentence."""
+    """The error of the reconstructed rows, in words."""
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> Bytes:
-        """The bytes of a block of rows."""
+        """Encode a block of rows `[rows, width]`."""
 
     @abstractmethod
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Rows `[num_rows, width]` from the bytes that `encode` made of them."""
+        """Decode bytes from `encode` to rows `[num_rows, width]` of `dtype`."""
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Bytes of each row; None where blocks of rows are encoded together."""
+        """Encoded bytes per row; None if rows of a block are encoded together."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """What a reader must know."""
+        """Name and parameters, from which `codec_of` recreates the codec."""
         return {"name": self.name}
 
 
 class Raw(Codec):
-    """The rows' own bytes."""
+    """The row-major bytes of the rows in their own dtype."""
 
     name = "raw"
     error = "none: bit for bit"
 
     def encode(self, rows: torch.Tensor) -> Bytes:
-        """The bytes, not copied."""
+        """The bytes, without a copy if the rows are contiguous."""
         return raw_bytes(rows)
 
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The rows, in the memory of `data` where that can be written to."""
+        """The rows, in the memory of `data` if it is writable."""
         if not num_rows:
             return torch.empty(0, width, dtype=dtype)
         view = memoryview(data)
@@ -74,18 +74,18 @@ class Raw(Codec):
         return torch.frombuffer(own, dtype=dtype).view(num_rows, width)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """The row's size in memory."""
+        """Bytes of a row in memory."""
         return width * dtype.itemsize
 
 
 class Zstd(Raw):
-    """zstd frames of blocks of rows."""
+    """Each block of rows as one zstd frame."""
 
     name = "zstd"
     error = "none: bit for bit"
 
     def encode(self, rows: torch.Tensor) -> Bytes:
-        """One frame."""
+        """Compress a block to one frame."""
         import pyarrow
 
         if not rows.numel():
@@ -96,7 +96,7 @@ class Zstd(Raw):
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The rows of one frame."""
+        """Decompress one frame."""
         import pyarrow
 
         size = num_rows * width * dtype.itemsize
@@ -105,12 +105,12 @@ class Zstd(Raw):
         return super().reconstruct(data, num_rows, width, dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Frames hold several rows."""
+        """None: a frame holds several rows."""
         return None
 
 
 class Full8(Codec):
-    """Eight bits per value and one scale per row: `[float32 scale][int8 * width]`."""
+    """8 bits per value and one scale per row: `[float32 scale][int8 * width]`."""
 
     name = "full8"
     error = (
@@ -125,21 +125,21 @@ class Full8(Codec):
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Scale times integer."""
+        """Multiply integers by the scale."""
         return decode_full8(data, num_rows, width, dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """A byte per value, and the scale."""
+        """One byte per value, and the scale."""
         return width + 4
 
 
 class RandomProjection8(Codec):
-    """The row's coordinates in a random subspace of `k` dimensions, as `full8`.
+    """The coordinates of a row in a random `k`-dimensional subspace, as `full8`.
 
-    The subspace is spanned by orthonormal columns that follow from the seed, so
-    a row is reconstructed as its projection; with `k` = width only the
-    quantization is lost. Distances and angles between rows keep their order on
-    average, for rows that have no relation to the seed.
+    The subspace has an orthonormal basis that is generated from the seed. A row is
+    reconstructed as its projection onto the subspace; with `k` equal to the width the
+    only error is that of quantization. For rows that do not depend on the seed,
+    distances and angles between rows keep their order on average.
     """
 
     name = "rp8"
@@ -152,7 +152,7 @@ class RandomProjection8(Codec):
         self.k, self.seed = k, seed
 
     def encode(self, rows: torch.Tensor) -> Bytes:
-        """Records of `k + 4` bytes, `k` capped at the width."""
+        """Records of `k + 4` bytes, with `k` limited to the width."""
         values = rows.to(torch.float32).numpy()
         basis = orthonormal_basis(values.shape[1], self._k(values.shape[1]), self.seed)
         return Full8().encode(torch.from_numpy(values @ basis))
@@ -160,26 +160,29 @@ class RandomProjection8(Codec):
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The projection of each row, in the original space."""
+        """The projection of each row, in the original coordinates."""
         k = self._k(width)
         inner = Full8().reconstruct(data, num_rows, k, torch.float32).numpy()
         basis = orthonormal_basis(width, k, self.seed)
         return torch.from_numpy(inner @ basis.T).to(dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """A byte per dimension kept, and the scale."""
+        """One byte per dimension of the subspace, and the scale."""
         return self._k(width) + 4
 
     def _k(self, width: int) -> int:
         return min(self.k, width)
 
     def describe(self) -> dict[str, Any]:
-        """Name, dimensions and seed."""
+        """Name, number of dimensions and seed."""
         return {"name": self.name, "k": self.k, "seed": self.seed}
 
 
 class TopK8(Codec):
-    """The `k` largest values of a row: `[float32 scale][uint32 * k][int8 * k]`."""
+    """The `k` values of largest magnitude of a row, with their indices.
+
+    A record is `[float32 scale][uint32 index * k][int8 * k]`.
+    """
 
     name = "topk8"
     error = (
@@ -191,13 +194,13 @@ class TopK8(Codec):
         self.k = k
 
     def encode(self, rows: torch.Tensor) -> Bytes:
-        """Records of `5 * k + 4` bytes, `k` capped at the width."""
+        """Records of `5 * k + 4` bytes, with `k` limited to the width."""
         return encode_topk8(rows, min(self.k, rows.shape[1]))
 
     def reconstruct(
         self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Zeros, with the kept values in their places."""
+        """The kept values at their indices, zero elsewhere."""
         record = np.frombuffer(
             data, dtype=topk8_record(min(self.k, width)), count=num_rows
         )
@@ -207,22 +210,24 @@ class TopK8(Codec):
         return torch.from_numpy(rows).to(dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Index and byte per value kept, and the scale."""
+        """Four bytes of index and one of value per kept value, and the scale."""
         return 5 * min(self.k, width) + 4
 
     def describe(self) -> dict[str, Any]:
-        """Name and how many values are kept."""
+        """Name and number of kept values."""
         return {"name": self.name, "k": self.k}
 
 
 def parse_codec(text: Any, where: str) -> Codec:
-    """The codec that a name stands for.
+    """Parse the name of a codec.
 
-    The names are `raw`, `zstd`, `full8`, `rp8:K`, `rp8:K:SEED` and `topk8:K`; without
-    `K` it is 256 dimensions or 64 values.
+    Args:
+        text: `raw`, `zstd`, `full8`, `rp8[:K[:SEED]]` or `topk8[:K]`. The default of
+            `K` is 256 dimensions for `rp8` and 64 values for `topk8`.
+        where: the parameter's name in messages.
 
     Raises:
-        CaptureValidationError: it is none of these.
+        CaptureValidationError: `text` is none of these.
 
     """
     name, *numbers = text.split(":") if isinstance(text, str) else ("",)
@@ -248,10 +253,10 @@ def parse_codec(text: Any, where: str) -> Codec:
 
 
 def codec_of(description: dict[str, Any]) -> Codec:
-    """The codec that a sidecar describes.
+    """Create the codec from its description in a sidecar.
 
     Raises:
-        ValueError: there is no such codec.
+        ValueError: the codec is unknown.
 
     """
     name = description["name"]
@@ -267,9 +272,12 @@ def codec_of(description: dict[str, Any]) -> Codec:
 
 @lru_cache(maxsize=8)
 def orthonormal_basis(width: int, k: int, seed: int) -> np.ndarray[Any, Any]:
-    """`[width, k]` float32 with orthonormal columns, a function of its arguments."""
+    """A random `[width, k]` float32 matrix with orthonormal columns.
+
+    It is determined by the arguments: the QR factorization of Gaussian values.
+    """
     generator = np.random.Generator(np.random.PCG64(seed))
     gaussian = generator.standard_normal((width, k))
     basis, upper = np.linalg.qr(gaussian)
-    # The factorization leaves the columns' signs open.
+    # The signs of the columns are not unique in a QR factorization, so fix them.
     return (basis * np.sign(np.diag(upper))).astype(np.float32)

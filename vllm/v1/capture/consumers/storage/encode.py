@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of one key, and what a reader must know of them.
+"""Encoding of a key's rows to bytes, with their checksum and description.
 
-The checksum is CRC32C: the polynomial of RFC 3720, section 12.1, reflected. Appendix
-B.4 there has test vectors.
+The checksum is CRC32C with the reflected polynomial of RFC 3720, section 12.1; its
+appendix B.4 has test vectors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,11 @@ from vllm.v1.capture.native import Bytes
 logger = init_logger(__name__)
 
 BLOCK_BYTES = 4 << 20
-"""Rows are encoded in blocks of about this size."""
+"""Approximate size of the blocks of rows that are encoded at once."""
 
 
 class KeyEncoder:
-    """Encodes a key's blocks while they are written."""
+    """Encodes the blocks of a key while they are written."""
 
     def __init__(self, codec: Codec, width: int, dtype: torch.dtype) -> None:
         self._codec = codec
@@ -32,10 +32,10 @@ class KeyEncoder:
         self.num_bytes = 0
         """Bytes that `encode` has yielded so far."""
         self.checksum: int | None = crc32c(b"")
-        """CRC32C of them; None if it is not computed here."""
+        """CRC32C of these bytes; None if the package `crc32c` is not installed."""
 
     def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
-        """The encoded blocks, one after the other."""
+        """Yield the encoded blocks; `blocks` are rows `[rows, width]`."""
         plain = self._codec.name == "raw"
         for block in blocks if plain else joined(blocks, BLOCK_BYTES):
             data = self._codec.encode(block)
@@ -47,7 +47,10 @@ class KeyEncoder:
             yield data
 
     def describe(self) -> dict[str, Any]:
-        """The codec, and `blocks` of `[rows, bytes]` where rows differ in size."""
+        """The codec's description, with `blocks` as a list of `[rows, bytes]`.
+
+        `blocks` is missing if all rows have the same encoded size.
+        """
         description = self._codec.describe()
         if not self._fixed:
             description["blocks"] = self._blocks
@@ -55,7 +58,7 @@ class KeyEncoder:
 
 
 def joined(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
-    """The same rows in blocks of about `size` bytes."""
+    """Regroup rows into blocks of about `size` bytes."""
     parts: list[torch.Tensor] = []
     held = 0
     for block in blocks:
@@ -73,13 +76,13 @@ def joined(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
 
 class _Crc32c(Protocol):
     def crc32c(self, data: Bytes, value: int = 0) -> int:
-        """The checksum of what has the checksum `value`, followed by `data`."""
+        """Continue the checksum `value` with `data`."""
 
 
 def crc32c(data: Bytes, before: int = 0) -> int | None:
-    """The checksum of what has the checksum `before`, followed by `data`.
+    """Continue the CRC32C `before` with `data`.
 
-    None where the package `crc32c` is not installed.
+    None if the package `crc32c` is not installed.
     """
     library = _library()
     return None if library is None else library.crc32c(data, before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are whole under their final name, whatever happens while they grow."""
+"""Files that get their final name only when they are complete."""
 
 import contextlib
 import os
@@ -10,20 +10,24 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
+from vllm.v1.capture.consumers.storage.folder_lock import (
+    FolderLock,
+    remove_abandoned,
+)
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.native import Bytes
 
 ASIDE = ".incomplete"
-"""The folder below the root where files grow. Readers skip names with a dot."""
+"""Directory in the root for incomplete files; readers skip it."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def create_file(path: str) -> int:
-    """A new file in a process's folder aside, open for writing.
+    """Create a file in a process's directory for incomplete files, open for writing.
 
-    The folder is made again if it is gone with the one above, which happens when the
-    root was emptied; the root itself is not, as it may be a mount point.
+    If the directory is missing, because the root was emptied, it is created again with
+    its parent. The root itself is not, as it may be a mount point.
     """
     try:
         return os.open(path, _NEW, 0o644)
@@ -36,47 +40,54 @@ def create_file(path: str) -> int:
 
 
 class Workspace:
-    """The root, and a folder of this process below it in which files grow."""
+    """The root, and this process's directory in it for incomplete files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._prefix = f"{socket.gethostname()}-{os.getpid()}-"
-        self.own: Path = root / ASIDE / f"{self._prefix}{uuid4().hex[:8]}"
+        # Host and process id are informative only; the lock shows whether it is alive.
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex}"
+        self.own: Path = root / ASIDE / name
+        self._lock = FolderLock(self.own)
         self._numbers = count()
         self._made: set[Path] = set()
 
     def open(self) -> None:
-        """Make the folder, and remove those of processes that no longer run."""
-        # The root itself was made at start-up. If it is gone now, a disk is not
-        # mounted, and filling whatever lies beneath would be wrong.
+        """Create the directory, and remove those of processes that no longer run.
+
+        Raises:
+            OSError: the root is missing or not writable.
+
+        """
+        # The root was created at start-up. If it is missing now, a disk is probably not
+        # mounted, and the mount point must not be written to.
         parent = self.own.parent
         with contextlib.suppress(FileExistsError):
             parent.mkdir()
+        self._lock.acquire()
         self.own.mkdir()
-        for other in parent.iterdir():
-            if _is_abandoned(other.name):
-                shutil.rmtree(other, ignore_errors=True)
+        remove_abandoned(parent)
 
     def close(self) -> None:
-        """Remove what has not become whole."""
+        """Remove the directory with all incomplete files."""
         shutil.rmtree(self.own, ignore_errors=True)
+        self._lock.release()
         with contextlib.suppress(OSError):
             self.own.parent.rmdir()
 
     def aside(self) -> str:
-        """A fresh path in this process's folder."""
+        """A new path in this process's directory."""
         return f"{self.own}/{next(self._numbers)}.part"
 
     def create(self) -> tuple[str, int]:
-        """A new file aside: its path and its descriptor, open for writing."""
+        """Create an incomplete file; returns its path and descriptor."""
         path = self.aside()
         return path, create_file(path)
 
     def folder(self, *parts: str) -> Path:
-        """The folder `parts` below the root, made if it is not there.
+        """The directory `parts` below the root, created if it is missing.
 
         Raises:
-            FileNotFoundError: the root is gone.
+            FileNotFoundError: the root is missing.
 
         """
         path = self.root.joinpath(*parts)
@@ -92,7 +103,12 @@ class Workspace:
         return path
 
     def write(self, buffers: Iterable[Bytes], max_bytes: int, fsync: bool) -> str:
-        """A complete file aside; nothing is left of it if it cannot be written."""
+        """Write a file that still needs its final name; returns its path.
+
+        Raises:
+            OSError: the write failed; the file was removed.
+
+        """
         path, fd = self.create()
         try:
             write_all(fd, buffers, max_bytes)
@@ -113,16 +129,22 @@ def publish_pair(
     replace: bool,
     fsync: bool,
 ) -> None:
-    """Give rows and the index that describes them their names, each `(aside, final)`.
+    """Rename a file of rows and its index to their final names.
 
-    Rows come first, so who sees the index can read the rows.
+    The rows are renamed first, so that a reader who finds the index can read them.
+
+    Args:
+        rows: the current and the final path.
+        index: the current and the final path.
+        replace: whether existing files are replaced.
+        fsync: whether to sync the directory.
 
     Raises:
-        OSError: neither has its name.
+        OSError: neither was renamed.
 
     """
     if replace and os.path.lexists(rows[1]):
-        # A reader must not find old facts beside new rows.
+        # A reader must not find the old index with new rows.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(index[1])
     publish(*rows, replace=replace, fsync=False)
@@ -134,10 +156,17 @@ def publish_pair(
 
 
 def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> None:
-    """Give a file its name.
+    """Rename a complete file to its final name; on failure it is removed.
+
+    Args:
+        aside: the current path.
+        final: the final path, in the same file system.
+        replace: whether an existing file is replaced.
+        fsync: whether to sync the directory.
 
     Raises:
-        FileExistsError: there is one, and it is not to be replaced.
+        FileExistsError: the final path exists, and `replace` is false.
+        OSError: renaming failed.
 
     """
     try:
@@ -158,7 +187,7 @@ def _move_to_new(aside: str, final: str | Path) -> None:
         os.link(aside, final)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links
+    except OSError:  # The file system does not support hard links.
         if os.path.exists(final):
             raise FileExistsError(f"{final} exists already") from None
         os.rename(aside, final)
@@ -172,16 +201,3 @@ def _sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _is_abandoned(name: str) -> bool:
-    host, _, rest = name.rpartition("-")[0].rpartition("-")
-    if host != socket.gethostname() or not rest.isdigit():
-        return False
-    try:
-        os.kill(int(rest), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

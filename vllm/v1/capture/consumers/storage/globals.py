@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer's own parameters say is captured of every request."""
+"""The global spec in the parameters of a storage consumer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 def global_spec(
     hooks: Any, positions: Any, vllm_config: "VllmConfig", where: str
 ) -> CaptureSpec | None:
-    """The spec that `global_hooks` and `global_positions` stand for.
+    """Parse `global_hooks` and `global_positions`.
 
-    Only the front end asks for it, where the model's hook points are known; in
-    a worker the selectors stay as they are.
+    Only the front end uses the spec, where the model's hook points are known. In a
+    worker the layer selectors are not resolved.
+
+    Args:
+        hooks: hook point -> layer selector; None if nothing is captured globally.
+        positions: a position selector.
+        vllm_config: the engine's configuration.
+        where: the consumer's name in messages.
 
     Raises:
-        CaptureValidationError: naming the parameter, the value, the remedy.
+        CaptureValidationError: names the parameter, the value and the remedy.
 
     """
     if hooks is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's rows are put: names that cannot lead out of the root."""
+"""Paths of a request's files, made from names that cannot lead out of the root."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -9,14 +9,15 @@ from vllm.v1.capture.consumers.storage.files import ASIDE
 from vllm.v1.capture.errors import CaptureValidationError
 
 MAX_NAME = 200
-"""Characters of a name; file systems allow 255 bytes."""
+"""Maximum number of characters of a name; file systems allow 255 bytes."""
 
 
 def path_part(name: Any, where: str) -> str:
-    """`name` as one part of a path: other characters than `[A-Za-z0-9._-]` are `_`.
+    """Convert `name` to one part of a path; only `[A-Za-z0-9._-]` is kept, else `_`.
 
     Raises:
-        CaptureValidationError: the name is empty, absolute, or leads elsewhere.
+        CaptureValidationError: the name is empty, too long, reserved, an absolute path,
+            or refers to a parent directory.
 
     """
     if not isinstance(name, str) or not name.strip():
@@ -48,7 +49,7 @@ def path_part(name: Any, where: str) -> str:
 
 
 def place_of(sidecar: dict[str, Any], default_tag: str) -> tuple[str, str]:
-    """The tag and the request's name, as parts of a path."""
+    """The tag and the name of the sample that a sidecar describes, as path parts."""
     spec = sidecar.get("client_spec") or {}
     name = _name(spec, sidecar["client_request_id"])
     if sidecar["num_samples"] > 1:
@@ -59,7 +60,10 @@ def place_of(sidecar: dict[str, Any], default_tag: str) -> tuple[str, str]:
 def places_of(
     spec: Mapping[str, Any], client_request_id: str, num_samples: int, default_tag: str
 ) -> list[str]:
-    """`{tag}/{name}` of each sample of a request: two under way must share none."""
+    """The paths `{tag}/{name}` of a request's samples.
+
+    Two requests in flight must not share one; see `PathLocks`.
+    """
     place = f"{_tag(spec, default_tag)}/{_name(spec, client_request_id)}"
     return [place] if num_samples == 1 else [f"{place}-{n}" for n in range(num_samples)]
 
@@ -69,7 +73,7 @@ def _tag(spec: Mapping[str, Any], default_tag: str) -> str:
 
 
 def _name(spec: Mapping[str, Any], client_request_id: str) -> str:
-    """What the request says, otherwise its id, of which a client chooses parts."""
+    """The `request_id` in the spec, otherwise a name made from the request's id."""
     given = spec.get("request_id")
     return path_part(given, "request_id") if given else _made(client_request_id)
 
@@ -81,7 +85,7 @@ def _plain(name: str) -> str:
 
 
 def _made(request_id: str) -> str:
-    """A name for any id."""
+    """A valid name for any request id."""
     name = _plain(request_id)
     if len(name) > MAX_NAME:
         digest = sha256(request_id.encode(errors="backslashreplace")).hexdigest()[:16]

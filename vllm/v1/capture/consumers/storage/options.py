@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking the parameters that a configuration gives a consumer."""
+"""Validation of the parameters of storage consumers."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from vllm.v1.capture.errors import CaptureValidationError
 
 
 class Options:
-    """Checks raw values one by one; `values` holds what has passed.
+    """Validates the values of a configuration, which are in `values`.
 
-    Every method raises a `CaptureValidationError` that names the parameter, the
-    value and the remedy.
+    Every method raises a `CaptureValidationError` that names the parameter, the value
+    and the remedy.
     """
 
     def __init__(self, where: str, raw: dict[str, Any], known: Sequence[str]) -> None:
@@ -28,14 +28,14 @@ class Options:
                 )
 
     def wrong(self, name: str, value: Any, remedy: str) -> CaptureValidationError:
-        """The error for a parameter."""
+        """Create the error for a parameter."""
         where = f"{self._where}.{name}"
         return CaptureValidationError(
             f"{where}={value!r}: {remedy}", parameter=where, value=value
         )
 
     def root(self, name: str, example: str) -> None:
-        """A folder that can be written to; it is made if it is not there."""
+        """Check that a value names a directory; creates it and makes it absolute."""
         value = self.values.get(name)
         if not isinstance(value, (str, Path)) or not str(value):
             raise self.wrong(
@@ -51,19 +51,19 @@ class Options:
         self.values[name] = path
 
     def choice(self, name: str, allowed: Sequence[str]) -> None:
-        """One of `allowed`."""
+        """Check that a value, if given, is one of `allowed`."""
         value = self.values.get(name, allowed[0])
         if value not in allowed:
             raise self.wrong(name, value, f"it must be one of {list(allowed)}")
 
     def boolean(self, name: str) -> None:
-        """True or false."""
+        """Check that a value, if given, is true or false."""
         value = self.values.get(name, True)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "it must be true or false")
 
     def whole(self, name: str, most: int = 1 << 62, optional: bool = False) -> None:
-        """A whole number from 1 to `most`; None too, where that is the default."""
+        """Check that a value is an integer from 1 to `most`, or None if `optional`."""
         value = self.values.get(name, None if optional else 1)
         if optional and value is None:
             return
@@ -73,7 +73,7 @@ class Options:
             raise self.wrong(name, value, f"it must be at most {most}")
 
     def seconds(self, name: str) -> None:
-        """A time above 0."""
+        """Check that a value is a positive, finite number."""
         value = self.values.get(name, 1.0)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value <= 0:

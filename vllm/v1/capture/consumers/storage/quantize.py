@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight bits per value: the records of `full8` and `topk8`, in numpy or compiled.
+"""8-bit quantization: the records of the codecs `full8` and `topk8`.
 
-The numpy forms define the bytes. `csrc/codecs` gives the same ones, faster and
-without the GIL.
+The NumPy implementation defines the bytes. `csrc/codecs` produces the same ones faster
+and without the GIL.
 """
 
 from typing import Any
@@ -17,7 +17,11 @@ Array = np.ndarray[Any, Any]
 
 
 def encode_full8(rows: torch.Tensor) -> bytes:
-    """Records `[float32 scale][int8 * width]` of rows `[rows, width]`."""
+    """Encode rows `[rows, width]` as records `[float32 scale][int8 * width]`.
+
+    Integers and scales are little-endian. The scale is the largest magnitude of the row
+    divided by 127, or NaN if the row has NaN or infinity.
+    """
     native = library()
     if native is None or rows.dtype not in DTYPES or not rows.numel():
         return full8_reference(rows)
@@ -26,7 +30,11 @@ def encode_full8(rows: torch.Tensor) -> bytes:
 
 
 def encode_topk8(rows: torch.Tensor, k: int) -> bytes:
-    """Records `[float32 scale][uint32 index * k][int8 * k]`; `k` up to the width."""
+    """Encode rows as records `[float32 scale][uint32 index * k][int8 * k]`.
+
+    The `k` values of largest magnitude are kept, with indices in ascending order;
+    `k` is at most the width.
+    """
     native = library()
     if native is None or rows.dtype not in DTYPES or not rows.numel():
         return topk8_reference(rows, k)
@@ -35,7 +43,7 @@ def encode_topk8(rows: torch.Tensor, k: int) -> bytes:
 
 
 def full8_reference(rows: torch.Tensor) -> bytes:
-    """`encode_full8` in numpy."""
+    """`encode_full8` in NumPy."""
     values = _float32(rows)
     record = np.empty(len(values), dtype=full8_record(values.shape[1]))
     record["scale"], record["q"] = _quantize(values)
@@ -45,13 +53,13 @@ def full8_reference(rows: torch.Tensor) -> bytes:
 def decode_full8(
     data: Bytes, num_rows: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Scale times integer, `[num_rows, width]`."""
+    """Decode full8 records to rows `[num_rows, width]` of `dtype`."""
     record = np.frombuffer(data, dtype=full8_record(width), count=num_rows)
     return torch.from_numpy(dequantize(record["scale"], record["q"])).to(dtype)
 
 
 def topk8_reference(rows: torch.Tensor, k: int) -> bytes:
-    """`encode_topk8` in numpy."""
+    """`encode_topk8` in NumPy."""
     values = _float32(rows)
     record = np.empty(len(values), dtype=topk8_record(k))
     record["index"] = kept = _largest(values, k)
@@ -60,12 +68,12 @@ def topk8_reference(rows: torch.Tensor, k: int) -> bytes:
 
 
 def full8_record(width: int) -> list[tuple[Any, ...]]:
-    """The fields of a record, as numpy takes them."""
+    """The NumPy dtype of a full8 record."""
     return [("scale", "<f4"), ("q", "i1", (width,))]
 
 
 def topk8_record(k: int) -> list[tuple[Any, ...]]:
-    """The fields of a record, as numpy takes them."""
+    """The NumPy dtype of a topk8 record."""
     return [("scale", "<f4"), ("index", "<u4", (k,)), ("q", "i1", (k,))]
 
 
@@ -81,7 +89,10 @@ def _float32(rows: torch.Tensor) -> Array:
 
 
 def _largest(values: Array, k: int) -> Array:
-    """Where the `k` largest magnitudes are, ascending; of equal ones the first."""
+    """Indices of the `k` largest magnitudes per row, ascending; ties: the first ones.
+
+    NaN counts as infinity.
+    """
     magnitude = np.abs(values)
     magnitude[np.isnan(magnitude)] = np.inf
     width = values.shape[1]
@@ -93,7 +104,7 @@ def _largest(values: Array, k: int) -> Array:
 
 
 def _quantize(values: Array) -> tuple[Array, Array]:
-    """Scale per row `[rows]` and integers `[rows, width]` within -127 to 127."""
+    """Scales `[rows]` and integers `[rows, width]` from -127 to 127."""
     largest = np.abs(values).max(axis=1, initial=0.0)
     scale = (largest / np.float32(127)).astype(np.float32)
     # Divided in float64: a scale may be subnormal.

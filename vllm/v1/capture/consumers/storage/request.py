@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request at a consumer that writes files, from its first row to its results."""
+"""The state of one request at a storage consumer."""
 
 import errno
 import os
@@ -20,9 +20,9 @@ logger = init_logger(__name__)
 class StoredRequest:
     """Rows, sidecars and results of a request.
 
-    The consumer's thread fills it until the request has ended; then it belongs to
-    the thread that writes it. Settling may come from either, or from the clock: the
-    first settles, later ones find `settled` set.
+    The consumer's thread fills it until the request has ended, then a writer thread
+    uses it. Either of them, or the clock thread, may settle it; only the first call has
+    an effect.
     """
 
     request_id: str
@@ -39,7 +39,7 @@ class StoredRequest:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def writable(self) -> list[CaptureFinalize]:
-        """The keys that can be written; the others get their error."""
+        """The keys to write; those that have failed get an error result."""
         good = []
         for key, finalize in self.finalizes.items():
             error = self.failure or finalize.sidecar.get("capture_error")
@@ -52,10 +52,10 @@ class StoredRequest:
     def blocks(
         self, finalize: CaptureFinalize, max_bytes: int
     ) -> Iterator[torch.Tensor]:
-        """The rows of a key that count.
+        """Yield the valid rows of a key in blocks of about `max_bytes`.
 
         Raises:
-            OSError: some are missing, after those that are there.
+            OSError: rows are missing; raised after all others were yielded.
 
         """
         _, layer, hook = finalize.key
@@ -67,10 +67,10 @@ class StoredRequest:
             raise OSError(f"only {found} of {wanted} rows are there")
 
     def commit(self) -> None:
-        """A file of the request is about to get its name.
+        """Called before a file of the request gets its final name.
 
         Raises:
-            OSError: ECANCELED, as the request was given up.
+            OSError: (ECANCELED) the request has failed with a timeout.
 
         """
         with self._lock:
@@ -78,7 +78,7 @@ class StoredRequest:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def settle(self, results: Iterable[CaptureResult]) -> None:
-        """Make the results final; keys without one are errors."""
+        """Make the results final; keys without a result get an error."""
         with self._lock:
             if self.settled.is_set():
                 return
@@ -92,7 +92,7 @@ class StoredRequest:
             callback()
 
     def settle_error(self, error: str) -> None:
-        """Make every key that has no result yet an error."""
+        """Settle with an error for all keys that have no result yet."""
         if self.settled.is_set():
             return
         logger.error("The capture of %s was not written: %s", self.request_id, error)
@@ -103,13 +103,13 @@ class StoredRequest:
         )
 
     def give_up(self, error: str) -> None:
-        """Make what is not written yet an error, and have it not be written."""
+        """Settle with errors, and prevent files that are not finished."""
         with self._lock:
             self._given_up = True
         self.settle_error(error)
 
     def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call back once the results are final; at once if they are."""
+        """Call `callback` once the results are final; at once if they are already."""
         with self._lock:
             if not self.settled.is_set():
                 self._callbacks.append(callback)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one request until they are written: in memory, or spilled."""
+"""The rows of one request until they are written, in memory or spilled to disk."""
 
 import threading
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ from vllm.v1.capture.delivery.spill import RowFiles, SpilledRows
 from vllm.v1.capture.plan import Tap
 
 _JOINED = 64
-"""So many pieces of a key are joined: decoding brings one row at a time."""
+"""Number of pieces that are joined at a time: decoding adds one row per step."""
 
 
 @dataclass(slots=True, eq=False)
 class _Key:
-    """Pieces `[rows, width]` in order, those on disk first."""
+    """The rows of one key as tensors `[rows, width]`, in order, those on disk first."""
 
     spilled: list[SpilledRows] = field(default_factory=list)
     pieces: list[torch.Tensor] = field(default_factory=list)
     small: int = 0
-    """How many pieces at the end of the list have not been joined."""
+    """Number of pieces at the end of the list that were not joined."""
 
     def take(self) -> list[torch.Tensor]:
-        """What is in memory, which is not held any more."""
+        """Remove and return the pieces in memory."""
         taken, self.pieces, self.small = self.pieces, [], 0
         return taken
 
 
 class RequestRows:
-    """Rows in the order of their arrival, by `(layer, hook)`.
+    """The rows of a request by `(layer, hook)`, in order of arrival.
 
-    One thread adds, others spill and read, one of them at a time.
+    One thread adds rows; others spill or read them, one at a time.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class RequestRows:
         """Held while rows are written to disk, which may hang."""
         self._discarded = False
         self._files: RowFiles | None = None
-        """Where spilled rows are."""
+        """The files of spilled rows, if any."""
         self.memory_bytes = 0
-        """Bytes of rows that lie in memory."""
+        """Bytes of rows in memory."""
 
     @property
     def spilled(self) -> bool:
-        """Whether some rows do not lie in memory."""
+        """Whether some rows are on disk."""
         return self._files is not None
 
     def add(self, tap: Tap, rows: torch.Tensor) -> None:
-        """Append rows `[rows, width]`, which are not copied."""
+        """Append rows `[rows, width]` without a copy."""
         with self._lock:
             key = self._keys.setdefault(tap, _Key())
             key.pieces.append(rows)
@@ -65,10 +65,10 @@ class RequestRows:
                 key.small = 0
 
     def spill(self, files: RowFiles) -> int:
-        """Move what lies in memory to disk; returns the bytes of memory freed.
+        """Move the rows in memory to disk; returns the bytes of memory freed.
 
         Raises:
-            OSError: the disk refuses; what is in memory is to be discarded.
+            OSError: the write failed; the caller must call `discard`.
 
         """
         with self._spilling:
@@ -80,7 +80,7 @@ class RequestRows:
             try:
                 written = files.write([r for pieces in taken.values() for r in pieces])
             except OSError:
-                with self._lock:  # for `discard`, which the caller owes
+                with self._lock:  # Counted again, so that `discard` returns it.
                     self.memory_bytes += size
                 raise
             left = iter(written)
@@ -95,9 +95,10 @@ class RequestRows:
             return size
 
     def blocks(self, tap: Tap, num_rows: int, max_bytes: int) -> Iterator[torch.Tensor]:
-        """The first `num_rows` rows of a key; what was spilled in parts of `max_bytes`.
+        """Yield the first `num_rows` rows of a key, after all rows were added.
 
-        Rows in memory come as the pieces they are. Call when all were added.
+        Spilled rows are read in blocks of about `max_bytes`; rows in memory are yielded
+        as they are.
         """
         with self._spilling, self._lock:
             key = self._keys.get(tap)
@@ -116,7 +117,7 @@ class RequestRows:
             left -= len(piece)
 
     def discard(self) -> int:
-        """Forget the rows, spilled ones too; returns the bytes of memory freed."""
+        """Discard all rows; returns the bytes of memory freed."""
         with self._lock:
             freed, self.memory_bytes = self.memory_bytes, 0
             keys, self._keys, self._discarded = self._keys, {}, True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that many requests share: when they are opened, and when they are sealed.
+"""Shards: files that many requests share, and when they are opened and sealed.
 
-A shard gets its name when it is full, or soon after requests stop coming; until
-then the requests in it wait for their results, so that what a result names can
-always be read.
+A shard is sealed, and gets its final name, when it is full or shortly after the last
+request was added. The requests in it get their results only then, so that a file named
+in a result can always be read.
 """
 
 import threading
@@ -17,37 +17,37 @@ from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
 
 IDLE_SECONDS = 0.1
-"""A shard is sealed if no request has come for so long."""
+"""A shard is sealed if no request was added for this time."""
 
 AGE_SECONDS = 1.0
-"""A shard is sealed once its first request has waited for so long."""
+"""A shard is sealed once its first request has waited for this time."""
 
 
 class Shard(ABC):
-    """A file under way. Its lock is held by whoever adds to it or seals it."""
+    """An open shard. `lock` must be held to add to it or to seal it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sealed = False
-        """Whether it takes no more requests."""
+        """Whether no more requests can be added."""
         self.written_out = False
         self.num_bytes = 0
         self.pending = 0
-        """Requests whose bytes are on their way to the file."""
+        """Number of requests whose bytes are being written."""
         self._waiting: list[tuple[StoredRequest, list[CaptureResult]]] = []
         self._first = self._last = self._asked = 0.0
 
     def wait_for_seal(
         self, request: StoredRequest, results: list[CaptureResult]
     ) -> None:
-        """The request is in the shard; `results` hold once it is sealed."""
+        """Settle `request` with `results` when the shard is sealed."""
         self._last = monotonic()
         if not self._waiting:
             self._first = self._last
         self._waiting.append((request, results))
 
     def is_due(self, now: float, closing: bool) -> bool:
-        """Whether `seal` has something to do; true once a second until it is done."""
+        """Whether to call `seal`; true at most once a second until that is done."""
         if self.written_out or (now - self._asked < 1.0 and not closing):
             return False
         if self.sealed:
@@ -61,7 +61,10 @@ class Shard(ABC):
         return is_due
 
     def seal(self) -> None:
-        """Take no more; finish the file once all bytes are there. The lock is held."""
+        """Accept no more requests, and finish the file once all bytes are written.
+
+        The caller holds the lock.
+        """
         self.sealed = True
         if self.pending or self.written_out:
             self._asked = 0.0
@@ -78,20 +81,20 @@ class Shard(ABC):
 
     @abstractmethod
     def write_out(self) -> None:
-        """Complete the file and give it its name; on failure leave nothing."""
+        """Complete the file and give it its final name; on failure, remove it."""
 
 
 S = TypeVar("S", bound=Shard)
 
 
 class ShardSet(Generic[S]):
-    """The shards under way, one per key."""
+    """The open shards, one per key."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._open: dict[tuple[str, int], S] = {}
         self._full: list[S] = []
-        """Sealed, with bytes still on their way."""
+        """Shards that are sealed but still being written."""
         self._lock = threading.Lock()
 
     def add(
@@ -100,9 +103,16 @@ class ShardSet(Generic[S]):
         new: Callable[[], S],
         work: Callable[[S], None],
     ) -> S:
-        """Do `work` on a shard under its lock, and seal it if it is full by then.
+        """Call `work` on a shard under its lock, then seal the shard if it is full.
 
-        It is the first of `keys` that nobody works on now, or the first one.
+        Args:
+            keys: candidates; the first whose lock is free is used, otherwise the first.
+            new: creates a shard.
+            work: called with the shard.
+
+        Returns:
+            The shard.
+
         """
         while True:
             shard = self._locked(keys, new)
@@ -141,7 +151,7 @@ class ShardSet(Generic[S]):
             self._full.append(shard)
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Tasks that seal the shards whose time has come."""
+        """Tasks that seal the shards that are due; see `Publisher.due`."""
         with self._lock:
             for key in [key for key, shard in self._open.items() if shard.sealed]:
                 self._retire(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sink of consumers that write files: bounded memory, threads, deadlines."""
+"""The base sink of consumers that write files: bounded memory, threads, deadlines."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -31,41 +31,43 @@ logger = init_logger(__name__)
 MIB = 1 << 20
 
 LEAST_BUFFER = 256 * MIB
+"""Minimum default of `buffer_bytes`."""
 MEMORY_SHARE = 8
-"""Rows that wait to be written have at most this part of the machine's memory, ..."""
+"""The default of `buffer_bytes` is at most the machine's memory divided by this."""
 REQUESTS_HELD = 4
-"""... and at least room for so many of the largest requests per thread that writes."""
+"""By default the buffer holds this many of the largest requests per writer thread."""
 
 SAID_SECONDS = 10.0
-"""Spilling is logged no more often than this."""
+"""Minimum time between log messages about spilling."""
 
 TICK_SECONDS = 0.05
+"""Period of the clock thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLimits:
-    """What bounds a sink."""
+    """The limits of a storage sink."""
 
     writer_threads: int
-    """Threads that encode and write, at most."""
+    """Maximum number of threads that encode and write."""
     queue_size: int
-    """Requests that have ended and may wait for a thread."""
+    """Maximum number of ended requests that wait for a thread."""
     timeout_seconds: float
-    """How long a request's rows may take to be written, from its end."""
+    """Maximum time from the end of a request until its rows are written."""
     buffer_bytes: int
-    """Rows in memory over all requests; more are spilled to a file."""
+    """Maximum bytes of rows in memory, over all requests; more are spilled to disk."""
 
 
 def default_threads(given: int | None) -> int:
-    """The threads that write at most, unless a number is given."""
+    """The maximum number of writer threads: `given`, or a default if None."""
     return writer_threads() if given is None else given
 
 
 def default_buffer(given: int | None, vllm_config: "VllmConfig | None") -> int:
-    """The bytes of rows that may wait, unless a number is given.
+    """The size in bytes of the buffer for rows: `given`, or a default if None.
 
-    By default as many as several of the largest requests have, and at most an eighth
-    of the machine's memory.
+    The default holds several of the largest requests per thread, but is at most an
+    eighth of the machine's memory.
     """
     if given is not None:
         return given
@@ -80,10 +82,10 @@ def default_buffer(given: int | None, vllm_config: "VllmConfig | None") -> int:
 
 
 class Publisher(Protocol):
-    """Writes the rows of requests that have ended; runs on the executor's threads."""
+    """Writes the rows of ended requests to files, on the executor's threads."""
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write the request's rows, and settle it at once or when a shard is sealed.
+        """Write the rows of a request, and settle it now or when its shard is sealed.
 
         Raises:
             OSError: nothing was written.
@@ -92,20 +94,26 @@ class Publisher(Protocol):
         ...
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Tasks that complete what waits for more; asked several times a second."""
+        """Tasks that seal shards whose time has come; called several times a second.
+
+        Args:
+            now: monotonic time, in seconds.
+            closing: whether to seal all shards.
+
+        """
         ...
 
 
 class StorageSink:
-    """A `CaptureSink` that collects a request's rows and has them published.
+    """A `CaptureSink` that collects the rows of a request and then publishes them.
 
-    Rows stay in memory until the request ends, up to `buffer_bytes` over all
-    requests; past that the largest requests that still run are spilled.
+    Rows stay in memory until the request ends, up to `buffer_bytes` over all requests.
+    Beyond that, the running requests with the most rows are spilled to disk.
     """
 
     location: Literal["worker", "driver"] = "worker"
     instance_name: str = ""
-    """The name that requests use, set once the instance is configured under it."""
+    """The name that requests use; set by the framework."""
     truncates: ClassVar[bool] = True
     batches_steps: ClassVar[bool] = True
 
@@ -119,12 +127,12 @@ class StorageSink:
         self._requests: dict[str, StoredRequest] = {}
         self._lock = threading.Lock()
         self._workspace = Workspace(root)
-        # An instance also exists in the front end, where it only validates:
-        # threads and folders are made with the first row.
+        # The instance in the front end only validates specs, so threads and
+        # directories are created with the first row.
         self._executor: Executor | None = None
         self._spilled = RowFiles(self._workspace.own)
         self.rewritten_bytes = 0
-        """Bytes of rows that were spilled, and so are written twice."""
+        """Total bytes of rows that were spilled, and are therefore written twice."""
         self._unsaid_bytes = 0
         self._said_at = 0.0
         self._clock: threading.Thread | None = None
@@ -134,7 +142,7 @@ class StorageSink:
 
     @property
     def folder(self) -> Path:
-        """Where the instance writes, which no other may share."""
+        """The root directory, which no other instance may use."""
         return self._workspace.root
 
     # Rows, on the consumer's thread.
@@ -144,7 +152,7 @@ class StorageSink:
         self.submit_chunk_batch([chunk])
 
     def submit_chunk_batch(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Take the rows of a step; waits while memory is full."""
+        """Take rows; blocks while the buffer is full."""
         self._start()
         size = 0
         for chunk in chunks:
@@ -166,10 +174,11 @@ class StorageSink:
             return request
 
     def _relieve(self, latest: set[str]) -> None:
-        """Wait until rows fit; spill requests that still run if they alone do not.
+        """Wait until the buffer has room, spilling running requests if necessary.
 
-        What has ended is being written and frees its memory by that. Rows that are
-        spilled are written twice, so only those go whose request may last for long.
+        Ended requests are being written and free their memory soon. Spilled rows are
+        written twice, so requests are spilled only if running ones alone use more than
+        half of the buffer.
         """
         with self._lock:
             running = [
@@ -206,7 +215,7 @@ class StorageSink:
         except OSError as error:
             logger.error("Rows of %s are lost: %s", request.request_id, error)
             failure = _said(error)
-        # First: whoever waits for memory may want more of the request spilled.
+        # Before memory is released: a waiting thread may spill the request again.
         request.spilling = False
         if failure is not None:
             self._lose(request, failure)
@@ -233,18 +242,18 @@ class StorageSink:
     # The end of a request.
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Note a key's end; its rows are written when the request has ended."""
+        """Note the end of a key; its rows are written when the request has ended."""
         self._start()
         self._request(finalize.key[0]).finalizes[finalize.key] = finalize
 
     def submit_request_end(
         self, request_id: str, finalizes: Sequence[CaptureFinalize]
     ) -> None:
-        """All keys of the request have ended: have them written."""
+        """Queue a request, all keys of which have ended, for writing."""
         request = self._request(request_id)
         if request.ended_at is not None:
             return
-        with self._lock:  # the clock decides under it that nothing waits
+        with self._lock:  # The clock clears `_waiting` under this lock.
             request.ended_at = monotonic()
             self._waiting.set()
         if not self._put(partial(self._publish, request)):
@@ -255,7 +264,7 @@ class StorageSink:
             self._budget.release(request.rows.discard())
 
     def _put(self, task: Task) -> bool:
-        if self._executor is None:  # the workspace could not be opened
+        if self._executor is None:  # The workspace could not be opened.
             task()
             return True
         return self._executor.put(task, self._limits.timeout_seconds)
@@ -276,15 +285,15 @@ class StorageSink:
     # Results.
 
     def when_done(self, request_id: str, notify: Callable[[], None]) -> None:
-        """Call back, from any thread, once the request's results are there."""
+        """Call `notify` once, from any thread, when the request has its results."""
         self._request(request_id).when_settled(notify)
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        """The key's result, given once; waits for it if the key was finalized."""
+        """The result of a finalized key, which is waited for and then removed."""
         return self.wait_for_result(key, self._limits.timeout_seconds + 5)
 
     def wait_for_result(self, key: CaptureKey, timeout: float) -> CaptureResult | None:
-        """The key's result, or None if there is none after `timeout` seconds."""
+        """The result of a key, which is removed; None after `timeout` seconds."""
         with self._lock:
             request = self._requests.get(key[0])
         if request is None or key not in request.finalizes:
@@ -320,7 +329,7 @@ class StorageSink:
         self._clock.start()
 
     def _run_clock(self) -> None:
-        """Complete what has waited long enough, and give up what takes too long."""
+        """Seal shards that are due, and fail requests that take too long."""
         while not self._closing.wait(TICK_SECONDS):
             if not self._waiting.wait(1.0):
                 continue
@@ -348,7 +357,7 @@ class StorageSink:
                 self._executor.put(task, 0.0)
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Write what has ended within `timeout` seconds; remove the rest."""
+        """Write ended requests within `timeout` seconds, and remove other rows."""
         if self._clock is None:
             return
         deadline = monotonic() + timeout
@@ -370,7 +379,7 @@ class StorageSink:
         self._workspace.close()
 
     def _settle_all(self, deadline: float) -> None:
-        """Wait for what is queued, completing what waits for more."""
+        """Seal all shards, and wait until all ended requests are settled."""
         while monotonic() < deadline:
             with self._lock:
                 pending = [

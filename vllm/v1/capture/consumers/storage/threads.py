@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that encode and write, and the bound on the rows that wait for them."""
+"""The writer threads of a storage consumer, and the bound on rows in memory."""
 
 import threading
 from collections import deque
@@ -14,18 +14,19 @@ Task = Callable[[], None]
 
 
 class Executor:
-    """Runs tasks from one bounded queue, which they begin in the order they came.
+    """A thread pool with a bounded queue; thread-safe.
 
-    Threads start as tasks find none idle, up to `most_threads`. Any thread may call.
+    Tasks are started in FIFO order. A thread is started when a task finds none idle, up
+    to `most_threads`.
     """
 
     def __init__(self, name: str, most_threads: int, queue_size: int) -> None:
-        """Begin with no thread.
+        """Start without threads.
 
         Args:
-            name: of the threads, numbered.
-            most_threads: how many tasks may run at the same time.
-            queue_size: how many tasks may wait.
+            name: prefix of the threads' names.
+            most_threads: maximum number of threads.
+            queue_size: maximum number of waiting tasks.
 
         """
         self._name = name
@@ -51,7 +52,7 @@ class Executor:
             return True
 
     def close(self, timeout: float) -> bool:
-        """Work off the queue; False if that takes longer than `timeout` seconds."""
+        """Run the queued tasks and stop; False if that takes more than `timeout` s."""
         deadline = monotonic() + timeout
         with self._changed:
             self._closing = True
@@ -75,13 +76,13 @@ class Executor:
             try:
                 task()
             except Exception:
-                # A task reports its own failures; this is one that it missed.
+                # Tasks report their own failures; this is an unexpected one.
                 logger.exception("Writing captured rows failed")
-            # The rows that the task holds must not live until the next one comes.
+            # Free the rows that the task refers to before waiting for the next one.
             del task
 
     def _next(self) -> Task | None:
-        """The oldest task; None once the queue is closed and empty."""
+        """Wait for the oldest task; None once the queue is closed and empty."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._tasks or self._closing)
@@ -94,7 +95,7 @@ class Executor:
 
 
 class MemoryBudget:
-    """Counts the bytes of rows that one consumer holds; any thread may call."""
+    """Counts the bytes of rows that one consumer holds in memory; thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -104,16 +105,16 @@ class MemoryBudget:
 
     @property
     def held(self) -> int:
-        """Bytes that are counted now."""
+        """Bytes held now."""
         return self._held
 
     def add(self, size: int) -> None:
-        """Count `size` bytes more, whether or not they fit."""
+        """Add `size` bytes, even if they exceed the limit."""
         with self._changed:
             self._held += size
 
     def release(self, size: int, written: bool = True) -> None:
-        """Count `size` bytes less, because they were written or were given up."""
+        """Subtract `size` bytes, which were written or (`written=False`) discarded."""
         with self._changed:
             self._held -= size
             self._stalled = self._stalled and not written
@@ -121,10 +122,10 @@ class MemoryBudget:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the bytes fit; False if they still do not.
+        """Wait until the held bytes are within the limit; False on a timeout.
 
-        After one wait in vain, further ones return at once until something is
-        written: a stuck disk must not stop the caller again and again.
+        After a wait has timed out, further ones return at once until something is
+        written, so that a stuck disk does not block the caller each time.
         """
         with self._changed:
             if self._held <= self.limit:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows count until the response that carries them has left, however that ends."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm.entrypoints.serve.capture import sending
+from vllm.entrypoints.serve.capture.sending import counting_unsent
+from vllm.v1.capture.frontend.path_locks import PathLocks
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.unsent import UnsentRows, when_response_ends
+from vllm.v1.capture.transport.bodies import PIECE_BYTES
+from vllm.v1.capture.types import CaptureResult
+
+SIZES = {"inline": 1000}
+BODY = bytes(range(256)) * (PIECE_BYTES // 100)
+
+
+def start(length: int | None) -> dict[str, Any]:
+    head = [] if length is None else [(b"Content-Length", str(length).encode())]
+    return {"type": "http.response.start", "status": 200, "headers": head}
+
+
+def body(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+class Response:
+    """An application that answers with rows; sees what is held with each message."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self.unsent, self.messages = UnsentRows(), messages
+        self.sent: list[dict[str, Any]] = []
+        self.held: list[int] = []
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        # Results are fetched in tasks that the handler starts.
+        await asyncio.create_task(self.fetch())
+        for message in self.messages:
+            await send(message)
+        self.held.append(self.unsent.bytes_for("inline"))
+
+    async def fetch(self) -> None:
+        self.unsent.hold(SIZES)
+
+    async def send(self, message: Any) -> None:
+        self.held.append(self.unsent.bytes_for("inline"))
+        self.sent.append(message)
+
+    def run(self, send: Callable[[Any], Any] | None = None) -> None:
+        asyncio.run(counting_unsent(self.app)({}, None, send or self.send))  # type: ignore[arg-type]
+        assert self.unsent.bytes_for("inline") == 0
+
+
+def test_a_body_is_sent_in_pieces_and_counts_until_its_last_byte() -> None:
+    response = Response(start(len(BODY)), body(BODY, more=True), body(b""))
+    response.run()
+    pieces = [message["body"] for message in response.sent[1:]]
+    assert b"".join(pieces) == BODY
+    assert max(map(len, pieces)) == PIECE_BYTES
+    # With the last byte the client may ask for more; what follows says nothing.
+    assert response.held == [1000] * len(response.sent[:-1]) + [0, 0]
+    assert [m["more_body"] for m in response.sent[1:]] == [True] * 3 + [False]
+
+
+def test_a_body_of_unknown_length_counts_until_its_end() -> None:
+    response = Response(start(None), body(b"data: 1", more=True), body(b""))
+    response.run()
+    assert response.held == [1000, 1000, 1000, 0]
+    assert response.sent == list(response.messages)
+
+
+def test_a_client_that_does_not_read_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "STALL_SECONDS", 0.01)
+    response = Response(start(4), body(b"rows"))
+
+    async def stuck(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="does not read"):
+        response.run(stuck)
+    assert response.unsent.bytes_for("inline") == 0
+
+
+def test_a_response_that_fails_frees_its_rows() -> None:
+    response = Response(start(4), body(b"rows"))
+
+    async def fail(message: Any) -> None:
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError):
+        response.run(fail)
+    assert response.unsent.bytes_for("inline") == 0
+
+
+def test_a_response_without_rows_is_sent_as_it_is() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start(None))
+        await send(body(BODY))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(counting_unsent(app)({}, None, send))  # type: ignore[arg-type]
+    assert sent == [start(None), body(BODY)]
+
+
+def test_who_makes_no_response_has_the_rows() -> None:
+    unsent = UnsentRows()
+    unsent.hold(SIZES)
+    assert unsent.bytes_for("inline") == 0
+    assert not when_response_ends(lambda: None)
+
+
+@pytest.fixture
+def tracker() -> RequestTracker:
+    tracker = RequestTracker(
+        PathLocks({}, None), 1, answered=lambda *_: None, forgotten=lambda _: None
+    )
+    with tracker.changed:
+        tracker.begin("r", 0, "r-0", ("inline",)).held = SIZES
+    return tracker
+
+
+def held(tracker: RequestTracker, aborted: bool = False) -> int:
+    with tracker.changed:
+        return tracker.held_bytes("inline", aborted)
+
+
+def test_fetched_rows_count_until_their_response_is_sent(
+    tracker: RequestTracker,
+) -> None:
+    counts = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        result = CaptureResult(("r-0", -1, "*"), "ok")  # type: ignore[arg-type]
+        tracker.note("r-0", "inline", 0, result)
+        assert tracker.results("r", "r") is not None
+        counts.append(held(tracker))
+
+    asyncio.run(counting_unsent(app)({}, None, None))  # type: ignore[arg-type]
+    assert counts == [1000]
+    assert held(tracker) == 0
+
+
+def test_rows_that_nobody_fetched_may_be_forgotten_after_the_response(
+    tracker: RequestTracker,
+) -> None:
+    tracker.abandon("r")
+    tracker.abandon("unknown")
+    assert held(tracker) == 0
+    assert held(tracker, aborted=True) == 1000

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that their clients do not read are bounded, as rows in flight are."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.hostile.client import Client
+from tests.hostile.conftest import INLINE_BYTES, WIDTH
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+HOOKS = ("pre_attn", "post_attn", "post_block")
+PROMPT, LAYERS, SAMPLES = [*range(20, 270)], 3, 8
+ROWS_BYTES = len(PROMPT) * len(HOOKS) * LAYERS * SAMPLES * WIDTH * 4
+CLIENTS = 16
+
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": PROMPT,
+    "max_tokens": 1,
+    "n": SAMPLES,
+    "capture": {
+        "inline": {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all_prompt"}
+    },
+}
+
+
+class Deaf:
+    """A client that looks at how its response begins, and reads nothing of it."""
+
+    def __init__(self, server: Server, key: str, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        where = urlsplit(server.url)
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.settimeout(120)
+        self.socket.connect((where.hostname, where.port))
+        self.socket.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\n"
+            % key.encode()
+            + b"Content-Length: %d\r\n\r\n" % len(text)
+            + text
+        )
+
+    def is_admitted(self) -> bool:
+        """Whether the response carries anything but an error."""
+        deadline = monotonic() + 120
+        while monotonic() < deadline:
+            seen = self.socket.recv(2000, socket.MSG_PEEK)
+            body = seen.partition(b"\r\n\r\n")[2]
+            if len(body) > 100:
+                return b'"error"' not in body
+            sleep(0.05)
+        raise TimeoutError("no response")
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process's own memory, without what it shares."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if "RssAnon" in line)
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_clients_do_not_read_is_bounded(
+    attacked: Server,
+    client: Client,
+    api_key: str,
+    opened: ExitStack,
+    streamed: bool,
+) -> None:
+    assert client.post("/v1/completions", BODY).status == 200
+    body = {**BODY, "stream": streamed}
+    before = resident(attacked.pid)
+    deaf = [Deaf(attacked, api_key, body) for _ in range(CLIENTS)]
+    for one in deaf:
+        opened.enter_context(one.socket)
+    admitted = sum(one.is_admitted() for one in deaf)
+    assert 1 <= admitted <= INLINE_BYTES // ROWS_BYTES
+    sleep(1)  # For what would be buffered beyond the limit.
+    assert resident(attacked.pid) - before < 2 * INLINE_BYTES
+    refused = client.post("/v1/completions", BODY)
+    assert refused.status == 400 and "not read yet" in str(refused.body)
+    assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
+    opened.close()
+    deadline = monotonic() + 30
+    while client.post("/v1/completions", BODY).status != 200:
+        assert monotonic() < deadline, "clients that are gone hold memory"
+        sleep(0.2)

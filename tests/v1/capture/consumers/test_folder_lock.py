@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of processes that have died are removed, and no others."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.capture.consumers.storage import folder_lock
+from vllm.v1.capture.consumers.storage.files import Workspace
+
+SCRIPT = """
+import os, socket, sys
+from pathlib import Path
+from vllm.v1.capture.consumers.storage.files import Workspace
+
+# As in a container beside this one: the same name, and any process id.
+socket.gethostname = lambda: "same"
+os.getpid = lambda: int(sys.argv[2])
+workspace = Workspace(Path(sys.argv[1]))
+workspace.open()
+open(workspace.create()[1], "w").write("rows")
+print(workspace.own, flush=True)
+sys.stdin.read()
+"""
+
+
+class Owner:
+    """Another process with a workspace below a root."""
+
+    def __init__(self, root: Path, pid: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(root), str(pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.folder = Path(self.process.stdout.readline().strip())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    # No process of this machine has the number.
+    owner = Owner(tmp_path, 999_999_999)
+    yield owner
+    owner.kill()
+
+
+def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    monkeypatch.setattr("socket.gethostname", lambda: "same")
+    workspace = Workspace(root)
+    workspace.open()
+    return workspace
+
+
+def test_another_container_of_the_same_name_keeps_its_files(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = started(tmp_path, monkeypatch)
+    assert (owner.folder / "0.part").exists()
+    workspace.close()
+    assert (owner.folder / "0.part").exists()
+
+
+def test_what_a_killed_process_left_is_removed_though_its_number_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Owner(tmp_path, os.getpid())
+    owner.kill()
+    assert (owner.folder / "0.part").exists()
+    workspace = started(tmp_path, monkeypatch)
+    assert not owner.folder.exists()
+    workspace.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_workspace_of_the_same_process_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = started(tmp_path, monkeypatch)
+    path, file = first.create()
+    os.close(file)
+    started(tmp_path, monkeypatch).close()
+    assert os.path.exists(path)
+    first.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_locks_nothing_of_others_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError("no locks here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        first = started(tmp_path, patched)
+        second = started(tmp_path, patched)
+        assert first.own.exists()
+        second.close()
+    first.close()
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, precious = tmp_path / ".incomplete", tmp_path / "precious"
+    parent.mkdir()
+    precious.write_text("mine")
+    (parent / f"x{folder_lock.SUFFIX}").symlink_to(precious)
+    (parent / "y").mkdir()
+    started(tmp_path, monkeypatch).close()
+    assert precious.read_text() == "mine" and (parent / "y").exists()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries with a condition act where its probe fires, as hooks in transformers do."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import generate, logprobs, params, tokens
+from vllm.v1.readouts.modules import save_probe
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BLOCK = 32
+PROMPT = [(5 * i + 3) % _models.VOCAB for i in range(BLOCK + 9)]
+SIZE = len(PROMPT)
+GENERATED = 8
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+PROBE, V, W = vector(1), vector(2), vector(3)
+P, U = PROBE.double(), (V / V.norm()).double()
+NAMED = torch.stack([vector(8), 0.1 * PROBE])
+
+
+@pytest.fixture(scope="module", params=_models.matrix())
+def steered(
+    request: Any, tmp_path_factory: Any
+) -> Iterator[tuple[Any, _models.Reference]]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    path = _models.save(request.param, folder / "model")
+    file = str(folder / "probe.safetensors")
+    bias = torch.tensor([0.0, 0.25])
+    save_probe(file, NAMED, bias, layer=0, hook="post_block", activation="sigmoid")
+    llm = _engine.engine(
+        path,
+        enable_prefix_caching=True,
+        block_size=BLOCK,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        max_steering_configs=8,
+        readout_modules={"mood": file},
+    )
+    yield llm, _models.Reference(path)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def cold(steered: Any) -> None:
+    assert steered[0].reset_prefix_cache()
+
+
+Values = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A condition, and what it decides in float64."""
+
+    tap: tuple[int, str]
+    """Where the probe reads."""
+    values: Values
+    """Of the rows there `[tokens, hidden]`, what is compared."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    below: bool = False
+    sharpness: float | None = None
+
+    def threshold(self, reference: _models.Reference) -> float:
+        """About half of the prompt's tokens fire, and none of them narrowly."""
+        found: list[torch.Tensor] = []
+
+        def look(stream: torch.Tensor) -> torch.Tensor:
+            found.append(self.values(stream.double()))
+            return stream
+
+        reference.logprobs(PROMPT, {self.tap: look})
+        middle = found[0].sort().values[SIZE // 4 : -SIZE // 4]
+        widest = int(middle.diff().argmax())
+        return float(middle[widest : widest + 2].mean())
+
+    def when(self, threshold: float) -> dict[str, Any]:
+        layer, hook = self.tap
+        asked = {"probe": PROBE, "layer": layer, "hook": hook, **self.more}
+        asked["below" if self.below else "above"] = threshold
+        return asked if not self.sharpness else {**asked, "sharpness": self.sharpness}
+
+    def gate(self, rows: torch.Tensor, threshold: float) -> torch.Tensor:
+        """`[tokens, 1]`."""
+        beyond = self.values(rows.double()) - threshold
+        beyond = -beyond if self.below else beyond
+        if self.sharpness:
+            return torch.sigmoid(self.sharpness * beyond)[:, None]
+        return (beyond > 0).double()[:, None]
+
+
+CASES: dict[str, Case] = {
+    "above": Case((0, "post_block"), lambda x: x @ P),
+    "below, with a bias": Case(
+        (0, "post_attn"), lambda x: x @ P + 0.75, {"bias": 0.75}, below=True
+    ),
+    "cosine": Case(
+        (1, "pre_attn"),
+        lambda x: x @ P / (x.norm(dim=-1) * P.norm()),
+        {"cosine": True},
+    ),
+    "soft": Case((0, "pre_attn"), lambda x: x @ P, sharpness=0.7),
+    "here": Case((1, "post_attn"), lambda x: x @ P),
+    "named": Case(
+        (0, "post_block"),
+        lambda x: torch.sigmoid(0.1 * (x @ P) + 0.25),
+        {"probe": "mood", "index": 1},
+    ),
+}
+ACTS = (1, "post_attn")
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ENTRIES: dict[str, tuple[dict[str, Any], Change]] = {
+    "add": ({"vector": V, "scale": 2}, lambda x, g: x + 2 * g * V.double()),
+    "project_out": (
+        {"vector": V, "op": "project_out"},
+        lambda x, g: x - g * (x @ U)[:, None] * U,
+    ),
+    "replace": (
+        {"vector": W, "op": "replace"},
+        lambda x, g: (1 - g) * x + g * W.double(),
+    ),
+}
+
+
+def changes(
+    case: Case, threshold: float, change: Change, from_row: int = 0
+) -> dict[Any, _models.Change]:
+    """What transformers does: the probe's place is looked at, the other one changed."""
+    found: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        found.append(case.gate(stream, threshold))
+        return stream
+
+    def act(stream: torch.Tensor) -> torch.Tensor:
+        if case.tap == ACTS:
+            look(stream)
+        changed = change(stream.double(), found[-1]).to(stream.dtype)
+        return torch.cat([stream[:from_row], changed[from_row:]])
+
+    return {ACTS: act} if case.tap == ACTS else {case.tap: look, ACTS: act}
+
+
+def at(*entries: dict[str, Any], tap: tuple[int, str] = ACTS) -> dict[str, Any]:
+    return {tap[1]: {tap[0]: list(entries)}}
+
+
+def error(output: Any, reference: Any, changed: Any) -> tuple[float, float]:
+    """The largest error, and the largest effect, relative to the largest value."""
+    ids = PROMPT + tokens(output)
+    expected = reference.logprobs(ids[:-1], changed)[SIZE - 1 :]
+    plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
+    largest = expected.abs().max()
+    wrong = (logprobs(output) - expected).abs().max() / largest
+    return float(wrong), float((expected - plain).abs().max() / largest)
+
+
+@pytest.mark.parametrize("tier", ["steering_vectors", "decode_steering_vectors"])
+def test_an_entry_acts_where_its_probe_fires(steered: Any, tier: str) -> None:
+    llm, reference = steered
+    first = SIZE if tier.startswith("decode") else 0
+    triples = [
+        (case, case.threshold(reference), one)
+        for case in CASES.values()
+        for one in ENTRIES.values()
+    ]
+    sampling = [
+        params(GENERATED, **{tier: at({**entry, "when": case.when(threshold)})})
+        for case, threshold, (entry, _) in triples
+    ]
+    outputs = generate(llm, [PROMPT] * len(triples), sampling)
+    effects = []
+    for (case, threshold, (_, change)), output in zip(triples, outputs, strict=True):
+        changed = changes(case, threshold, change, first)
+        wrong, effect = error(output, reference, changed)
+        assert wrong < 1e-4, (case, wrong)
+        effects.append(effect)
+    did = sum(effect > 1e-3 for effect in effects)
+    assert did >= (len(effects) if first == 0 else len(effects) // 2), effects
+
+
+def entry_of(case: str, reference: Any, **entry: Any) -> dict[str, Any]:
+    one = CASES[case]
+    return {"vector": V, **entry, "when": one.when(one.threshold(reference))}
+
+
+def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
+    llm, reference = steered
+    prompts = [PROMPT[i : i + 9] for i in range(4)]
+    plain = generate(llm, prompts, [params(GENERATED)] * 4)
+    assert llm.reset_prefix_cache()
+    fires = entry_of("above", reference, op="replace")
+    shut = {**fires, "when": {**fires["when"], "above": 1e6}}
+    specs: list[dict[str, Any]] = [
+        {},
+        {"steering_vectors": at(fires)},
+        {"steering_vectors": at(shut)},
+        {},
+    ]
+    mixed = generate(llm, prompts, [params(GENERATED, **one) for one in specs])
+    for number in range(4):
+        same = torch.equal(logprobs(plain[number]), logprobs(mixed[number]))
+        assert same == (number != 1)
+
+
+def test_the_prefix_cache_tells_conditions_apart(steered: Any) -> None:
+    """A warm run equals its cold one, whoever filled the cache before."""
+    llm, reference = steered
+    entries = [
+        entry_of("above", reference, scale=2),
+        entry_of("below, with a bias", reference, scale=2),
+        {"vector": V, "scale": 2},
+    ]
+    specs: list[Any] = [{"steering_vectors": at(entry)} for entry in entries] + [{}]
+    cold = []
+    for spec in specs:
+        assert llm.reset_prefix_cache()
+        cold += generate(llm, [PROMPT], [params(GENERATED, **spec)])
+    assert llm.reset_prefix_cache()
+    for again in range(2):
+        for spec, expected in zip(specs, cold, strict=True):
+            (found,) = generate(llm, [PROMPT], [params(GENERATED, **spec)])
+            assert found.num_cached_tokens == (BLOCK if again else 0)
+            assert (logprobs(found) - logprobs(expected)).abs().max() < 1e-4
+
+
+def test_the_engine_and_a_request_have_conditions_of_their_own(steered: Any) -> None:
+    llm, reference = steered
+    mine, ours = CASES["above"], CASES["cosine"]
+    limits = [one.threshold(reference) for one in (mine, ours)]
+    llm.set_steering(at({"vector": V, "when": ours.when(limits[1])}))
+    try:
+        own = {"vector": W, "op": "project_out", "when": mine.when(limits[0])}
+        sampling = [params(GENERATED, steering_vectors=at(own)), params(GENERATED)]
+        both, only = generate(llm, [PROMPT] * 2, sampling)
+    finally:
+        llm.clear_steering()
+    unit = (W / W.norm()).double()
+    gates: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        gates.append(mine.gate(stream, limits[0]))
+        return stream
+
+    def add(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return x + g * V.double()
+
+    def project(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        x = add(x, g)
+        return x - gates[-1] * (x @ unit)[:, None] * unit
+
+    assert error(only, reference, changes(ours, limits[1], add))[0] < 1e-4
+    changed = {mine.tap: look, **changes(ours, limits[1], project)}
+    wrong, effect = error(both, reference, changed)
+    assert wrong < 1e-4 < effect
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"layer": 2}, "not known when the entry acts"),
+    ({"layer": 1, "hook": "post_block"}, "not known when the entry acts"),
+    ({"layer": 7}, "where the probe reads"),
+    ({"hook": "mlp"}, "where the probe reads"),
+    ({"probe": [1.0]}, "has 64 numbers"),
+    ({"probe": [float("nan")] * _models.HIDDEN}, "finite"),
+    ({"probe": [0.0] * _models.HIDDEN}, "zeros"),
+    ({"probe": "unheard"}, "no probe is named"),
+    ({"probe": "mood"}, "2 rows"),
+    ({"probe": "mood", "index": 2}, "2 rows"),
+    ({"probe": "mood", "index": 0, "bias": 1}, "has its own"),
+    ({"probe": "mood", "index": 0, "above": 2}, "between 0 and 1"),
+    ({"probe": "mood", "index": 0, "layer": 1, "hook": "pre_attn"}, "was made for"),
+    ({"above": float("inf")}, "finite"),
+    ({"above": True}, "finite"),
+    ({"below": 1}, "not both"),
+    ({"above": None}, "not both"),
+    ({"sharpness": 0}, "above 0"),
+    ({"cosine": 1}, "true or false"),
+    ({"bias": "x"}, "finite"),
+    ({"scope": "ever"}, "not one of"),
+    ({"treshold": 1}, "no key 'treshold'"),
+]
+
+
+def test_bad_conditions_are_refused_before_anything_is_scheduled(steered: Any) -> None:
+    llm, _ = steered
+    good = CASES["above"].when(0.5)
+    for condition, said in [*BAD, (None, "it is"), (3, "it is")]:
+        given = {**good, **condition} if isinstance(condition, dict) else condition
+        entry = {"vector": V, "when": given if given is not None else {}}
+        with pytest.raises(ValueError, match=said):
+            generate(llm, [PROMPT], [params(1, steering_vectors=at(entry))])
+    many = [{"vector": V, "when": {**good, "above": n}} for n in range(9)]
+    with pytest.raises(ValueError, match="9 different conditions"):
+        generate(llm, [PROMPT], [params(1, steering_vectors=at(*many))])

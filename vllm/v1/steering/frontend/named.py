@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probes and SAEs of a server, as entries refer to them."""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from vllm.v1.readouts.modules import ModuleInfo, ProbeModule, load_module
+from vllm.v1.residual.bounds import listed
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.named import NamedProbe
+
+
+class NamedFiles:
+    """Probes and SAEs by name; safe to use from any thread.
+
+    A probe's file is read when an entry names it for the first time. It was read when
+    the server started, or when it was registered, so that it is what it says.
+    """
+
+    def __init__(self, described: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin; `described` gives the modules of the start, once one is asked for."""
+        self._lock = threading.RLock()
+        self._described = described
+        self._probes: dict[str, NamedProbe] = {}
+
+    @cached_property
+    def _infos(self) -> dict[str, ModuleInfo]:
+        return {name: ModuleInfo(**info) for name, info in self._described().items()}
+
+    @property
+    def modules(self) -> dict[str, ModuleInfo]:
+        """The modules by name."""
+        with self._lock:
+            return dict(sorted(self._infos.items()))
+
+    def put(self, info: ModuleInfo) -> None:
+        """A module was registered."""
+        with self._lock:
+            self._infos[info.name] = info
+            self._probes.pop(info.name, None)
+
+    def remove(self, name: str) -> None:
+        """A module was unregistered."""
+        with self._lock:
+            self._infos.pop(name, None)
+            self._probes.pop(name, None)
+
+    def probe(self, name: str, at: str) -> NamedProbe:
+        """A probe by name.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        with self._lock:
+            info = self._infos.get(name)
+            if info is None or info.kind != "probe":
+                probes = [n for n, one in self._infos.items() if one.kind == "probe"]
+                raise fail(
+                    f"{at}: no probe is named {name!r}; there are {listed(probes)}. "
+                    "Register it with --readout-modules, or give its vector",
+                    at,
+                    name,
+                )
+            if name not in self._probes:
+                self._probes[name] = _loaded(info)
+            return self._probes[name]
+
+
+def _loaded(info: ModuleInfo) -> NamedProbe:
+    module = load_module(info.name, info.path)
+    assert isinstance(module, ProbeModule), f"{info.path} has become something else"
+    return NamedProbe(
+        module.vectors.numpy(),
+        module.bias.numpy(),
+        module.activation,
+        module.cosine,
+        info.tap,
+    )

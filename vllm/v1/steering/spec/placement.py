@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers and tokens are together: a condition's decision stays where it is."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.plan import Tap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a server spreads a model over its ranks."""
+
+    stage_starts: tuple[int, ...] = (0,)
+    """The first layer of each pipeline stage."""
+    splits_tokens: bool = False
+    """Whether tensor-parallel ranks have their share of the tokens of some layers."""
+
+    def check(self, probe: Tap, entry: Tap, at: str) -> None:
+        """Refuse what the ranks of this server cannot tell each other.
+
+        Args:
+            probe: where a condition reads.
+            entry: where it is acted on.
+            at: the parameter's name in messages.
+
+        Raises:
+            SteeringValidationError: naming the parameter, the value and the remedy.
+
+        """
+        stage, other = (bisect_right(self.stage_starts, p[0]) for p in (entry, probe))
+        if stage != other:
+            raise fail(
+                f"{at}: layers {probe[0]} and {entry[0]} are on different pipeline "
+                "stages, and a decision does not travel between them; read in a layer "
+                f"of the entry's stage, from {self.stage_starts[stage - 1]} on",
+                at,
+                probe[0],
+            )
+        if self.splits_tokens:
+            raise fail(
+                f"{at}: this server splits the tokens of some layers over its ranks, "
+                "and a decision does not travel between them; start it without "
+                "sequence parallelism to use conditions",
+                at,
+                probe,
+            )
+
+
+ONE_RANK = Placement()
+
+
+def placement_of(vllm_config: "VllmConfig") -> Placement:
+    """How a configuration spreads its model."""
+    from vllm.distributed.utils import get_pp_indices
+
+    parallel = vllm_config.parallel_config
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    starts = tuple(get_pp_indices(layers, s, stages)[0] for s in range(stages))
+    splits = parallel.tensor_parallel_size > 1 and parallel.use_sequence_parallel_moe
+    return Placement(starts, splits)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From `when` on an entry to a condition."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.conditions import SCOPES, Condition, is_known_at
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.spec.arrays import parse_vector
+
+if TYPE_CHECKING:
+    from vllm.v1.steering.spec.parse import SteeredModel
+
+KEYS = (
+    "probe",
+    "index",
+    "bias",
+    "cosine",
+    "layer",
+    "hook",
+    "above",
+    "below",
+    "sharpness",
+    "scope",
+)
+FORM = (
+    'it is {"probe": a vector or the name of one, "layer", "hook", "above" or "below": '
+    'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "index"?}'
+)
+
+
+class _Probe(NamedTuple):
+    """What the condition compares: `x . vector + bias`, or the cosine."""
+
+    vector: Vector
+    bias: float
+    cosine: bool
+    activation: str
+    tap: Tap | None
+    name: str
+
+
+def parse_when(
+    raw: Any, entry: Tap, model: "SteeredModel", at: str
+) -> Condition | None:
+    """The condition of an entry; None where it always acts.
+
+    Args:
+        raw: what the user wrote.
+        entry: where the entry acts.
+        model: what the probe must fit.
+        at: the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping) or "probe" not in raw:
+        raise fail(f"{at}: {FORM}", at, raw)
+    if unknown := sorted(str(key) for key in raw if key not in KEYS):
+        raise fail(f"{at}: it has no key {shown(unknown[0])}; {FORM}", at, unknown[0])
+    probe = _probe(raw, model, at)
+    tap = _tap(raw, probe, model, at)
+    if not is_known_at(tap, entry):
+        raise fail(
+            f"{at}: the probe reads {tap[1]} of layer {tap[0]}, which is not known "
+            f"when the entry acts, at {entry[1]} of layer {entry[0]}; read at the same "
+            "hook point, at pre_attn of the same layer, or in an earlier layer",
+            at,
+            {"layer": tap[0], "hook": tap[1]},
+        )
+    model.placement.check(tap, entry, at)
+    above, threshold = _threshold(raw, probe, at)
+    return Condition(
+        *tap,
+        probe.vector.astype("<f4").tobytes(),
+        probe.bias,
+        probe.cosine,
+        above,
+        threshold,
+        _sharpness(raw, at),
+        _one_of(raw, "scope", SCOPES, at),
+        probe.name,
+    )
+
+
+def _probe(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
+    given = raw["probe"]
+    if isinstance(given, str):
+        return _named(given, raw, model, at)
+    if raw.get("index") is not None:
+        raise fail(
+            f"{at}.index says which row of a named probe; a vector has one",
+            f"{at}.index",
+            raw["index"],
+        )
+    vector = parse_vector(given, model.hidden_size, model.dtype, f"{at}.probe")
+    cosine = raw.get("cosine", False)
+    if not isinstance(cosine, bool):
+        raise fail(f"{at}.cosine is true or false", f"{at}.cosine", cosine)
+    bias = _number(raw.get("bias", 0.0), f"{at}.bias")
+    return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
+
+
+def _named(name: str, raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
+    for key in ("bias", "cosine"):
+        if raw.get(key) is not None:
+            raise fail(
+                f"{at}.{key}: the probe {shown(name)} has its own; leave it out",
+                f"{at}.{key}",
+                raw[key],
+            )
+    found = model.named.probe(name, f"{at}.probe")
+    rows = len(found.bias)
+    index = raw.get("index", 0 if rows == 1 else None)
+    is_row = isinstance(index, int) and not isinstance(index, bool)
+    if not is_row or not 0 <= index < rows:
+        raise fail(
+            f"{at}.index: the probe {shown(name)} has {rows} rows; say which one "
+            "decides, from 0",
+            f"{at}.index",
+            index,
+        )
+    if found.activation not in ("none", "relu", "sigmoid"):
+        raise fail(
+            f"{at}.probe: {shown(name)} ends in {found.activation}; a condition "
+            "compares the value before it: register the probe without an activation",
+            f"{at}.probe",
+            name,
+        )
+    vector = np.ascontiguousarray(found.vectors[index], dtype=np.float32)
+    if vector.shape != (model.hidden_size,):
+        raise fail(
+            f"{at}.probe: {shown(name)} is for rows of width {len(vector)}, and this "
+            f"model's have {model.hidden_size}",
+            f"{at}.probe",
+            name,
+        )
+    return _Probe(
+        _unit(vector, found.cosine, at),
+        float(found.bias[index]),
+        found.cosine,
+        found.activation,
+        found.tap,
+        name if rows == 1 else f"{name}[{index}]",
+    )
+
+
+def _unit(vector: Vector, cosine: bool, at: str) -> Vector:
+    if not vector.any():
+        raise fail(
+            f"{at}.probe: a vector of zeros finds nothing out", f"{at}.probe", 0.0
+        )
+    if not cosine:
+        return vector
+    wide = vector.astype(np.float64)
+    return (wide / np.linalg.norm(wide)).astype(np.float32)
+
+
+def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) -> Tap:
+    layer, hook = raw.get("layer"), raw.get("hook")
+    if layer is None and hook is None and probe.tap is not None:
+        layer, hook = probe.tap
+    is_layer = isinstance(layer, int) and not isinstance(layer, bool)
+    points = model.hook_points.get(layer, ()) if is_layer else ()
+    if not is_layer or not isinstance(hook, str) or hook not in points:
+        layers = sorted(model.hook_points)
+        known = points or model.hook_points[layers[-1]]
+        raise fail(
+            f"{at}: layer and hook say where the probe reads: a layer from {layers[0]} "
+            f"to {layers[-1]}, and one of its hook points, such as {list(known)}",
+            at,
+            {"layer": layer, "hook": hook},
+        )
+    assert isinstance(layer, int)
+    if probe.tap is not None and probe.tap != (layer, hook):
+        raise fail(
+            f"{at}: the probe {shown(probe.name)} was made for {probe.tap[1]} of layer "
+            f"{probe.tap[0]}; leave out layer and hook",
+            at,
+            {"layer": layer, "hook": hook},
+        )
+    return layer, hook
+
+
+def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, float]:
+    """Whether it fires above, and what it is compared with."""
+    given = [name for name in ("above", "below") if raw.get(name) is not None]
+    if len(given) != 1:
+        raise fail(
+            f"{at}: say above or below what value it fires, and not both",
+            at,
+            {name: raw.get(name) for name in ("above", "below")},
+        )
+    name = given[0]
+    value = _number(raw[name], f"{at}.{name}")
+    if probe.activation == "sigmoid":
+        if not 0 < value < 1:
+            raise fail(
+                f"{at}.{name}: the probe {shown(probe.name)} ends in a sigmoid; its "
+                "values lie between 0 and 1",
+                f"{at}.{name}",
+                value,
+            )
+        value = math.log(value / (1 - value))
+    elif probe.activation == "relu" and value <= 0 and (value or name == "below"):
+        raise fail(
+            f"{at}.{name}: the probe {shown(probe.name)} ends in a ReLU; its values "
+            "are 0 or more, so that this decides nothing",
+            f"{at}.{name}",
+            value,
+        )
+    return name == "above", value
+
+
+def _sharpness(raw: Mapping[str, Any], at: str) -> float:
+    given = raw.get("sharpness")
+    if given is None:
+        return 0.0
+    value = _number(given, f"{at}.sharpness")
+    if value <= 0:
+        raise fail(
+            f"{at}.sharpness must be above 0; leave it out for a gate that is open or "
+            "shut",
+            f"{at}.sharpness",
+            value,
+        )
+    return value
+
+
+def _number(value: Any, at: str) -> float:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(
+        value, bool
+    )
+    try:
+        fits = is_number and abs(float(value)) <= np.finfo(np.float32).max
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise fail(f"{at} must be a finite number", at, value)
+    return float(value)
+
+
+def _one_of(raw: Mapping[str, Any], name: str, known: Any, at: str) -> Any:
+    value = raw.get(name)
+    value = known[0] if value is None else value
+    if value not in known:
+        raise fail(
+            f"{at}.{name}: {shown(value)} is not one of {list(known)}",
+            f"{at}.{name}",
+            value,
+        )
+    return value
