@@ -378,3 +378,45 @@ def test_the_client_package_steers_by_packed_vectors_and_by_name(
         with pytest.raises(clearbox_client.ClearboxError) as refused:
             asked.register_module("from a client", vectors, key="wrong")
         assert refused.value.status == 401
+
+
+def test_the_openai_client_steers(client: httpx.Client) -> None:
+    from openai import BadRequestError, OpenAI
+
+    library = OpenAI(base_url=f"{client.base_url}/v1", api_key=SERVER_KEY)
+    asked: dict[str, Any] = {
+        "model": "m",
+        "prompt": "The dog went",
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 1,
+    }
+
+    def text(**extra: Any) -> tuple[str, list[float]]:
+        choice = library.completions.create(**asked, extra_body=extra).choices[0]
+        assert choice.logprobs is not None
+        return choice.text, choice.logprobs.token_logprobs  # type: ignore[return-value]
+
+    plain, steered = text(), text(steering_vectors=spec())
+    assert not same(plain, steered)
+    assert same(steered, text(steering_vectors=packed()))
+    assert same(steered, text(steering_name="loud"))
+    with pytest.raises(BadRequestError, match="steering_name"):
+        text(steering_name="nobody")
+    messages: Any = [{"role": "user", "content": "The dog went"}]
+    chat = library.chat.completions.create(
+        model="m",
+        messages=messages,
+        max_tokens=4,
+        extra_body={"decode_steering_vectors": packed()},
+    )
+    assert chat.choices[0].message.content
+    # What steers all is changed with the steering key.
+    operator = OpenAI(base_url=f"{client.base_url}/v1", api_key=NEW_KEY)
+    told: Any = operator.post("/steering/set", cast_to=object, body={"vectors": spec()})
+    try:
+        assert told["status"] == "ok" and told["layers_updated"] == [2]
+        assert same(steered, text())
+    finally:
+        operator.post("/steering/clear", cast_to=object, body={})
+    assert same(plain, text())

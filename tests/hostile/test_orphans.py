@@ -47,8 +47,9 @@ def left_behind(server: Server, body: dict[str, object]) -> list[str]:
 
 
 def kind(process: psutil.Process) -> str:
+    """`VLLM::EngineCore`, say, or `python` for a helper of multiprocessing."""
     with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline()[:1]) or process.name()
+        return Path(process.cmdline()[0]).name
     return ""
 
 

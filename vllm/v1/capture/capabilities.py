@@ -117,6 +117,12 @@ def is_sink(consumer: Any) -> bool:
     return hasattr(consumer, "submit_chunk")
 
 
+def runs_in_steps(thing: Any) -> bool:
+    """Whether a consumer expects to be called within each step, which none is."""
+    execution = getattr(thing, "execution", "async")
+    return execution == "sync" or callable(getattr(thing, "on_step", None))
+
+
 def name_of(instance: Any) -> str:
     """The `instance_name` of a ready instance, or the name of its class."""
     return str(getattr(instance, "instance_name", "") or type(instance).__name__)

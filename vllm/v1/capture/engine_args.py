@@ -2,6 +2,8 @@
 """Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
+from collections.abc import Collection
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -146,14 +148,7 @@ def capture_config(
                     parameter="capture_consumers",
                     value=name,
                 )
-            if name in ready:
-                raise CaptureValidationError(
-                    f"two capture consumers are named {name!r}; give one of them "
-                    "an attribute `instance_name`",
-                    parameter="capture_consumers",
-                    value=name,
-                )
-            ready[name] = entry
+            ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
         entries.append("vllm_lens")
     key = ""
@@ -202,6 +197,25 @@ def capture_config(
     _check_graphsafe_keys(config.graphsafe_keys)
     _check_spill(config, chosen)
     return config
+
+
+def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:
+    """The name of a ready instance: the second of a class is `Class#2`.
+
+    Raises:
+        CaptureValidationError: both have said that they are called so.
+
+    """
+    if name not in taken:
+        return name
+    if getattr(entry, "instance_name", ""):
+        raise CaptureValidationError(
+            f"two capture consumers are named {name!r}; give one of them another "
+            "`instance_name`",
+            parameter="capture_consumers",
+            value=name,
+        )
+    return next(one for n in count(2) if (one := f"{name}#{n}") not in taken)
 
 
 def ready_instances(config: CaptureConfig) -> dict[str, Any]:

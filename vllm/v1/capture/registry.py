@@ -8,7 +8,11 @@ from inspect import isabstract
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.capabilities import ConsumerCapabilities, is_sink
+from vllm.v1.capture.capabilities import (
+    ConsumerCapabilities,
+    is_sink,
+    runs_in_steps,
+)
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
@@ -118,7 +122,13 @@ def check_consumer(thing: Any, name: str) -> None:
             f"it requires the sidecar fields {sorted(unknown)}, which requests do not "
             f"always have; they have {sorted(REQUIRABLE_FIELDS)}"
         )
-    if issubclass(kind, CaptureConsumer):
+    if runs_in_steps(kind):
+        problem = (
+            'it is to run within each step (execution = "sync", on_step), and '
+            "consumers here get rows after the step; what shall act on a row at once "
+            "is a steering entry with `when`, see docs/upgrading.md"
+        )
+    elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
             problem = "it leaves on_capture undefined"
     else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's configuration includes capture and steering."""
 
-from fork.language import add_field, add_import, after
+from fork.language import add_field, add_import, after, last
 
 EDITS = [
     add_import(
@@ -28,6 +28,16 @@ readout_config: ReadoutConfig = Field(default_factory=ReadoutConfig)
 """Configuration of readouts and sparse autoencoders."""
 ''',
         why="Every process reads it from here.",
+    ),
+    last(
+        scope="VllmConfig",
+        insert='''
+@property
+def capture_consumers_config(self) -> CaptureConfig | None:
+    """`capture_config`, or None where nothing captures."""
+    return self.capture_config if self.capture_config.enabled else None
+''',
+        why="Plug-ins that were written for another fork read it.",
     ),
     after(
         scope="VllmConfig.compute_hash",

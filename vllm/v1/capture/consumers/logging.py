@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer `logging`, which logs what was captured, to check that capture works."""
 
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,12 +17,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+LEVELS = {
+    name: getattr(logging, name)
+    for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
+
 
 class LoggingConsumer(CaptureConsumer):
     """Logs one line per key: shape, dtype and mean norm of the rows.
 
     Parameters: `hooks` as `{hook: [layers]}`, and `positions`, which form the global
-    spec (none by default). A request can send a spec of its own under `logging`.
+    spec (none by default), and `level`, the log level, such as `DEBUG`. A request can
+    send a spec of its own under `logging`.
     """
 
     location: Literal["worker", "driver"] = "worker"
@@ -29,14 +36,23 @@ class LoggingConsumer(CaptureConsumer):
     remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        unknown = params.keys() - {"hooks", "positions"}
+        unknown = params.keys() - {"hooks", "positions", "level"}
         if unknown:
             raise CaptureValidationError(
-                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks and "
-                "positions",
+                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks, "
+                "positions and level",
                 parameter=f"capture_consumers.logging.{sorted(unknown)[0]}",
                 value=params[sorted(unknown)[0]],
             )
+        level = params.get("level", "INFO")
+        if level not in LEVELS:
+            raise CaptureValidationError(
+                f"capture_consumers.logging.level={level!r}: it must be one of "
+                f"{list(LEVELS)}",
+                parameter="capture_consumers.logging.level",
+                value=level,
+            )
+        self._level = LEVELS[level]
         self._spec = (
             CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
             if "hooks" in params
@@ -60,7 +76,7 @@ class LoggingConsumer(CaptureConsumer):
             f"{sidecar['client_request_id']} layer {key[1]} {key[2]}: "
             f"{tuple(tensor.shape)} {sidecar['dtype']}, mean norm {norm:.4g}"
         )
-        logger.info("captured %s", line)
+        logger.log(self._level, "captured %s", line)
         return line
 
     def on_error(self, key: CaptureKey, error: str) -> None:

@@ -44,7 +44,7 @@ class FilesystemParams:
     timeout_seconds: float = 60.0
     """Maximum time from the end of a request until its rows are written."""
     coalesce_max_bytes: int = 32 * MIB
-    """Maximum bytes written per system call."""
+    """Maximum bytes written per system call; 0 means the default."""
     buffer_bytes: int | None = None
     """Maximum bytes of rows in memory, over all requests; more are spilled to disk.
     None: several of the largest requests, at most an eighth of the machine's memory."""
@@ -77,6 +77,8 @@ class FilesystemParams:
         options.choice("on_collision", COLLISIONS)
         for name in ("fsync", "atomic_publish"):
             options.boolean(name)
+        if options.values.get("coalesce_max_bytes") == 0:
+            del options.values["coalesce_max_bytes"]  # The default, elsewhere too.
         for name in (
             "queue_size",
             "coalesce_max_bytes",

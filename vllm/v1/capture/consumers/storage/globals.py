@@ -20,7 +20,8 @@ def global_spec(
     worker the layer selectors are not resolved.
 
     Args:
-        hooks: hook point -> layer selector; None if nothing is captured globally.
+        hooks: hook point -> layer selector, or the text `HOOK:LAYER` or `HOOK:all`;
+            None if nothing is captured globally.
         positions: a position selector.
         vllm_config: the engine's configuration.
         where: the consumer's name in messages.
@@ -32,6 +33,9 @@ def global_spec(
     if hooks is None:
         return None
     hooks = plain(hooks)
+    if isinstance(hooks, str) and ":" in hooks:
+        hook, _, layers = hooks.partition(":")
+        hooks = {hook: [int(layers)] if layers.isdecimal() else layers}
     if not isinstance(hooks, dict):
         raise CaptureValidationError(
             f"{where}.global_hooks must map hook points to layers, for example "

@@ -57,8 +57,10 @@ class Options:
             raise self.wrong(name, value, f"it must be one of {list(allowed)}")
 
     def boolean(self, name: str) -> None:
-        """Check that a value, if given, is true or false."""
+        """Check that a value, if given, is a bool, or the text of a Python bool."""
         value = self.values.get(name, True)
+        if value in ("True", "False"):
+            self.values[name] = value = value == "True"
         if not isinstance(value, bool):
             raise self.wrong(name, value, "it must be true or false")
 

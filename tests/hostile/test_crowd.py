@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In any company, a hostile client's too, a request gets what it gets alone."""
+
+import gc
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic, sleep
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.hostile.client import Client
+from tests.hostile.crowd import Ask, Seen, difference, requests
+from tests.hostile.mutations import mutations
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TOLERANCE = 1e-5
+ROUNDS = 10
+GROWTH = 24 << 20
+"""Bytes by which all processes together may grow over the last rounds: allocators
+keep what they had at the busiest moment so far."""
+
+
+class Customer:
+    """Sends requests, again where there is no room for their rows yet."""
+
+    def __init__(self, server: Server, key: str) -> None:
+        where = urlsplit(server.url)
+        self._address = where.hostname or "", where.port
+        self._headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {key}",
+        }
+
+    def alone(self, ask: Ask) -> Seen:
+        """What it gets if it stays to the end."""
+        return self.send(Ask(ask.body, None))
+
+    def send(self, ask: Ask) -> Seen:
+        """What it gets."""
+        deadline = monotonic() + 300
+        while True:
+            connection = http.client.HTTPConnection(*self._address, timeout=300)
+            try:
+                raw = json.dumps(ask.body)
+                connection.request("POST", "/v1/completions", raw, self._headers)
+                reply = connection.getresponse()
+                if reply.status == 200:
+                    seen = self._read(reply, ask)
+                    if seen is not None:
+                        return seen
+                else:
+                    told = reply.read().decode()
+                    assert "max_inflight_bytes" in told, (told, ask.body)
+            finally:
+                connection.close()
+            assert monotonic() < deadline, "there is never room"
+            sleep(0.1)
+
+    def _read(self, reply: http.client.HTTPResponse, ask: Ask) -> Seen | None:
+        """None where a stream was refused for want of room."""
+        seen = Seen()
+        if not ask.body["stream"]:
+            seen.take(json.load(reply))
+            return seen
+        chunks = 0
+        for line in reply:
+            text = line.decode().removeprefix("data: ").strip()
+            if not text or text == "[DONE]":
+                continue
+            chunk = json.loads(text)
+            if "error" in chunk:
+                assert "max_inflight_bytes" in text, (text, ask.body)
+                return None
+            seen.take(chunk)
+            chunks += 1
+            if chunks == ask.hang_up:
+                break
+        return seen
+
+
+@contextmanager
+def hostile_client(client: Client, stranger: Client, seed: int) -> Iterator[list[int]]:
+    """Sends spoilt bodies meanwhile; their statuses.
+
+    Without the steering key: who has it may change what steers others.
+    """
+    statuses: list[int] = []
+    done = threading.Event()
+
+    def attack() -> None:
+        for path, raw in mutations(seed, 1 << 20):
+            if done.is_set():
+                return
+            sender = stranger if path.startswith("/v1/steering") else client
+            statuses.append(sender.send("POST", path, raw).status)
+
+    thread = threading.Thread(target=attack, daemon=True)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        done.set()
+        thread.join(timeout=120)
+
+
+def crowd(customer: Customer, asks: list[Ask]) -> list[Seen]:
+    """All at the same time."""
+    with ThreadPoolExecutor(len(asks)) as senders:
+        return list(senders.map(customer.send, asks))
+
+
+def check(asks: list[Ask], found: list[Seen], alone: list[Seen]) -> float:
+    """The largest difference of all."""
+    worst = 0.0
+    for ask, one, other in zip(asks, found, alone, strict=True):
+        apart = difference(one, other, ask.hang_up is not None)
+        assert apart <= TOLERANCE, (apart, ask)
+        worst = max(worst, apart)
+    return worst
+
+
+def memory_of(server: Server) -> int:
+    """Bytes of all the server's processes' own memory."""
+    gc.collect()
+    parent = psutil.Process(server.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    return sum(p.memory_full_info().uss for p in processes)
+
+
+@pytest.fixture
+def customer(attacked: Server, api_key: str) -> Customer:
+    return Customer(attacked, api_key)
+
+
+def test_a_small_crowd_gets_what_each_gets_alone(
+    customer: Customer, client: Client, stranger: Client
+) -> None:
+    asks = requests(seed=24, count=24)
+    with hostile_client(client, stranger, seed=24):
+        found = crowd(customer, asks)
+    check(asks, found, [customer.alone(ask) for ask in asks])
+
+
+@pytest.mark.hostile
+@pytest.mark.timeout(3600)
+def test_two_thousand_get_what_each_gets_alone_and_memory_is_flat(
+    attacked: Server, customer: Customer, client: Client, stranger: Client
+) -> None:
+    asks = requests(seed=200, count=200)
+    alone = [customer.alone(ask) for ask in asks]
+    worst, memory = 0.0, []
+    for seed in range(ROUNDS):
+        with hostile_client(client, stranger, seed) as statuses:
+            found = crowd(customer, asks)
+        worst = max(worst, check(asks, found, alone))
+        assert all(status < 500 for status in statuses)
+        sleep(2)
+        memory.append(memory_of(attacked))
+    counters = client.get("/v1/capture").body["counters"]
+    assert counters["requests_under_way"] == 0
+    print(f"worst {worst:.1e}; MiB by round {[one >> 20 for one in memory]}")
+    assert memory[-1] - max(memory[1:4]) < GROWTH

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and spellings of the earlier fork: taken, or refused with what to use."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.config import VllmConfig
+from vllm.config.capture import CaptureConfig, parse_consumer
+from vllm.v1.capture import engine_args
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
+from vllm.v1.capture.consumers.logging import LoggingConsumer
+from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.engine_args import capture_config, ready_instances
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.registry import check_consumer
+
+
+class Ready(CaptureConsumer):
+    location = "driver"
+
+    def on_capture(self, key: Any, tensor: Any, sidecar: Any) -> None:
+        """Nothing."""
+
+
+class Named(Ready):
+    instance_name = "mine"
+
+
+class InStep(Ready):
+    def on_step(self, view: Any) -> None:
+        """Never called."""
+
+
+class Sync(Ready):
+    execution = "sync"
+
+
+def configured(*consumers: Any) -> CaptureConfig:
+    args: Any = SimpleNamespace(
+        capture_consumers=list(consumers),
+        vllm_lens_api=False,
+        enable_readouts=False,
+        readout_modules=None,
+        mlp_hook_points=False,
+        capture_graphsafe_key=None,
+        **dict.fromkeys(
+            (
+                *("capture_staging_bytes", "capture_host_memory_bytes"),
+                *("capture_dispatch_queue_size", "capture_dispatch_queue_bytes"),
+                *("capture_overload_policy", "capture_spill_dir"),
+                "capture_spill_max_bytes",
+            )
+        ),
+    )
+    nothing: Any = None
+    return capture_config(args, nothing, nothing)
+
+
+def test_the_second_ready_instance_of_a_class_has_a_number() -> None:
+    first, second, third = Ready(None, {}), Ready(None, {}), Ready(None, {})  # type: ignore[arg-type]
+    config = configured(first, second, third)
+    assert config.driver_instances == ["Ready", "Ready#2", "Ready#3"]
+    assert list(ready_instances(config).values()) == [first, second, third]
+    engine_args._READY.pop(config.driver_key)
+
+
+def test_two_that_have_said_that_they_are_called_so_are_refused() -> None:
+    with pytest.raises(CaptureValidationError, match="two capture consumers are named"):
+        configured(Named(None, {}), Named(None, {}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [InStep, Sync])
+def test_what_is_to_run_within_a_step_is_refused(kind: type) -> None:
+    with pytest.raises(CaptureValidationError, match="within each step"):
+        check_consumer(kind, "plug_in")
+
+
+@pytest.mark.parametrize("name", ["SyncCaptureConsumer", "SteeringController"])
+def test_what_is_not_here_says_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match="`when`"):
+        exec(f"from vllm.v1.capture import {name}")
+
+
+def test_the_configuration_has_its_other_names() -> None:
+    from vllm.config.capture_consumers import CaptureConsumersConfig
+    from vllm.model_executor.layers.steering import VALID_HOOK_POINT_NAMES
+    from vllm.v1.capture.config import CaptureConsumerSpec, parse_consumer_spec
+
+    spec = parse_consumer_spec("logging:level=DEBUG")
+    assert isinstance(spec, CaptureConsumerSpec) and spec.params == {"level": "DEBUG"}
+    assert "post_block" in VALID_HOOK_POINT_NAMES
+    read: Any = VllmConfig.capture_consumers_config.fget  # type: ignore[attr-defined]
+    config = CaptureConsumersConfig(consumers=[spec])
+    assert read(SimpleNamespace(capture_config=config)).consumers == [spec]
+    assert read(SimpleNamespace(capture_config=CaptureConfig())) is None
+
+
+def test_parameters_may_be_written_as_python_writes_them(tmp_path: Path) -> None:
+    text = f"filesystem:root={tmp_path},fsync=True,coalesce_max_bytes=0"
+    params = FilesystemParams.parse(parse_consumer(text).params)
+    assert params.fsync is True
+    assert params.coalesce_max_bytes == FilesystemParams.coalesce_max_bytes
+    with pytest.raises(CaptureValidationError, match="true or false"):
+        FilesystemParams.parse({"root": str(tmp_path), "fsync": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hooks"),
+    [("post_block:all", {"post_block": [0, 1]}), ("pre_attn:1", {"pre_attn": [1]})],
+)
+def test_global_hooks_may_be_a_hook_point_and_its_layers(
+    text: str, hooks: dict[str, list[int]]
+) -> None:
+    points = {layer: ["pre_attn", "post_attn", "post_block"] for layer in range(2)}
+    config: Any = SimpleNamespace(capture_config=CaptureConfig(hook_points=points))
+    given = parse_consumer(f"filesystem:root=/x,global_hooks={text}").params
+    spec = global_spec(given["global_hooks"], "last_prompt", config, "filesystem")
+    assert spec is not None and spec.hooks == hooks
+
+
+def test_the_log_has_a_level(caplog: pytest.LogCaptureFixture) -> None:
+    import torch
+
+    nothing: Any = None
+    consumer = LoggingConsumer(nothing, {"level": "DEBUG"})
+    key: Any = ("r", 0, "post_block")
+    logger = logging.getLogger("vllm.v1.capture.consumers.logging")
+    logger.addHandler(caplog.handler)
+    try:
+        logger.setLevel(logging.DEBUG)
+        facts = {"client_request_id": "r", "dtype": "float32"}
+        consumer.on_capture(key, torch.ones(1, 4), facts)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.NOTSET)
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+    with pytest.raises(CaptureValidationError, match=r"logging\.level"):
+        LoggingConsumer(nothing, {"level": "loud"})
