@@ -145,7 +145,6 @@ BAD_POSITIONS = [
     ([1.5], "1.5", "a position is a whole number"),
     ([-6], "-6", "the prompt has 5 tokens"),
     ({"last": 0}, "{'last': 0}", "k from 1"),
-    ({"ranges": [[-2, 3]]}, "[-2, 3]", "both"),
     ([8], "8", "raise max_tokens"),
     ([10**30], "1000", "raise max_tokens"),
 ]
