@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: prompts are captured whole, to host memory, at 0.90 of upstream's throughput.
+"""Claim: capturing whole prompts to host memory keeps 0.90 of upstream's throughput.
 
     python benchmarks/bandwidth.py --fork FORK_PATH --upstream UPSTREAM_PATH \
         [--model 1b|8b] [--quick] [--out bandwidth.json]
 
 First the stages that rows pass, without a model, in bytes per second: the copy from the
-device to pinned host memory alone; from there to a consumer that drops what it gets;
-and both together. Then two engines share the GPU, upstream's and the fork's with a
+device to pinned host memory alone; from there to a consumer that drops its rows; and
+both together. Then two engines share the GPU, upstream's and the fork's with a
 consumer that keeps each request's rows in host memory until its end. They take turns at
 the same prompts of 4096 tokens: upstream, the fork without capture, the fork with all
 positions at all layers, and back. A turn ends when the last row has arrived. Each ratio
@@ -62,7 +62,7 @@ class Side(Child):
 
 
 class Engine:
-    """The process's end: an engine and the prompts."""
+    """The child's side: an engine and the prompts."""
 
     def __init__(self, role: str, settings: dict[str, Any]) -> None:
         import torch
@@ -83,7 +83,7 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=length + 8,
             max_num_seqs=settings["prompts"],
-            # A prompt that is known from the turn before must be computed again.
+            # Prompts repeat between turns and must be computed each time.
             enable_prefix_caching=False,
             **chosen,
         )
@@ -117,7 +117,7 @@ class Engine:
         return {"seconds": seconds, "rows": rows}
 
     def memory(self) -> dict[str, float]:
-        """The most GPU memory that this process's tensors took, graphs included."""
+        """Peak GPU memory of this process's tensors, including graphs."""
         import torch
 
         if self._device != "cuda":
@@ -127,7 +127,7 @@ class Engine:
 
 
 def child(role: str, settings: dict[str, Any]) -> None:
-    """Answer the parent."""
+    """Serve the parent's requests."""
     answer = answers()
 
     import torch
@@ -165,7 +165,7 @@ def child(role: str, settings: dict[str, Any]) -> None:
 def take_turns(
     upstream: Side, fork: Side, settings: Mapping[str, Any], rounds: int
 ) -> Iterator[dict[str, list[float]]]:
-    """Seconds of both turns of each kind, round by round, after one that warms up."""
+    """Yield the seconds of both turns of each kind per round, after a warm-up round."""
     size = MODELS[settings["model"]]
     tokens = settings["prompts"] * settings["prompt_len"]
     expected = tokens * size["num_hidden_layers"]

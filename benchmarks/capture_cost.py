@@ -99,8 +99,8 @@ def _line(costs: dict[str, list[Cost]]) -> str:
 def ratios(rounds: list[dict[str, list[Cost]]], clock: str) -> dict[str, Any]:
     """Each mode's time over that without capture; `control` is noise alone.
 
-    `last/idle` and `four/idle` are within one server: of two that do the same, one may
-    be some percent slower for no reason.
+    `last/idle` and `four/idle` compare turns of one server, as two servers with equal
+    work may differ by some percent.
     """
 
     def over(mode: str, other: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     head, load_before = reports.begun(), os.getloadavg()
     model = random_llama(WORK / "models", LAYERS, WIDTH)
     shutil.rmtree(CAPTURES, ignore_errors=True)
-    # Without prefix caching: a cached prompt would make its capture seem dear.
+    # Without prefix caching, which would make the ratio of a captured prompt larger.
     common = ["--max-model-len", "256", "--max-num-seqs", "32", "--dtype", model.dtype]
     common += ["--no-enable-prefix-caching"]
     common += ["--enforce-eager"] if options.eager else []
@@ -163,7 +163,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Medians with their 95 % intervals, beside what was aimed at."""
+    """Print medians with their 95 % intervals and the goals."""
     print(f"\n{'':<10}{'wall':>30}{'CPU time':>30}{'aim':>8}")
     for name in [*TARGETS, "last/idle", "four/idle", "control"]:
         cells = [report[clock][name] for clock in ("wall", "cpu")]

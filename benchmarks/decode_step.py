@@ -4,19 +4,18 @@
     python benchmarks/decode_step.py --fork FORK_PATH [--upstream UPSTREAM_PATH] \\
         [--model 1b|8b] [--variants off,capture,...] [--quick] [--out results.json]
 
-Recorded graphs are replayed, so that what the CPU does is not in the figures. Two
-engines share the GPU, upstream's and one of the fork, each in a process of its own,
-with PYTHONPATH set to the folder (or folders, separated by colons) that holds its
-`vllm`. They take turns: each figure of the fork's is the ratio to upstream's right
-before and behind it, for the GPU's clock drifts by more than what is looked for; and
-each one's first turn at a batch size is not counted, as a clock takes some steps to
-settle. Before each round both record their graphs anew, as recordings of the same work
-differ too: the table says by how much upstream's do. Then upstream's engine ends, and
-the last variant takes turns with itself: what a case costs over plain steps of the same
-recording, on a GPU that serves one process, as a server's does. Weights are random; the
-1B-class model has 16 layers of width 2048, the 8B-class one 32 of 4096. Also compares
-the greedy tokens of all engines. `--quick`: both features on, three batch sizes, four
-rounds; about three minutes.
+Recorded graphs are replayed, so that the figures exclude CPU time. Two engines share
+the GPU, upstream's and one of the fork, each in its own process with PYTHONPATH set to
+the folder (or folders, separated by colons) that has its `vllm`. They take turns: each
+of the fork's figures is the ratio to upstream's turns directly before and after it, as
+the GPU's clock drifts by more than the differences of interest. The first turn at a
+batch size is not counted, as the clock takes some steps to settle. Before each round
+both record their graphs again, since recordings of the same work differ too; the table
+shows by how much upstream's do. Then upstream's engine ends and the last variant takes
+turns with itself, which gives the cost of a case over plain steps of the same recording
+on a GPU with a single process. Weights are random; the 1B-class model has 16 layers of
+width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of all engines.
+`--quick`: both features on, three batch sizes, four rounds; about three minutes.
 """
 
 import argparse
@@ -45,14 +44,16 @@ VARIANTS = {
     "steering": "steering",
     "both": "capture steering",
 }
-"""The fork's, by the features that are on."""
+"""Variants of the fork, by enabled features."""
 SETTLE = 10
-"""Turns at the largest batch size behind a recording, which leaves the GPU idle: up to
-50 ms later its clock is not yet what it will be."""
+"""Turns at the largest batch size after a recording, before anything is measured.
+
+Recording leaves the GPU idle, and its clock takes up to 50 ms to settle.
+"""
 
 
 class Replays(Protocol):
-    """What is compared: an engine, or its parent's end."""
+    """Something that replays graphs: an engine, or the parent's side of one."""
 
     def record(self) -> object:
         """Record all graphs anew."""
@@ -62,7 +63,7 @@ class Replays(Protocol):
 
 
 class Engine(Child):
-    """The parent's end of `decode_graphs.py`."""
+    """The parent's side of `decode_graphs.py`."""
 
     def __init__(
         self, name: str, path: str, model: str, features: str, batches: Sequence[int]
@@ -82,10 +83,10 @@ class Engine(Child):
             {**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
         )
         self.about: dict[str, Any] = {}
-        """What it says of itself, once it is ready."""
+        """The engine's description of itself, once it is ready."""
 
     def ready(self) -> None:
-        """Wait until it can be asked."""
+        """Wait until the engine accepts requests."""
         self.about = self.about or self.answer()
 
     def milliseconds(self, case: str, batch: int) -> float:
@@ -94,17 +95,16 @@ class Engine(Child):
         return found
 
     def record(self) -> None:
-        """Have all graphs recorded anew; the greedy tokens must stay the same.
+        """Record all graphs again, and check that the greedy tokens stay the same.
 
         Raises:
-            RuntimeError: they did not.
-
+            RuntimeError: the tokens changed.
         """
         if self.ask({}) != self.about["tokens"]:
             raise RuntimeError(f"other tokens with graphs recorded anew: {self.log}")
 
     def report(self) -> dict[str, Any]:
-        """How it began."""
+        """Facts about the engine's start."""
         log = self.log.read_text(errors="replace")
         known = {n: self.about[n] for n in ("start_seconds", "peak_memory_bytes")}
         return {**known, **reports.engine_facts(log)}
@@ -120,11 +120,11 @@ def compare(
 ) -> dict[str, Any]:
     """Milliseconds of each case and batch, and ratios to upstream's plain steps.
 
-    The two take turns, and every other round goes the other way. Both begin a round by
-    recording their graphs anew. Medians over the rounds, whose ratios are in `rounds`.
-    `recordings`: upstream's time in its fastest and in its slowest round, over the
-    median. `upstream` and `fork` may be the same engine: of its own plain steps then.
-    `tells`: each ratio is printed at once.
+    The two take turns, in the opposite order every other round. Both begin a round by
+    recording their graphs again. Returns medians over the rounds, with the ratios of
+    all rounds in `rounds`. `recordings` has upstream's time in its fastest and in its
+    slowest round over the median. If `upstream` and `fork` are the same engine, ratios
+    are to its own plain steps. With `tells` each ratio is printed immediately.
     """
     places = [(case, batch) for case in cases for batch in batches]
     pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -167,11 +167,11 @@ def compare(
 def in_turns(
     first: tuple[Replays, str], second: tuple[Replays, str], batch: int
 ) -> tuple[float, float]:
-    """Milliseconds of two engines' cases, between which a steady drift cancels out.
+    """Milliseconds of two engines' cases, arranged so that a steady drift cancels.
 
-    The first turn of each is not counted: the clock settles on the load meanwhile. And
-    each turn comes behind one of the other's: a GPU at its limit of power is faster
-    behind the moment that it takes to change engines.
+    The first turn of each is not counted, while the clock settles. Each turn follows a
+    turn of the other engine: a GPU at its power limit is faster after the pause that
+    switching engines takes.
     """
     taken = [
         engine.milliseconds(case, batch)
@@ -226,7 +226,7 @@ def main() -> None:
         running.enter_context(upstream)
         early = [running.enter_context(start(n)) for n in names[:1] if args.together]
         for engine in (upstream, *early):
-            engine.ready()  # Whoever still starts would disturb what is measured.
+            engine.ready()  # An engine that is still starting would disturb the others.
         report |= {name: upstream.about[name] for name in ("device", "torch")}
         noise = compare(upstream, upstream, [PLAIN], batches, rounds)
         report["variants"] = {"upstream": {**upstream.report(), **noise}}
@@ -258,7 +258,7 @@ def compare_alone(
     rounds: int,
     out: Path,
 ) -> None:
-    """What cases cost over plain steps of the fork's, one engine after the other."""
+    """Measure cases over the same engine's plain steps, one engine after another."""
     report["variants"] = {}
     for fork in engines:
         with fork:
@@ -274,7 +274,7 @@ def compare_alone(
 
 
 def print_variant(name: str, variant: dict[str, Any]) -> None:
-    """Milliseconds of a decode step, and in brackets the ratio to upstream."""
+    """Print milliseconds of a decode step with the ratio to upstream in brackets."""
     graphs = variant.get("graph_gib")
     print(
         f"{name}: start {variant['start_seconds']:.1f} s, "
@@ -289,7 +289,7 @@ def print_variant(name: str, variant: dict[str, Any]) -> None:
 
 
 def print_ratios(report: dict[str, Any], of_recordings: str) -> None:
-    """What `compare` found, a line for each case."""
+    """Print the results of `compare`, one line per case."""
     for case, by_batch in report["milliseconds"].items():
         ratios = report["ratio"][case]
         cells = [f"{b}: {ms:.4f} ({ratios[b]:.4f})" for b, ms in by_batch.items()]

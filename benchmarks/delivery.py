@@ -81,14 +81,14 @@ class Side(Child):
         """Start it with this PYTHONPATH; `ready` waits for it."""
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
         if role not in ("transformers", "disk"):
-            # As users have it: the engine in a process of its own.
+            # The default for users: the engine core in its own process.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         command = [sys.executable, __file__, "--child", role, json.dumps(settings)]
         super().__init__(command, WORK / f"{role}.log", environment)
         self.about: dict[str, Any] | None = None
 
     def ready(self) -> bool:
-        """Whether it has started; a side that cannot be had is left out."""
+        """Wait for the start; False if this side is not available."""
         if self.about is None:
             try:
                 self.about = self.answer()
@@ -98,7 +98,7 @@ class Side(Child):
 
 
 def child(role: str, settings: dict[str, Any]) -> None:
-    """Answer the parent."""
+    """Serve the parent's requests."""
     answer = answers()
     from benchmarks.harness.delivery_sides import open_side
 
@@ -110,7 +110,7 @@ def child(role: str, settings: dict[str, Any]) -> None:
             continue
         try:
             answer(side.turn(**asked))
-        except Exception as error:  # One turn's failure leaves the others.
+        except Exception as error:  # A failed turn must not end the others.
             answer({"error": f"{type(error).__name__}: {error}"})
 
 
@@ -159,7 +159,7 @@ def offline(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def sized(load: str, options: argparse.Namespace) -> tuple[int, int, int]:
-    """A load, smaller on a CPU."""
+    """The size of a load, reduced on a CPU."""
     prompts, length, tokens = LOADS[load]
     if options.device == "cpu":
         return max(prompts // 8, 1), length, max(tokens // 16, 1)
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """The phases that are asked for."""
+    """Run the requested phases."""
     load_before, begin = os.getloadavg(), time.perf_counter()
     options.folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {

@@ -3,17 +3,17 @@
 
     python benchmarks/host_cost.py [--requests 32] [--steps 192] [--rounds 5]
 
-On a GPU a step is limited by what the CPU does for it. This runs what capture does
-there, without a model: requests decode one token a step, rows of a 1B-class model (16
-layers of width 2048, bfloat16) are read behind the block, and the consumer
-`host_memory` gets them. They begin and end together, after so many steps, or come and
-go as a server's do: one of them ends every few steps; two steps later the front end
-says how, and another begins.
+On a GPU a step may be limited by its work on the CPU. This runs capture's part of that
+work without a model: requests decode one token per step, rows of a 1B-class model (16
+layers of width 2048, bfloat16) are captured at `post_block`, and the consumer
+`host_memory` receives them. The requests either start and end together, or come and go
+as on a server: every few steps one of them ends, two steps later the front end reports
+its end, and another one starts.
 
-Figures are microseconds a step, the median over the rounds and their range: the CPU
-time of the engine's thread, which delays the step; of all threads, which run beside it
-but share its interpreter; of the dispatcher's, which is one of them, with what part
-of it copies and so lets go of the interpreter's lock; and of the consumer's.
+Figures are microseconds per step, as the median and range over the rounds, of CPU time:
+of the engine thread, which delays the step; of all threads, which run concurrently but
+share the interpreter; of the dispatch thread, with the part of it that copies rows and
+so releases the interpreter lock; and of the consumer's thread.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 WORK = ROOT / "build" / "benchmarks"
 WIDTH, LAYERS, PROMPT = 2048, 16, 20
 ANSWER_STEPS = 2
-"""Steps from a request's last to the front end's word that it has ended."""
+"""Steps between a request's last one and the front end's report of its end."""
 LAYERS_OF = {
     "nothing": range(0),
     "one layer": range(8, 9),
@@ -52,18 +52,18 @@ LAYERS_OF = {
 
 
 class Traffic(Protocol):
-    """Requests of one worker."""
+    """A pattern of requests in one worker."""
 
     worker: WorkerAlone
     steps: int
-    """Of a round."""
+    """Steps per round."""
 
     def run(self) -> float:
         """Run a round; the seconds that it took on the engine's thread."""
 
 
 class Together:
-    """Requests that begin and end with the round."""
+    """Requests that start and end with the round."""
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
         """Requests of so many generated tokens, captured at `layers`."""
@@ -84,7 +84,7 @@ class Together:
             begin = time.thread_time()
             self.worker.run(view)
             seconds += time.thread_time() - begin
-            time.sleep(0.001)  # The GPU computes, and other threads have their turn.
+            time.sleep(0.001)  # As if the GPU computed; lets other threads run.
         begin = time.thread_time()
         self.worker.end(ids, self.steps)
         seconds += time.thread_time() - begin
@@ -93,7 +93,7 @@ class Together:
 
 
 class ComingAndGoing:
-    """Requests of which one ends, and later another begins, every few steps."""
+    """Requests of which one ends and another one starts every few steps."""
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
         """Requests of so many generated tokens, captured at `layers`."""
@@ -101,15 +101,15 @@ class ComingAndGoing:
         self._taps = taps_of(layers)
         self._tokens = self.steps = steps
         self._running: dict[str, int] = {}
-        """How many tokens of each are computed, in the order in which they came."""
+        """Computed tokens by request, in order of arrival."""
         self._gone: list[tuple[int, str]] = []
-        """Who has ended, and in which step that is said."""
+        """The step in which the end of each finished request is reported."""
         self._step = self._said = 0
         for number in range(requests):
             self._open()
             while self._step < number * steps // requests:
                 self._one_step()
-        while not self._said:  # From now on one begins where one has ended.
+        while not self._said:  # From then on, each end is followed by a start.
             self._one_step()
         self.worker.answers(1)
 
@@ -149,19 +149,19 @@ class ComingAndGoing:
 
 
 def worker() -> WorkerAlone:
-    """One whose consumer does nothing but hold rows, as in `serving.py`."""
+    """A worker with the consumer `host_memory`, as in `serving.py`."""
     *folders, _ = plug_in(WORK / "plugin").split(":")
     sys.path[:] = [*folders, *(path for path in sys.path if path not in folders)]
     return WorkerAlone(HOST_MEMORY, LAYERS, WIDTH, torch.device("cpu"))
 
 
 def taps_of(layers: range) -> list[Tap]:
-    """The hook point behind each of these layers."""
+    """`post_block` of each of these layers."""
     return [(layer, "post_block") for layer in layers]
 
 
 class CopyClock:
-    """CPU time that each thread has taken for copies of rows."""
+    """CPU seconds that each thread has spent copying rows."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
@@ -175,7 +175,7 @@ class CopyClock:
 
 
 def measure(traffic: Traffic, copies: CopyClock) -> dict[str, float]:
-    """Microseconds a step, over one round."""
+    """Microseconds per step over one round."""
     alone = traffic.worker
     threads = alone.dispatcher_thread, alone.consumer_thread
     clocks: list[Callable[[], float]] = [time.process_time]
@@ -212,7 +212,7 @@ def main() -> None:
         cases[name] = Together(layers, *size)
         cases[f"{name}, coming and going"] = ComingAndGoing(layers, *size)
     gc.collect()
-    gc.freeze()  # As an engine does once it has started.
+    gc.freeze()  # As an engine does after its start.
     copies = CopyClock()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for number in range(-1, options.rounds):  # the first one warms up

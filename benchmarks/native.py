@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: what is native gains at least 1.3 times over Python, numpy and torch.
+"""Claim: native code is at least 1.3 times as fast as Python, numpy and torch.
 
     python benchmarks/native.py [--rounds 7]
 
-Each piece of `csrc/` does the same work as the best that Python code has for it, in
-turns, in one process and on one thread unless the piece is threads. What gains less is
-removed from `csrc/`. Figures are GB of captured rows a second of the thread's processor
-time, the median over the rounds; `gain` is the native one over the best other one.
-
-The report of 2026-11-22 also holds what was removed after it: the CRC32C, which a
-package computes at twice the rate; threads that write files, no faster than Python's
-that take a request each; and the decoder of full8, as fast as torch.
+Each function of `csrc/` takes turns with the best equivalent Python code, in one
+process and on one thread unless it is about threads. Code that gains less is removed
+from `csrc/`. Figures are GB of captured rows per second of CPU time, as the median over
+the rounds; `gain` is the native figure over the best other one. The report of
+2026-11-22 also has code that was removed because of it: the CRC32C, which a package
+computes twice as fast; threads that write files, no faster than one Python thread per
+request; and the full8 decoder, no faster than torch.
 """
 
 import argparse
@@ -41,13 +40,13 @@ WORK = ROOT / "build" / "benchmarks"
 GOAL = 1.3
 Way = Callable[[], object]
 Case = tuple[str, int, dict[str, Way]]
-"""A name, the bytes of rows that one call handles, and the ways to do it."""
+"""A name, the bytes of rows per call, and the implementations by name."""
 
 assert library() is not None, "there is nothing to measure without the native library"
 
 
 def gathers() -> Iterator[Case]:
-    """Rows of decoding requests, and of prompts, out of the steps' memory."""
+    """Cases that gather rows of decoding requests and of prompts from steps."""
     for name, requests, steps, taps, width in (
         ("gather, 32 requests x 128 steps, 16 x 2048", 32, 128, 16, 2048),
         ("gather, 8 requests x 16 steps, 1 x 4096", 8, 16, 1, 4096),
@@ -73,25 +72,25 @@ def gathers() -> Iterator[Case]:
 
 
 def by_torch_copies(copies: Sequence[RowCopy]) -> None:
-    """A strided view of each, and one call for all."""
+    """Copy strided views, with one torch call for all of them."""
     copy_all([row_copy.as_tensors(copy) for copy in copies])
 
 
 def index_of(copy: RowCopy) -> npt.NDArray[np.int64]:
-    """The rows of the source, in the order of the target's."""
+    """The indices of the source rows, in the order of the target."""
     taps = copy.first + copy.apart * np.arange(copy.target.shape[0])
     return (taps[:, None] + copy.distance * np.arange(copy.num_rows)).reshape(-1)
 
 
 def by_index_select(copies: Sequence[RowCopy]) -> None:
-    """One index for each target."""
+    """Gather with torch, one index array per target."""
     for copy in copies:
         index = torch.from_numpy(index_of(copy))
         torch.index_select(copy.source, 0, index, out=copy.target.flatten(0, 1))
 
 
 def by_take(copies: Sequence[RowCopy]) -> None:
-    """The same in numpy."""
+    """Gather with numpy, one index array per target."""
     for copy in copies:
         source = copy.source.view(torch.int16).numpy()
         target = copy.target.flatten(0, 1).view(torch.int16).numpy()
@@ -99,7 +98,7 @@ def by_take(copies: Sequence[RowCopy]) -> None:
 
 
 def torch_full8(rows: torch.Tensor) -> bytes:
-    """`full8_reference` by torch, a few rows at a time; finite rows only."""
+    """`full8_reference` in torch, a few rows at a time; finite rows only."""
     record = np.empty(len(rows), dtype=quantize.full8_record(rows.shape[1]))
     scales, integers = torch.from_numpy(record["scale"]), record["q"]
     for first in range(0, len(rows), 16):
@@ -113,7 +112,7 @@ def torch_full8(rows: torch.Tensor) -> bytes:
 
 
 def torch_topk8(rows: torch.Tensor, k: int) -> bytes:
-    """`topk8_reference` by torch, where no magnitudes are equal."""
+    """`topk8_reference` in torch, for rows without equal magnitudes."""
     record = np.empty(len(rows), dtype=quantize.topk8_record(k))
     values = rows.float()
     kept = values.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
@@ -126,7 +125,7 @@ def torch_topk8(rows: torch.Tensor, k: int) -> bytes:
 
 
 def codecs() -> Iterator[Case]:
-    """A prompt's rows at one layer of an 8B-class model."""
+    """Cases that encode a prompt's rows at one layer of an 8B-class model."""
     rows = torch.randn(1024, 4096).bfloat16()
     assert torch_full8(rows) == quantize.encode_full8(rows)
     yield (
@@ -150,7 +149,7 @@ def codecs() -> Iterator[Case]:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """The rates of the ways, which take turns."""
+    """Measure the implementations of a case in turns."""
     name, size, ways = case
     for way in ways.values():
         way()

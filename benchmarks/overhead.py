@@ -31,7 +31,7 @@ from benchmarks.harness.reports import summary  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 TELLING = 0.1
-"""A run whose interval is wider than this says little."""
+"""A run whose confidence interval is wider than this is inconclusive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class Load:
     requests: int = 32
     prompt_tokens: int = 32
     generated_tokens: int = 48
-    """Short batches: the sooner the sides take turns, the more noise they share."""
+    """Kept small, as sides that take turns quickly share more of the noise."""
     rounds: int = 60
 
     @property
     def tokens(self) -> int:
-        """Generated in one batch."""
+        """Tokens generated in one batch."""
         return self.requests * self.generated_tokens
 
 
@@ -58,13 +58,13 @@ class Round:
     fork: tuple[float, float]
     ratio: float
     cpu_ratio: float
-    """The same from the processes' CPU time, which other programs disturb less."""
+    """The ratio by CPU time of the processes, less affected by other programs."""
     control: float
-    """Upstream's second batch over its first: what noise alone does."""
+    """Upstream's second batch over its first, which shows the noise."""
 
 
 def main() -> int:
-    """Compare, measure, report; 1 if anything is not as claimed."""
+    """Compare, measure and report; returns 1 if the claim does not hold."""
     options = _options()
     load = Load(rounds=20) if options.quick else Load()
     head, load_before = reports.begun(), os.getloadavg()

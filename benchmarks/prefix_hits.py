@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a shared prompt is found in the prefix cache, by kind of steering.
+"""Measures the prefix cache hits of a shared prompt, by kind of steering.
 
-Requests with one long prompt and a short question of their own come one after another;
-each asks how many of its prompt's tokens were cached. The first of each kind computes
-the shared part, so the best rate is a little below the shared part's share.
+Requests with one long shared prompt and a short individual question are sent one after
+another, and their cached prompt tokens are counted. The first request of each kind
+computes the shared part, so the best rate is slightly below that part's share.
 
     python benchmarks/prefix_hits.py --out benchmarks/results/DATE-prefix-hits-cpu.json
 
-Kinds: none; `decode`: vectors at generated tokens, another for each request; `prompt`:
-one vector at all tokens for all requests; `question`: a vector of each request's own at
-its question's tokens; `own`: a vector of each request's own at all tokens.
+Kinds: none; `decode`: a different vector per request at generated tokens; `prompt`: one
+vector at all tokens for all requests; `question`: a different vector per request at its
+question's tokens; `own`: a different vector per request at all tokens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHARED, QUESTION, REQUESTS = 480, 8, 64
 
 
 def steering(kind: str, seed: int, width: int) -> dict[str, Any]:
-    """What a request of this kind says of its steering."""
+    """The steering fields of a request of this kind."""
     import numpy as np
 
     def spec(seed: int, **more: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def steering(kind: str, seed: int, width: int) -> dict[str, Any]:
 
 
 def rate(llm: Any, kind: str, width: int) -> float:
-    """The share of prompt tokens that came from the cache, over all requests."""
+    """The fraction of prompt tokens that were cached, over all requests."""
     from vllm import SamplingParams
 
     assert llm.reset_prefix_cache()

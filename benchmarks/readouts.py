@@ -46,7 +46,7 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What some of the requests of a batch read out."""
+    """The readouts of some requests of a batch."""
 
     name: str
     readouts: dict[str, Any]
@@ -71,7 +71,7 @@ def cases(layers: int) -> list[Case]:
 
 
 def write_modules(folder: Path, width: int) -> dict[str, Any]:
-    """Files of modules with random numbers; the engine's arguments that name them."""
+    """Write modules with random weights; the engine arguments that load them."""
     import json
 
     import torch
@@ -105,7 +105,7 @@ def write_modules(folder: Path, width: int) -> dict[str, Any]:
 
 
 def engine(model: str, **options: Any) -> Any:
-    """An engine whose core is in a process of its own."""
+    """An engine with its core in a separate process."""
     from vllm import LLM
 
     return LLM(
@@ -124,7 +124,7 @@ def engine(model: str, **options: Any) -> Any:
 
 
 def timed(llm: Any, case: Case, tokens: int, length: int = PROMPT) -> tuple[float, Any]:
-    """Seconds of a batch, and its outputs."""
+    """Seconds for a batch, and its outputs."""
     from vllm import SamplingParams
 
     prompts = [
@@ -147,13 +147,13 @@ def timed(llm: Any, case: Case, tokens: int, length: int = PROMPT) -> tuple[floa
 
 
 def token_seconds(llm: Any, case: Case) -> float:
-    """Seconds of a token of the whole batch."""
+    """Seconds per token of the whole batch."""
     short = timed(llm, case, SHORT)[0]
     return (timed(llm, case, LONG)[0] - short) / (LONG - SHORT)
 
 
 def measure(off: Any, on: Any, case: Case, rounds: int) -> dict[str, Any]:
-    """Ratios of one case, and what share of its rows' bytes went to the host."""
+    """Ratios of one case, and the fraction of its rows' bytes copied to the host."""
     nothing = Case("off", {}, 0)
     timed(on, case, LONG)  # Compiles, records and fills caches.
     timed(off, nothing, SHORT)
@@ -178,7 +178,7 @@ def measure(off: Any, on: Any, case: Case, rounds: int) -> dict[str, Any]:
 
 
 def measure_mean(off: Any, on: Any, rounds: int) -> dict[str, Any]:
-    """Throughput of prompts of 4,096 tokens whose mean row of all layers is wanted."""
+    """Throughput of prompts of 4,096 tokens with the mean row of all layers."""
     mean = {"kind": "rows", "hooks": {"post_block": "all"}, "reduce": "mean"}
     case = Case("mean", {"r": mean | {"positions": "all_prompt"}})
     nothing = Case("off", {}, 0)
@@ -194,7 +194,7 @@ def measure_mean(off: Any, on: Any, rounds: int) -> dict[str, Any]:
 
 
 def check(on: Any) -> dict[str, float]:
-    """Answers of the engine against its own rows, in graphs and bfloat16."""
+    """Compare the engine's results with its own rows, in graphs and bfloat16."""
     import numpy as np
     import torch
 
@@ -254,7 +254,7 @@ def on_gpu(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def client_lens(results: dict[str, Any], norm: Any, head: Any, top: int) -> list[Any]:
-    """What a client does with rows in a response: the lens of every layer."""
+    """The lens of every layer as computed by a client from rows in a response."""
     import numpy as np
     import torch
 
@@ -268,7 +268,7 @@ def client_lens(results: dict[str, Any], norm: Any, head: Any, top: int) -> list
 
 
 def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
-    """One server, both ways, in turns."""
+    """One server that answers both kinds of requests in turns."""
     import torch
     import transformers
 

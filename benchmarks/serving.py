@@ -53,25 +53,27 @@ from benchmarks.harness.served import Server  # noqa: E402
 WORK = ROOT / "build" / "benchmarks" / "serving"
 HOOKS = ("pre_attn", "post_attn", "post_block")
 MODULE_FORMAT = "clearbox-steering-v1"
-"""As `vllm.v1.steering.spec.files` has it; this process may have no vLLM to import."""
+"""Copied from `vllm.v1.steering.spec.files`, which may not be importable here."""
 COLUMNS = {
     "mean_tpot_ms": "TPOT",
     "mean_ttft_ms": "TTFT",
     "total_token_throughput": "tokens/s",
 }
-"""Of the table, by what the client calls them."""
+"""Columns of the table, by the client's names."""
 FIGURES = (*COLUMNS, "median_ttft_ms")
 CONFIGS = 16
 ALONE = "plain, one at a time"
 NAMED = "steered, one at a time"
-"""The case that shows by how much naming a module delays the first token: where others
-run as well, what they compute delays it by far more."""
+"""The case that shows how much naming a module delays the first token.
+
+With concurrent requests their computation would delay it far more.
+"""
 NOISE = "upstream again"
 """Upstream's ratio to itself, in place of the fork's."""
 MANY_TURNS = 3
-"""Upstream has more turns than these in the load that shows the noise."""
+"""The load that shows the noise has more turns of upstream than this."""
 OWN = "plain"
-"""The fork's turns of plain requests, beside the sides `upstream` and `fork`."""
+"""The fork's turns of plain requests, a third side beside `upstream` and `fork`."""
 Figures: TypeAlias = dict[str, float]
 Round: TypeAlias = dict[str, dict[str, Figures]]
 """The client's figures, by case and side."""
@@ -80,7 +82,7 @@ Servers: TypeAlias = dict[str, list[Server]]
 
 
 class Beside(NamedTuple):
-    """Plain requests, one turn right behind the other."""
+    """Consecutive turns of plain requests."""
 
     upstream: Figures
     fork: Figures | None = None
@@ -88,7 +90,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the client sends."""
+    """The requests that the client sends."""
 
     input_len: int
     output_len: int
@@ -98,7 +100,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and what its requests ask of the fork, one after the other."""
+    """A load, and the fields that its requests get in turn."""
 
     load: str
     bodies: Sequence[dict[str, Any]] = ()
@@ -111,21 +113,21 @@ def capture(positions: str, layers: Any) -> list[dict[str, Any]]:
 
 
 def steer(modules: str) -> list[dict[str, Any]]:
-    """Request fields that name one module after the other."""
+    """Request fields that name the modules in turn."""
     return [{"steering_name": name} for name in names_of(modules)]
 
 
 def names_of(modules: str) -> list[str]:
-    """Of the configurations for the same places."""
+    """The names of the configurations with the same taps."""
     return [f"{modules}{number}" for number in range(CONFIGS)]
 
 
 def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
-    """By name; `plain` comes after captures, as on a server that others use.
+    """The cases by name; `plain` follows captures, as on a server with other users.
 
     Args:
-        layers: how many the model has.
-        chosen: the names wanted, all if none.
+        layers: the number of layers of the model.
+        chosen: names of the cases; all if empty.
 
     """
     middle = layers // 2
@@ -145,14 +147,14 @@ def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One vLLM: the interpreter, and what leads it there."""
+    """One vLLM: the interpreter and its PYTHONPATH."""
 
     python: Path
     environment: Mapping[str, str]
 
 
 class Client:
-    """Upstream's client, in a process of its own that runs load after load."""
+    """Upstream's client, in a separate process that runs one load after another."""
 
     def __init__(self, side: Side, model: Path) -> None:
         """Start it; `model` has the tokenizer."""
@@ -188,7 +190,7 @@ class Client:
 
 
 def write_modules(width: int, layers: int) -> list[str]:
-    """Named configurations for one place and for all, as arguments of the server."""
+    """Write named configurations for one tap and for all; arguments of the server."""
     import torch
     from safetensors.torch import save_file
 
@@ -271,15 +273,15 @@ async def start(
     running: AsyncExitStack,
     number: int,
 ) -> tuple[Servers, dict[str, Any]]:
-    """Start so many servers of each side: one after the other, or all at once.
+    """Start servers of each side, one after the other or all at once.
 
-    Returns them, and what is reported of their start.
+    Returns the servers and the figures of their start.
 
     Args:
         sides: in the order of their start.
-        serve: starts one.
-        running: ends them.
-        number: of each side.
+        serve: starts one server.
+        running: closes the servers at the end.
+        number: servers per side.
 
     """
     memory = {"before": reports.gpu_memory_gib()}
@@ -309,7 +311,7 @@ async def take_turns(
     layers: int,
     options: argparse.Namespace,
 ) -> AsyncIterator[Round]:
-    """Each round's figures; every case once on every server comes before them."""
+    """Yield each round's figures, after running every case once on every server."""
     known = cases(layers, options.case)
     asked = dict.fromkeys(case.load for case in known.values())
     turns = [("upstream", Case(load)) for load in asked]
@@ -338,10 +340,10 @@ async def take_turns(
 
 
 def plan_round(number: int, servers: int) -> tuple[dict[str, int], bool]:
-    """Which server of each side a round has, and whether it goes the usual way.
+    """The server of each side in a round, and whether the order is the usual one.
 
-    After `servers` squared rounds each has met each of the other side, half of them
-    (or one more) the usual way.
+    After `servers` squared rounds all pairs have met, half of them (or one more) in the
+    usual order.
     """
     lap, place = divmod(number, servers)
     return {"upstream": place, "fork": (place + lap) % servers}, lap % 2 == 0
@@ -350,7 +352,7 @@ def plan_round(number: int, servers: int) -> tuple[dict[str, int], bool]:
 def one_load(
     known: Mapping[str, Case], turn: Callable[..., Figures], forth: bool
 ) -> Round:
-    """A round of the cases that have the same load, one way or the other."""
+    """A round of the cases with the same load, in the usual or the reverse order."""
     asked = [name for name, case in known.items() if case.bodies]
     plain = next((name for name in known if name not in asked), None)
 
@@ -371,12 +373,12 @@ def one_load(
 def compare(
     fork: Mapping[str, Figures], beside: Sequence[Beside], plain: str | None = None
 ) -> Round:
-    """The fork's turns, in their order, with the means of the turns on both sides.
+    """Combine the fork's turns in order with the means of their neighbours.
 
     Args:
-        fork: by case.
-        beside: turns of plain requests, before each of the fork's and behind the last.
-        plain: the case that these are, where the fork has them too.
+        fork: figures by case.
+        beside: turns of plain requests, before each of the fork's and after the last.
+        plain: the case of the fork that has the same plain requests, if any.
 
     """
     found: Round = {}
@@ -407,19 +409,19 @@ def _mean(*turns: Figures) -> Figures:
 
 
 def start_of(server: Server, begin: float) -> dict[str, float]:
-    """Seconds until a server was ready, and what its log says of its start."""
+    """Seconds until a server was ready, and figures of its start from the log."""
     seconds = time.monotonic() - begin
     log = server.log.read_text(errors="replace")
     return {"seconds": seconds, **reports.engine_facts(log)}
 
 
 def ratio(figures: Round, name: str, figure: str, side: str = "upstream") -> float:
-    """The fork's over another side's."""
+    """The ratio of a figure of the fork to that of another side."""
     return figures[name]["fork"][figure] / figures[name][side][figure]
 
 
 def print_table(report: dict[str, Any], layers: int) -> None:
-    """Medians over the rounds, with their ranges; before them how the servers began."""
+    """Print figures of the starts, then medians over the rounds with ranges."""
     reports.print_starts(report["start"])
     for when, gib in report["gpu_gib"].items():
         print(f"GPU memory, {when}: {'unknown' if gib is None else f'{gib:.2f} GiB'}")
@@ -439,7 +441,7 @@ def print_table(report: dict[str, Any], layers: int) -> None:
 
 
 def print_ratios(rounds: Sequence[Round], side: str, known: Mapping[str, Case]) -> None:
-    """Of the cases that were compared with this side."""
+    """Print the ratios of cases that were compared with this side."""
     for name in (name for name, sides in rounds[0].items() if side in sides):
         cells = []
         for figure in COLUMNS:
@@ -454,7 +456,7 @@ def print_ratios(rounds: Sequence[Round], side: str, known: Mapping[str, Case]) 
 
 
 def first_token_later(figures: Mapping[str, Figures], side: str) -> float:
-    """Milliseconds, over another side's; between the medians of the requests."""
+    """Milliseconds by which the median time to first token exceeds another side's."""
     return figures["fork"]["median_ttft_ms"] - figures[side]["median_ttft_ms"]
 
 

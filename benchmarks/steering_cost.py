@@ -10,11 +10,11 @@ off, idle, one, all, all, one, idle, off: the ratio of a mode is the time of its
 turns over that of the two turns without steering, so that a machine that gets slower
 or faster meanwhile cancels out. "idle": no request is steered; "one": each is, at one
 layer; "all": each is, at every layer and hook point, by 16 different named
-configurations. Where its memory lies makes one process some percent faster than
-another that does the same, and the one that starts first is the slower one: so the
-servers are started twice, in either order, and the ratios of both starts are combined
-(their geometric mean, round by round). Then it times what admission does for one
-request, at width 4096. See README.md beside this file.
+configurations. Processes with the same work differ by some percent depending on their
+memory layout, and the one that starts first is the slower one. The servers are
+therefore started twice, in either order, and the ratios of both starts are combined by
+their geometric mean, round by round. Then it times the admission of one request at
+width 4096. See README.md beside this file.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WORK = ROOT / "build" / "benchmarks"
 LAYERS, WIDTH, CONFIGS = 12, 768, 16
 HOOKS = ("pre_attn", "post_attn", "post_block")
 SETUP_TARGETS = {"named": 0.2, "packed": 2.0}
-"""Milliseconds."""
+"""Goals in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Load:
     prompt_tokens: int = 32
     generated_tokens: int = 32
     rounds: int = 20
-    """Per start."""
+    """Rounds per start."""
 
 
 def write_modules(folder: Path) -> dict[str, Path]:
@@ -123,7 +123,7 @@ async def measure(off: Server, on: Server, load: Load) -> list[Round]:
 
 
 def ratios(starts: list[list[Round]], clock: str) -> dict[str, Any]:
-    """Each mode's time over that without steering; `control` is noise alone.
+    """Each mode's time over that without steering; `control` shows the noise.
 
     One value for each round: the geometric mean over the starts.
     """
@@ -193,7 +193,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and report; 1 if a cost is above its target."""
+    """Measure and report; returns 1 if a cost exceeds its goal."""
     options = _options()
     report = asyncio.run(run(options))
     report["setup_ms"] = measure_admission()

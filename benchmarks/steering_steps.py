@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering costs one decode step, for machines too busy for `steering_cost.py`.
+"""Measures the cost of steering per decode step, also on a busy machine.
 
     python benchmarks/steering_steps.py    about 5 minutes on idle cores
 
 Two processes with an engine each, one of them with steering, take turns at single
-decode steps of the same batch: a turn is so short that both share what else the
-machine does. The figure of a round is the ratio of the medians of CPU time per step.
-Model, modes and the two starts in either order are those of `steering_cost.py`, and
-further modes do more than add: "one clamps at all layers" and the like say what one
-request of the batch costs the others. What HTTP and other processes of a server cost is
-not in it.
+decode steps of the same batch. A turn is so short that both are equally affected by
+other programs. The figure of a round is the ratio of the median CPU times per step.
+Model, modes and the two starts in either order are those of `steering_cost.py`. Further
+modes use other operations: "one clamps at all layers" and the like show what one
+request costs the others. HTTP and other processes of a server are not included.
 """
 
 import argparse
@@ -43,7 +42,7 @@ HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
 def operations(mode: str, number: int) -> Any:
-    """What a request of the batch asks for beyond named vectors, by the mode."""
+    """The operations of a request of the batch in modes without named vectors."""
     draw = random.Random(number if mode.endswith("configs") else 0)
     vector = [draw.gauss(0, 1) for _ in range(WIDTH)]
     clamp: dict[str, Any] = {"op": "clamp", "min": 1.0, "max": 1.0}
@@ -64,8 +63,8 @@ def operations(mode: str, number: int) -> Any:
 class Engine(Child):
     """A process with an engine.
 
-    It is asked for a mode's name, which adds a batch, for one `step`, or to `finish`
-    all steps, and answers with CPU seconds.
+    A request is a mode's name, which adds a batch, or `step`, or `finish` to run the
+    remaining steps; the answer is CPU seconds.
     """
 
     def __init__(self, model: Path, modules: dict[str, Path] | None) -> None:
@@ -82,7 +81,7 @@ class Engine(Child):
 
 
 def serve(model: str, modules: dict[str, str]) -> None:
-    """The process's end."""
+    """The child's side."""
     answer = answers()
     from vllm import LLM, SamplingParams
 
@@ -134,12 +133,12 @@ def compare(off: Engine, on: Engine, mode: str) -> float:
             times[side].append(side.ask("step"))
     for side in (off, on):
         side.ask("finish")
-    # The first steps hold the prompts.
+    # The first steps compute the prompts.
     return statistics.median(times[on][5:]) / statistics.median(times[off][5:])
 
 
 def main() -> int:
-    """Measure and report; 1 if a cost is above its target."""
+    """Measure and report; returns 1 if a cost exceeds its goal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6, help="per start")
     parser.add_argument("--only", default="", help="modes whose names hold this")

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the consumers that write files do so, against one plain sequential writer.
+"""Compares the consumers that write files with one plain sequential writer.
 
 Both write the same rows to the same file system in the same run, alternating; the
-plain writer appends to one file. What a run leaves in the page cache is synced
-before the next one starts, outside of the measured time. Every run gets a new
-folder, and nothing is deleted before the end, unless `--discard` says so: ext4 searches
-long for an inode where many were deleted in the last minutes. The consumer is driven
-through its thread, as in a worker, and timed until the last result is there. Requests
-have 2 MB (files of 120 KB where each key has its own), 8 MB, or 268 MB: a prompt of
-1,024 tokens at all layers of an 8B-class model.
+plain writer appends to one file. Before each run the page cache is synced, outside the
+measured time. Every run gets a new folder, and nothing is deleted before the end unless
+`--discard` is given, as ext4 is slow to find an inode after many recent deletions. The
+consumer is driven through its thread, as in a worker, and timed until the last result
+arrives. Requests have 2 MB (files of 120 KB if each key has its own), 8 MB, or 268 MB:
+a prompt of 1,024 tokens at all layers of an 8B-class model.
 
     python benchmarks/storage.py --folder /data/bench --gib 2 --rounds 3
     python benchmarks/storage.py --folder /data/bench --ways packed ipc --sizes 268
     python benchmarks/storage.py --folder /data/bench --memory-gib 10
 
-The latter only prints how much memory the consumer holds meanwhile.
+The last command only prints how much memory the consumer uses.
 """
 
 import argparse
@@ -59,7 +58,7 @@ WAYS = {
     "parquet": {"format": "parquet"},
 }
 UNDER_WAY = 2 << 30
-"""Bytes of the requests that have not been answered, at most."""
+"""Most bytes of requests in flight."""
 
 
 def facts(layer: int, num_rows: int, request_id: str) -> dict[str, object]:
@@ -120,7 +119,7 @@ def consumer(
         under_way.release()
         if getattr(result, "status", None) != "ok":
             bad.append(result)
-        elif fresh:  # so that much may be captured on a small disk
+        elif fresh:  # delete files, so that a small disk suffices
             for path in map(Path, getattr(result, "payload", ())):
                 path.unlink()
                 path.with_suffix(".json").unlink()
@@ -175,9 +174,9 @@ def timed(
     total: int,
     discard: bool,
 ) -> tuple[float, float]:
-    """Wall seconds of the writing, CPU seconds of the process meanwhile.
+    """Wall seconds of the writing, and CPU seconds of the process.
 
-    The latter hold making the rows too, which is the same for both.
+    The latter include making the rows, which is equal for both writers.
     """
     fresh = fresh_folder(folder)
     begin = process_time()
@@ -192,7 +191,7 @@ def timed(
 def compare(
     folder: Path, way: str, size: int, total: int, rounds: int, discard: bool
 ) -> list[dict[str, float]]:
-    """Seconds of either writer, and the ratio of throughputs, round by round."""
+    """Seconds of both writers and the ratio of their throughputs, by round."""
     found = []
     for _ in range(rounds):
         base, base_cpu = timed(plain, folder, way, size, total, discard)
@@ -218,7 +217,7 @@ def compare(
 
 
 def memory(folder: Path, total: int) -> None:
-    """Resident memory while `total` bytes of fresh rows are captured."""
+    """Print the resident memory while `total` bytes of new rows are captured."""
     seen: list[float] = []
     done = threading.Event()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the upstream release becomes the fork: fetch, weave, overlay, package."""
+"""Builds the fork from an upstream release: fetch, weave, overlay, package."""

@@ -12,7 +12,7 @@ from fork.errors import BuildFailure
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fork", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for info in pkgutil.iter_modules(fork.commands.__path__):

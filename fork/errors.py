@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stops a build."""
+"""The error that stops a build."""
 
 
 class BuildFailure(Exception):
-    """A build cannot go on; the text says what was expected, found, and to be done."""
+    """A build failed; the message says what was expected, found, and how to fix it."""

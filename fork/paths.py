@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the fork's parts lie."""
+"""The paths of the fork's parts."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A checkout of the fork; tests make miniature ones."""
+    """A checkout of the fork, or a miniature one in tests."""
 
     root: Path
 
@@ -24,7 +24,7 @@ class Checkout:
 
     @property
     def overlay(self) -> Path:
-        """The files the fork adds."""
+        """The files that the fork adds."""
         return self.root / "vllm"
 
     @property
@@ -34,12 +34,12 @@ class Checkout:
 
     @property
     def weave(self) -> Path:
-        """The weave of decoder layers."""
+        """The decoder-layer weave."""
         return self.root / "fork" / "weave"
 
     @property
     def parity_results(self) -> Path:
-        """What the parity suite found, architecture by architecture."""
+        """The results of the parity suite, by architecture."""
         return self.root / "tests" / "parity" / "results.json"
 
     @property
@@ -49,7 +49,7 @@ class Checkout:
 
     @property
     def requirements(self) -> Path:
-        """What the fork needs at run time beyond upstream."""
+        """The fork's own run-time requirements."""
         return self.root / "requirements" / "common.txt"
 
     @property
@@ -58,7 +58,7 @@ class Checkout:
         return self.root / "LICENSE"
 
     def tree(self, device: str) -> Path:
-        """Default place of the built tree."""
+        """The default path of the built tree."""
         return self.root / "build" / device
 
 
@@ -66,6 +66,6 @@ HERE = Checkout(Path(__file__).resolve().parent.parent)
 
 
 def cache_root() -> Path:
-    """Where wheels, unpacked releases and woven files are kept between builds."""
+    """The cache folder for wheels, unpacked releases and woven files."""
     chosen = os.environ.get("CLEARBOX_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "clearbox"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several benchmarks share."""
+"""Code shared by several benchmarks."""

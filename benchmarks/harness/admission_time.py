@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request's steering costs before its first step, without a model.
+"""Times the work for a request's steering before its first step, without a model.
 
-Everything on the way is timed, for one vector of width 4096: checking what the user
-wrote, the way to the engine core and back into objects, the key of the prompt's
-blocks, the slot, and the rows of the tables.
+For one vector of width 4096: validation, serialisation to the engine core and back, the
+keys of the prompt's blocks, the slot, and the rows of the tables.
 """
 
 import base64
@@ -29,7 +28,7 @@ HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
 class Path:
-    """The parts of an engine that a steered request comes by."""
+    """The parts of an engine that a steered request passes through."""
 
     def __init__(self) -> None:
         points = {layer: HOOKS for layer in range(LAYERS)}
@@ -44,7 +43,7 @@ class Path:
         self.decoder = MsgpackDecoder(SamplingParams)
 
     def take(self, name: str, params: SamplingParams) -> None:
-        """One request, from admission until its rows are there."""
+        """Process one request from admission until its table rows are written."""
         self.admission.admit(params, PROMPT, False)
         received = self.decoder.decode(self.encoder.encode(params))
         request: Any = SimpleNamespace(
@@ -71,13 +70,13 @@ def packed(seed: int) -> dict[str, Any]:
 
 
 def measure_admission(requests: int = 300) -> dict[str, list[float]]:
-    """Milliseconds per request; those not steered are taken off."""
+    """Milliseconds per request, minus those of an unsteered request."""
     path = Path()
     for i in range(8):
         tiers = path.admission.named_tiers({"vectors": packed(i)})
         path.modules.register(f"module {i}", tiers)
     inline = [packed(1000 + i) for i in range(requests)]
-    # Eight names over four slots: each request finds its rows taken by another.
+    # Eight names on four slots, so that every request must load its rows again.
     found = {
         "plain": _times(path, requests, lambda i: {}),
         "named": _times(path, requests, lambda i: {"steering_name": f"module {i % 8}"}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report's plot shows: rows of figures with goals, by the script it is of."""
+"""The contents of a report's plot: rows of figures with goals, by script."""
 
 import re
 import statistics
@@ -21,9 +21,9 @@ class Mark:
     low: float
     high: float
     interval: tuple[float, float] | None = None
-    """That holds the true median at 95 %."""
+    """The 95 % confidence interval of the median."""
     label: str = ""
-    """Where a row has several."""
+    """The mark's label, if a row has several marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Panel:
     is_ratio: bool = True
 
     def text_of(self, row: Row) -> str:
-        """A row's figures in words: median and range, or the range of medians."""
+        """A row's figures as text: median and range, or the range of medians."""
 
         def text(value: float) -> str:
             return f"{value:.3f}" if self.is_ratio else f"{value:.1f}"
@@ -60,14 +60,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """All that one report shows."""
+    """All panels of one report."""
 
     title: str
     panels: tuple[Panel, ...]
 
 
 def chart_of(report: Report) -> Chart:
-    """What is drawn of a report; the command in it says which script wrote it.
+    """The chart of a report; its command tells which script wrote it.
 
     Raises:
         ValueError: it is not a report of these scripts.
@@ -87,7 +87,7 @@ def chart_of(report: Report) -> Chart:
 
 
 def mark(summary: Mapping[str, Any], scale: float = 1.0) -> Mark:
-    """Of what `reports.summary` made."""
+    """A mark from a result of `reports.summary`."""
     low, high = summary["interval"]
     return Mark(
         summary["median"] * scale,
@@ -98,7 +98,7 @@ def mark(summary: Mapping[str, Any], scale: float = 1.0) -> Mark:
 
 
 def spread(values: list[float]) -> Mark:
-    """Of all values that were measured."""
+    """A mark from all measured values."""
     return Mark(statistics.median(values), min(values), max(values))
 
 
@@ -121,7 +121,7 @@ def _decode_step(report: Report) -> list[Panel]:
     several = len(variants) > 2  # more than upstream and one
     rows = []
     for name, variant in variants.items():
-        # Without upstream in the run, over the fork's own plain steps.
+        # Relative to the fork's own plain steps if the run has no upstream.
         measured = variant if "ratio" in variant else variant["over_own_plain"]
         ranges = measured.get("range", {})
         for case, by_batch in measured["ratio"].items():

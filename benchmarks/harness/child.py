@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own that answers line by line, in the environment of another vLLM.
+"""A child process with the environment of another vLLM, driven by lines of JSON.
 
-Each request and each answer is one line of JSON. What libraries print in the process
-goes to its log, so that answers stay alone.
+Each request and each answer is one line of JSON. Output of libraries in the process is
+redirected to its log, so that stdout has only answers.
 """
 
 import json
@@ -22,15 +22,15 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The system places the threads: processes bound to one core would be hit by
-    # whatever else runs there.
+    # Threads are not pinned: a process bound to one core would compete with other
+    # programs there.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Of processes that hold an engine; those for a GPU do nothing on a CPU, and back."""
+"""Environment of processes with an engine, for GPU and CPU."""
 
 
 class Child:
-    """The parent's end."""
+    """The parent's side of a child process."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Child:
         """Start it.
 
         Args:
-            command: what to run; it calls `answers` and `requests`.
-            log: gets what it prints.
-            environment: all of it.
-            folder: where it runs, by default where the parent does.
+            command: the command, which must use `answers` and `requests`.
+            log: the file for its output.
+            environment: the complete environment.
+            folder: the working directory; by default the parent's.
 
         """
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,19 +63,18 @@ class Child:
             )
 
     def ask(self, request: Any) -> Any:
-        """Have one request carried out; its answer.
+        """Send one request and return the answer.
 
         Raises:
             RuntimeError: the process ended; its log says why.
-
         """
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # that there is no answer says it
+        with suppress(BrokenPipeError):  # reported by the missing answer
             self._process.stdin.write(json.dumps(request) + "\n")
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer, for example the one that says that it is ready.
+        """Read the next answer, for example the one sent when the process is ready.
 
         Raises:
             RuntimeError: the process ended; its log says why.
@@ -111,7 +110,7 @@ class Child:
 
 
 def answers() -> Callable[[Any], None]:
-    """The process's end: gives answers from now on, and prints to the log."""
+    """The child's side: return a function that sends answers; redirect stdout."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -122,5 +121,5 @@ def answers() -> Callable[[Any], None]:
 
 
 def requests() -> Iterable[Any]:
-    """The process's end: what it is asked, until the parent closes it."""
+    """The child's side: yield requests until the parent closes the pipe."""
     return (json.loads(line) for line in sys.stdin)

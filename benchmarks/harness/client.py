@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's `vllm bench serve`, once per request of the parent.
+"""Runs upstream's `vllm bench serve` once per request of the parent.
 
-Starting the client takes 15 seconds and a load half of one, so one process runs them
-all. Each request has a list of arguments, and a list of JSON bodies that the load's
-requests are to have in turn beside their own fields.
+Starting the client takes 15 seconds and a load half a second, so one process runs all
+of them. Each request has a list of arguments, and a list of JSON bodies whose fields
+the load's requests get in turn.
 """
 
 import sys
@@ -23,7 +23,7 @@ draw_samples = serve.get_samples
 
 
 def with_bodies(bodies: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """What upstream draws, with a body for each: `--extra-body` is the same for all."""
+    """Upstream's requests, each with its own body; `--extra-body` has one for all."""
     samples = draw_samples(*args, **kwargs)
     if bodies:
         for sample, body in zip(samples, cycle(bodies)):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose graphs of decode steps are replayed, in a process of its own.
+"""An engine in its own process whose decode-step graphs are replayed.
 
     python benchmarks/harness/decode_graphs.py MODEL FEATURES BATCHES
 
-What `decode_step.py` starts, with upstream's vLLM and with the fork's. Its first answer
-tells of the engine; then it is asked for cases at batch sizes, and answers with the
-milliseconds of one replay, or to record all graphs anew.
+Started by `decode_step.py` with upstream's vLLM and with the fork's. The first answer
+describes the engine. Then each request names a case and a batch size, answered with the
+milliseconds of one replay, or asks to record all graphs again.
 """
 
 import sys
@@ -21,7 +21,7 @@ from benchmarks.harness.child import answers, requests
 from benchmarks.harness.llamas import model_folder
 
 PLAIN = "plain"
-"""The case in which nothing is captured or steered, which upstream has as well."""
+"""The case without capture and steering, which upstream also has."""
 CONFIGS = 64
 ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
 WARM_UP, REPLAYS = 5, 10
@@ -31,7 +31,7 @@ class Graphs:
     """An engine, and the graphs of its decode steps."""
 
     def __init__(self, model: str, features: str, batches: list[int]) -> None:
-        """Start the engine; `features`: what is on, of "capture steering"."""
+        """Start the engine; `features` are words of "capture steering"."""
         from vllm import LLM
 
         extra: dict[str, Any] = {}
@@ -48,7 +48,7 @@ class Graphs:
             max_model_len=2048,
             max_num_seqs=256,
             gpu_memory_utilization=0.4,
-            kv_cache_memory_bytes=8 << 30,  # the other engine is on the GPU as well
+            kv_cache_memory_bytes=8 << 30,  # the GPU is shared with the other engine
             compilation_config={"cudagraph_capture_sizes": batches},
             **extra,
         )
@@ -63,7 +63,7 @@ class Graphs:
         self._tokens = self._find_cases()
 
     def about(self) -> dict[str, Any]:
-        """What is reported of the engine."""
+        """The engine's description for the report."""
         import torch
 
         return {
@@ -76,11 +76,12 @@ class Graphs:
         }
 
     def record(self) -> list[list[int]]:
-        """Record all graphs anew, in other memory; greedy tokens with them.
+        """Record all graphs again, in other memory, and generate greedy tokens.
 
         Two recordings of the same work differ by up to 1.4 %, as the time of a matrix
-        product depends on where its operands lie and how its blocks are placed. Those
-        before are not to be replayed, of prompts neither: what they read may be gone.
+        product depends on the addresses of its operands and the placement of its
+        blocks. Earlier graphs, including those of prompts, must not be replayed: the
+        memory that they read may have been freed.
         """
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
@@ -90,7 +91,7 @@ class Graphs:
         return self._find_cases()
 
     def milliseconds(self, case: str, batch: int) -> float:
-        """Of one replay, the mean of many."""
+        """Milliseconds of one replay, as the mean of many."""
         import torch
 
         chosen = self._cases[case]
@@ -111,7 +112,7 @@ class Graphs:
         return milliseconds
 
     def _find_cases(self) -> list[list[int]]:
-        """Take the graphs that there are, and record those of other cases."""
+        """Collect the existing graphs and record those of further cases."""
         plain = {
             one.num_tokens: graph
             for one, graph in self._runner.cudagraph_manager.graphs.items()
@@ -120,17 +121,17 @@ class Graphs:
         made = cases(self._runner, self._batches) if self._has_features else ()
         self._cases |= {case.name: case for case in (Case(PLAIN, plain), *made)}
         self._prepared = None
-        # After the graphs were recorded: recording leaves dummy lengths in the
-        # inputs, and a replay computes on what it finds there.
+        # After recording, which leaves dummy lengths in the inputs that a replay would
+        # read.
         generated = self._generate()
         self._draw_tokens()
         return generated
 
     def _draw_tokens(self) -> None:
-        """Give each row of the largest batch another token.
+        """Give each row of the largest batch a different token.
 
-        Where rows are alike the GPU's products take less power, so that its clock is
-        higher: with 256 rows and a width of 4096 by a tenth.
+        With equal rows matrix products take less power, so the GPU's clock is higher:
+        with 256 rows and width 4096 by a tenth.
         """
         import torch
 
@@ -139,7 +140,7 @@ class Graphs:
         self._runner.input_buffers.input_ids[: len(drawn)] = drawn
 
     def _generate(self) -> list[list[int]]:
-        """Greedy tokens of some random prompts."""
+        """Greedy tokens for some random prompts."""
         import torch
 
         from vllm import SamplingParams
@@ -158,7 +159,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Case:
-    """What a step captures or steers, and the graphs that serve it."""
+    """What a step captures or steers, and its graphs."""
 
     name: str
     graphs: dict[int, Any]
@@ -166,12 +167,12 @@ class Case:
     steered: list[Any] = field(default_factory=list)
     configs: int = 0
     programs: list[dict[Any, Any]] = field(default_factory=list)
-    """By hook point, each for some tokens in turn."""
+    """Programs by hook point, assigned to tokens in turn."""
     alone: bool = False
-    """Only the first token has one."""
+    """Whether only the first token has a program."""
 
     def prepare(self, runner, batch) -> None:  # type: ignore[no-untyped-def]
-        """Put into the memory that graphs read what a step would put there."""
+        """Fill the memory that graphs read as a real step would."""
         import torch
 
         if self.name == PLAIN:
@@ -206,7 +207,7 @@ class Case:
                 )
 
     def _prepare_programs(self, steering, batch) -> None:  # type: ignore[no-untyped-def]
-        """Give tokens programs, as steps do at which positions are named."""
+        """Assign programs to tokens, as a step with position selectors does."""
         import torch
 
         from vllm.v1.steering.worker.programs import place
@@ -219,10 +220,10 @@ class Case:
 
 
 def program_cases(runner, taps):  # type: ignore[no-untyped-def]
-    """What is done beyond adding, by the name of the case.
+    """Programs other than additions, by name of the case.
 
-    The values do not matter, but each instruction must change what it is given: it
-    would write nothing otherwise.
+    The values do not matter, but each instruction must change its row, as it would
+    write nothing otherwise.
     """
     import torch
 
@@ -263,10 +264,10 @@ def program_cases(runner, taps):  # type: ignore[no-untyped-def]
 
 
 def cases(runner, batches):  # type: ignore[no-untyped-def]
-    """What the features do, in the graphs that serve such steps.
+    """The cases of the enabled features, with their graphs.
 
-    Of steps that do little there are two kinds of graphs: those recorded when the
-    engine starts, and those recorded once enough steps have wanted them.
+    Steps that launch few ops have two kinds of graphs: those recorded when the engine
+    starts, and those recorded after enough steps could have used them.
     """
     capture, steering = runner.residual._capture, runner.residual.steering
     taps = sorted((capture or steering).addresses)
@@ -301,7 +302,7 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
 
 
 def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
-    """The graph of the start that has these ops, or an exact one, recorded now."""
+    """The graph recorded at the start that has these ops, or an exact one made now."""
     from vllm.model_executor.layers.residual.capture_op import Launch
 
     manager = runner.cudagraph_manager
@@ -328,7 +329,7 @@ def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Start the engine and answer."""
+    """Start the engine and serve requests."""
     answer = answers()
     model, features, batches = sys.argv[1:]
     graphs = Graphs(model, features, [int(batch) for batch in batches.split(",")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that times how captured rows come over HTTP, and what others feel of it."""
+"""A client that times captured rows over HTTP, and the delay of other requests."""
 
 import asyncio
 import base64
@@ -15,11 +15,11 @@ import numpy as np
 PROMPT_TOKENS = 512
 MANY, MANY_TOKENS = 32, 256
 STEADY_TOKENS = 512
-"""Tokens of the request that streams while the others are answered."""
+"""Tokens of the request that streams during the other ones."""
 
 
 async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]]]:
-    """Names and seconds: medians are the caller's."""
+    """Yield names and lists of seconds; the caller computes medians."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         for name, accept, transport, read in FORMS:
@@ -52,7 +52,7 @@ async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]
 
 
 def body(length: int, seed: int, transport: str) -> dict[str, Any]:
-    """A prompt whose rows at all layers are wanted."""
+    """The body of a request whose prompt is captured at all layers."""
     draw = np.random.default_rng(seed)
     spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
     return {
@@ -72,7 +72,7 @@ async def fetch(
     accept: str,
     read: Callable[[bytes], list[np.ndarray]],
 ) -> float:
-    """Seconds until the rows are numpy arrays."""
+    """Seconds until the rows are available as numpy arrays."""
     begin = time.perf_counter()
     headers = {"Accept": accept}
     reply = await client.post("/v1/completions", json=asked, headers=headers)
@@ -85,7 +85,7 @@ async def fetch(
 
 
 def from_json(data: bytes) -> list[np.ndarray]:
-    """Arrays of 16-bit values, or of what the entries say."""
+    """Read arrays from a JSON response."""
     payload = json.loads(data)["capture_results"]["inline"]["payload"]
     return [
         np.frombuffer(base64.b64decode(told["data"]), np.uint16).reshape(
@@ -96,7 +96,7 @@ def from_json(data: bytes) -> list[np.ndarray]:
 
 
 def from_safetensors(data: bytes) -> list[np.ndarray]:
-    """The same; the format is read without its library, which knows no bfloat16."""
+    """As `from_json`, without the library, which has no bfloat16 for numpy."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header.pop("__metadata__")
@@ -109,7 +109,7 @@ def from_safetensors(data: bytes) -> list[np.ndarray]:
 
 
 def from_shared_memory(data: bytes) -> list[np.ndarray]:
-    """The same, mapped; one file holds them all."""
+    """As `from_json`, from a mapped file in shared memory."""
     payload = json.loads(data)["capture_results"]["inline"]["payload"]
     with open(payload[0]["shm"]["path"], "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -145,10 +145,10 @@ FORMS = (
 
 
 async def others_feel(client: httpx.AsyncClient) -> tuple[float, float]:
-    """The longest time between two tokens of a stream, and of an answer's to /health.
+    """The longest time between two tokens of a stream, and the slowest `/health`.
 
-    The stream is read by a process of its own, so that this one's reading of large
-    answers is not counted.
+    The stream is read by a separate process, which is not delayed by this one's parsing
+    of large responses.
     """
     import sys
 

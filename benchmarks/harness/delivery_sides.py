@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that hand rows out, each in its own way: the sides of `delivery.py`.
+"""The sides of `delivery.py`: processes that deliver rows in different ways.
 
-Each answers requests of the form `{"turn": name, ...}` with seconds and bytes. It
+Each answers requests of the form `{"turn": name, ...}` with seconds and bytes, and
 imports only what its own environment has.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.harness.llamas import MODELS, model_folder
 
 SAMPLING = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 FILES = ("packed", "sharded", "safetensors", "ipc", "parquet")
-"""Turns whose rows end in files of the fork's consumers."""
+"""Turns whose rows are written to files by the fork's consumers."""
 
 
 def token_ids(count: int, length: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ class Engine:
         size = MODELS[settings["model"]]
         chosen: dict[str, Any] = {"enforce_eager": settings["eager"]}
         if settings["device"] == "cuda":
-            # Sides start at the same time, so none may measure what is free.
+            # Sides start concurrently, so free memory cannot be measured.
             kv_bytes = settings["kv_gib"] * (2.5 if role == "connector" else 1)
             chosen["kv_cache_memory_bytes"] = int(kv_bytes * (1 << 30))
             chosen["gpu_memory_utilization"] = 0.2
@@ -82,7 +82,7 @@ class Engine:
                 "num_speculative_tokens": 1,
                 "draft_model_config": {
                     "hf_config": {
-                        # Numbered by what enters a layer; the last is the output.
+                        # Index of a layer's input; the last index is the output.
                         "eagle_aux_hidden_state_layer_ids": list(range(1, layers + 1))
                     }
                 },
@@ -95,7 +95,7 @@ class Engine:
         }
 
     def turn(self, name: str, prompts: int, length: int, tokens: int) -> dict[str, Any]:
-        """Send prompts at once; seconds until what the turn delivers is there."""
+        """Send all prompts at once and time the delivery of their rows."""
         from vllm import SamplingParams
 
         self._number += 1
@@ -135,9 +135,9 @@ class Engine:
         return total if total else _bytes_below(self._folder)
 
     def _clear(self) -> None:
-        """Files of a turn would fill the disk; not part of its time.
+        """Delete the files of a turn, outside the measured time, to limit disk usage.
 
-        Folders stay: the consumers have made some of them at their start.
+        Folders are kept, as consumers create some of them only at their start.
         """
         for path in self._folder.rglob("*"):
             with suppress(OSError):
@@ -145,12 +145,12 @@ class Engine:
         os.sync()
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory of this process in bytes, shared memory among it."""
+        """Resident memory of this process in bytes, including shared memory."""
         return resident()
 
 
 def _load_connector(output: Any) -> int:
-    """Bytes of a request's hidden states, in this process's memory."""
+    """Load a request's hidden states and return their bytes."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import (
         example_hidden_states_connector as connector,
     )
@@ -166,7 +166,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def resident() -> dict[str, Any]:
-    """What the system says of this process's memory, in bytes."""
+    """Resident memory of this process by kind, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return {name: int(found[name].split()[0]) << 10 for name in ("VmRSS", "RssShmem")}
@@ -221,14 +221,14 @@ class PlainWriter:
     start_seconds = 0.0
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take the folder that the consumers write to."""
+        """Use the folder that the consumers write to."""
         self._folder = Path(settings["folder"]) / "plain"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._row_bytes = 2 * MODELS[settings["model"]]["hidden_size"]
         self._layers = MODELS[settings["model"]]["num_hidden_layers"]
 
     def turn(self, name: str, prompts: int, length: int, tokens: int) -> dict[str, Any]:
-        """Write what the prompts' rows would be, a request at a time."""
+        """Write as many bytes as the prompts' rows have, one request at a time."""
         block = os.urandom(1 << 20) * max(
             self._layers * length * self._row_bytes >> 20, 1
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own, in the environment of a given Python.
+"""An engine in its own process, with the environment of a given Python.
 
-Run as a script it is the process. It imports only what upstream has, so that both
-sides run it.
+Run as a script, this is the child process. It imports only what upstream has, so that
+both sides can run it.
 """
 
 import gc
@@ -19,7 +19,7 @@ from benchmarks.harness.child import ENVIRONMENT, Child, answers, requests
 
 
 class EngineProcess(Child):
-    """The parent's end; a request says what to do, and with which arguments."""
+    """The parent's side; a request names a method and its arguments."""
 
     def __init__(self, python: Path, log: Path, threads: int) -> None:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
@@ -29,7 +29,7 @@ class EngineProcess(Child):
         )
 
     def do(self, what: str, **arguments: Any) -> Any:
-        """Have a method of the engine called; what it returns.
+        """Call a method of the engine in the child and return its result.
 
         Raises:
             RuntimeError: the process failed; its log says why.
@@ -39,13 +39,13 @@ class EngineProcess(Child):
 
 
 class _Engine:
-    """The process's end; methods are the requests."""
+    """The child's side; its methods are the requests."""
 
     def __init__(self) -> None:
         self._llm: Any = None
 
     def identity(self) -> dict[str, Any]:
-        """Which vLLM runs here, by its files and by its distributions."""
+        """The vLLM in this process, by its files and its distributions."""
         from importlib.metadata import distributions
 
         import torch
@@ -61,7 +61,7 @@ class _Engine:
         }
 
     def load(self, model: str, dtype: str, eager: bool) -> None:
-        """Load a model in place of the one before."""
+        """Load a model and drop the previous one."""
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -92,7 +92,7 @@ class _Engine:
         ]
 
     def seconds(self, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
-        """Time for one batch: on the wall, and of all threads on the CPU."""
+        """Wall time and CPU time of all threads for one batch."""
         wall, cpu = time.perf_counter(), time.process_time()
         self._generate(prompts, max_tokens)
         return {
@@ -123,7 +123,7 @@ def _modules_below(package_file: str) -> set[str]:
 
 
 def _numbers(steps: Any) -> list[Any]:
-    """Per step the candidates in their order; JSON keeps every bit of a float."""
+    """The candidates of each step in order; JSON preserves floats exactly."""
     return [
         step and [[token, entry.logprob, entry.rank] for token, entry in step.items()]
         for step in steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the fork, with its features off, says bit for bit what upstream says."""
+"""Checks that the fork's outputs with features off equal upstream's bit for bit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ MAX_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """What was compared for one model, and the first difference if there is one."""
+    """The comparison for one model, with the first difference if there is one."""
 
     model: str
     mode: str
@@ -23,10 +23,10 @@ class Equality:
 
 
 def check_processes(upstream: EngineProcess, fork: EngineProcess) -> tuple[Any, Any]:
-    """What runs on either side.
+    """The identities of both sides.
 
     Raises:
-        RuntimeError: one of them runs the other's vLLM.
+        RuntimeError: a side runs the other's vLLM.
     """
     theirs, ours = upstream.do("identity"), fork.do("identity")
     versions = "".join(theirs["distributions"].values())
@@ -40,7 +40,7 @@ def check_processes(upstream: EngineProcess, fork: EngineProcess) -> tuple[Any, 
 def compare(
     upstream: EngineProcess, fork: EngineProcess, model: Model, eager: bool
 ) -> Equality:
-    """Run the same greedy batch on both sides; leaves the model loaded there."""
+    """Run the same greedy batch on both sides, which keep the model loaded."""
     results = []
     for side in (upstream, fork):
         side.do("load", model=str(model.folder), dtype=model.dtype, eager=eager)
@@ -61,7 +61,7 @@ def _count_logprobs(request: dict[str, Any]) -> int:
 
 
 def first_difference(theirs: list[Any], ours: list[Any]) -> str | None:
-    """Where two lists of outputs differ first, None if they are equal."""
+    """The first difference of two lists of outputs; None if they are equal."""
     if len(theirs) != len(ours):
         return f"{len(theirs)} requests against {len(ours)}"
     for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):

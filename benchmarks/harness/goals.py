@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks are to show, by script and case: drawn into their plots."""
+"""The goals of the benchmarks, by script and case, which their plots show."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Goal:
 
     value: float
     at_most: bool = True
-    """Otherwise at least."""
+    """Whether the bound is an upper one, as opposed to a lower one."""
 
 
 def _at_most(values: dict[str, float]) -> dict[str, Goal]:
@@ -72,7 +72,7 @@ SERVING = {
     },
     "start": _at_most({"seconds": 1.25, "graph_gib": 1.5}),
 }
-"""By what `vllm bench` calls the figure, over upstream's."""
+"""Ratio to upstream's, by `vllm bench`'s name of the figure."""
 
 PREFILL = Goal(0.90, at_most=False)
 """Throughput of prompts that are captured whole, over upstream's."""
@@ -88,7 +88,7 @@ STORAGE = {
 """Throughput over that of a plain sequential writer, by kind of file."""
 
 NATIVE = Goal(1.3, at_most=False)
-"""Throughput of what is in `csrc/` over that of the best Python code."""
+"""Throughput of native code in `csrc/` over that of the best Python code."""
 
 CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
 """Time over that of a server without capture, at most."""

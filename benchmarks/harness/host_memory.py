@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that does nothing but hold rows: what capture costs without a sink's work.
+"""A consumer that only holds rows, to measure capture without a sink's work.
 
-It keeps each request's rows in the memory of the worker until the request ends and
-then drops them; with `keep=false` it drops them as they come. A key's result is how
-many rows it had. `plug_in` makes it known to engines without installing anything.
+It keeps each request's rows in the worker's memory until the request ends; with
+`keep=false` it drops them immediately. The result of a key is its number of rows.
+`plug_in` makes the consumer available to engines without installing anything.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class HostMemory:
-    """A `CaptureSink`; requests say `{"hooks": ..., "positions": ...}`."""
+    """A `CaptureSink` whose client spec is `{"hooks": ..., "positions": ...}`."""
 
     location = "worker"
     reads_client_spec: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class HostMemory:
         self._results: dict[CaptureKey, CaptureResult] = {}
 
     def validate_client_spec(self, raw: Any, ctx: "CaptureContext") -> "CaptureSpec":
-        """The spec as it is written."""
+        """Accept the usual spec."""
         from vllm.v1.capture.selectors import parse_spec
 
         return parse_spec(raw, ctx, f"capture.{NAME}")
@@ -53,7 +53,7 @@ class HostMemory:
             self._rows[chunk.key].append(chunk.tensor)
 
     def submit_chunk_batch(self, chunks: "Sequence[CaptureChunk]") -> None:
-        """The same for a step's chunks."""
+        """As `submit_chunk`, for all chunks of a step."""
         for chunk in chunks:
             self.submit_chunk(chunk)
 
@@ -67,18 +67,18 @@ class HostMemory:
         self._results[key] = CaptureResult(key, "ok", payload=count)
 
     def get_result(self, key: "CaptureKey") -> "CaptureResult | None":
-        """How many rows the key had, in a list; it is given once."""
+        """A list with the key's number of rows; returned once."""
         return self._results.pop(key, None)
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Nothing is under way."""
+        """Do nothing, as nothing is in flight."""
 
 
 def plug_in(folder: Path) -> str:
-    """What to add to PYTHONPATH so that engines find the consumer `host_memory`.
+    """The paths to add to PYTHONPATH so that engines find the consumer `host_memory`.
 
-    Python takes any folder on its path with metadata in it for an installed package.
-    The checkout's own `vllm/` is no package, so the one further on still is `vllm`.
+    Python treats a folder on its path with package metadata as an installed package.
+    The checkout's own `vllm/` is not a package, so a later `vllm` on the path is used.
     """
     info = folder / "clearbox_benchmarks-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

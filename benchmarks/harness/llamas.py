@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas of three sizes that need no weights, for engines on a GPU."""
+"""Llamas of three sizes with dummy weights, for engines on a GPU."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ MODELS = {
 
 
 def describe(name: str) -> str:
-    """A model in words, for reports."""
+    """A description of a model, for reports."""
     size = MODELS[name]
     return (
         f"{name}: Llama, {size['num_hidden_layers']} layers of width "
@@ -22,7 +22,7 @@ def describe(name: str) -> str:
 
 
 def model_folder(name: str) -> str:
-    """A folder with the configuration of a Llama that needs no weights."""
+    """A folder with the configuration of a Llama, without weights."""
     size = MODELS[name]
     folder = Path(tempfile.gettempdir()) / f"decode-step-{name}"
     folder.mkdir(exist_ok=True)

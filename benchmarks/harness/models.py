@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that both sides run: the demo model and tiny ones with random weights."""
+"""Models for both sides: the demo model and tiny ones with random weights."""
 
 import random
 import shutil
@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder, and how it is run."""
+    """A model folder, and how to run it."""
 
     name: str
     folder: Path
@@ -32,8 +32,8 @@ def demo_model() -> Model:
 def tiny_models(folder: Path) -> list[Model]:
     """Three random models, one for each way that decoder layers add to the stream.
 
-    Llama hands on the pair (branch, residual), Gemma 3 norms a branch before it is
-    added, GPT-2 adds explicitly. Written below `folder`.
+    Llama passes on the pair (branch, residual), Gemma 3 norms a branch before adding
+    it, GPT-2 adds explicitly. Written below `folder`.
     """
     shape = {"vocab_size": VOCABULARY, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -60,14 +60,14 @@ def _save(name: str, config: transformers.PretrainedConfig, folder: Path) -> Mod
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Fresh weights are so small that every logit is nearly the same.
+            # Initial weights are so small that all logits would be nearly equal.
             parameter.mul_(3)
     model.save_pretrained(folder / name)
     return Model(name, folder / name, "float32")
 
 
 def random_prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
-    """Prompts of random tokens, the same ones every time."""
+    """Prompts of random tokens, equal on every call."""
     draw = random.Random(0)
     return [
         [draw.randrange(8, VOCABULARY) for _ in range(draw.randint(shortest, longest))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a report as an SVG beside its JSON; the same report gives the same bytes.
+"""Draws a report as an SVG beside its JSON; equal reports give equal bytes.
 
     python benchmarks/harness/plots.py benchmarks/results/*.json
 
@@ -22,12 +22,12 @@ from benchmarks.harness.charts import Chart, Mark, Panel, Row, chart_of  # noqa:
 
 GOAL, PLAIN = "#c0392b", "#1f4e79"
 SHADES = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#084594")
-"""Of the marks in one row, from the first to the last."""
+"""Colours of the marks in one row, in order."""
 ROW_INCHES, WIDTH_INCHES = 0.3, 8.0
 
 
 def plot_beside(report: dict[str, Any], path: Path) -> None:
-    """Draw the report that lies at `path`, if matplotlib is there."""
+    """Draw the report stored at `path`, if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -48,7 +48,7 @@ def draw(chart: Chart, target: Path) -> None:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Text stays text, which is small; ids come from a fixed salt.
+        # Text is not converted to paths, and ids are made from a fixed salt.
         matplotlib.rcParams["svg.fonttype"] = "none"
         matplotlib.rcParams["svg.hashsalt"] = "clearbox"
         matplotlib.rcParams["font.size"] = 9
@@ -68,7 +68,7 @@ def draw(chart: Chart, target: Path) -> None:
 
 
 def _smaller(svg: str) -> str:
-    """Without indentation, and with coordinates to a hundredth of a point."""
+    """The SVG without indentation, with coordinates rounded to 0.01 points."""
     svg = re.sub(r"(\d\.\d\d)\d{3,}", r"\1", svg)
     return "".join(f"{line.strip()}\n" for line in svg.splitlines() if line.strip())
 
@@ -125,7 +125,7 @@ def _draw_goals(axis: Any, panel: Panel) -> None:
 
 
 def _placed(number: int, row: Row) -> Iterator[tuple[float, Mark, str]]:
-    """A row's marks with their places and colours, from its top to its bottom."""
+    """A row's marks with positions and colours, from top to bottom."""
     count = len(row.marks)
     for index, mark in enumerate(row.marks):
         if count == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all reports have in common: where, by what command, and how they are written."""
+"""Common parts of reports: machine, command, statistics and output."""
 
 import json
 import os
@@ -30,20 +30,20 @@ def begun() -> dict[str, Any]:
 
 
 def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON; also one that is not complete yet."""
+    """Write a report, which may be incomplete, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, and beside it the plot."""
+    """Write a report as JSON with its plot beside it."""
     save(report, path)
     print(f"Written to {path}")
     plot_beside(report, path)
 
 
 def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
-    """The CPU, and how busy it was."""
+    """The CPU and its load."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
@@ -57,7 +57,7 @@ def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
 
 
 def ask_gpu(field: str) -> str | None:
-    """What the driver says of the first GPU that is seen; None where there is none."""
+    """A field of `nvidia-smi` for the first visible GPU; None if there is none."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         # Numbers or names, with commas, as the driver's tool takes them.
@@ -71,13 +71,13 @@ def ask_gpu(field: str) -> str | None:
 
 
 def gpu_memory_gib() -> float | None:
-    """How much of the GPU's memory all processes together hold."""
+    """GPU memory in GiB that all processes use."""
     used = ask_gpu("memory.used")  # in MiB
     return None if used is None or not used.isdigit() else int(used) / 1024
 
 
 def engine_facts(log: str) -> dict[str, float]:
-    """What an engine's log says of its start: graphs, weights, room for tokens."""
+    """Facts about an engine's start from its log: graphs, weights, KV cache size."""
     patterns = {
         "graph_seconds": r"Graph capturing finished in (\d+) secs",
         "graph_gib": r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB",
@@ -85,7 +85,7 @@ def engine_facts(log: str) -> dict[str, float]:
         "kv_cache_tokens": r"KV cache size: ([\d,]+) tokens",
     }
     found = {name: re.findall(pattern, log) for name, pattern in patterns.items()}
-    # The last one: those before it only measured.
+    # The last match: earlier ones are from profiling.
     return {
         name: float(values[-1].replace(",", ""))
         for name, values in found.items()
@@ -94,10 +94,10 @@ def engine_facts(log: str) -> dict[str, float]:
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, spread, and the interval that holds the true median at 95 %.
+    """Median, range, and the 95 % confidence interval of the median.
 
-    The interval is distribution-free: between two of the ordered values. With fewer
-    than six there is none so sure, and it is the whole range.
+    The interval is distribution-free: its bounds are order statistics. With fewer than
+    six values it is the whole range, which has less than 95 % confidence.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -114,7 +114,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def print_starts(starts: Mapping[str, Mapping[str, float]]) -> None:
-    """How the sides of a comparison began, by their names."""
+    """Print the start-up figures of each side of a comparison."""
     for side, found in starts.items():
         figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
         print(f"start of {side}: {figures}")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that take turns at the same load, and what a turn costs.
+"""Servers that take turns at the same load, and the cost of a turn.
 
-A turn is one batch of completions over HTTP, all of them at once. Its cost is the
-time on the wall, and the CPU time of the server's processes, which other programs on
-the machine disturb less.
+A turn is one batch of concurrent completions over HTTP. Its cost is the wall time and
+the CPU time of the server's processes, which is less affected by other programs.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The system places the threads: servers bound to one core would be hit by
-    # whatever else runs there.
+    # Threads are not pinned: a server bound to one core would compete with other
+    # programs there.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 START_SECONDS = 400.0
@@ -43,7 +42,7 @@ class Cost:
 
 
 class Server:
-    """`vllm serve`, in a group of processes of its own; close it after use."""
+    """`vllm serve` in its own process group; must be closed after use."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Server:
         python: Path = Path(sys.executable),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start it; `python` and `environment` decide which vLLM serves."""
+        """Start the server; `python` and `environment` select the vLLM."""
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = int(taken.getsockname()[1])
@@ -81,10 +80,10 @@ class Server:
         self._client = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits)
 
     async def ready(self) -> None:
-        """Wait until it answers.
+        """Wait until the server answers.
 
         Raises:
-            RuntimeError: it ended, or stayed silent.
+            RuntimeError: the server ended or did not answer in time.
         """
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -96,13 +95,13 @@ class Server:
         raise RuntimeError(f"the server did not start; see {self.log}")
 
     async def get(self, path: str) -> Any:
-        """What the server answers there."""
+        """The response to a GET request."""
         answer = await self._client.get(path)
         answer.raise_for_status()
         return answer.json()
 
     async def turn(self, bodies: list[dict[str, Any]]) -> Cost:
-        """Post all completions at once, and wait for all answers."""
+        """Post all completions concurrently and wait for all responses."""
         wall, cpu = time.perf_counter(), self._cpu_seconds()
         answers = await asyncio.gather(
             *(self._client.post("/v1/completions", json=body) for body in bodies)
@@ -114,7 +113,7 @@ class Server:
         return cost
 
     def _cpu_seconds(self) -> float:
-        """Of all living processes of the server's group."""
+        """CPU seconds of all running processes in the server's group."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:

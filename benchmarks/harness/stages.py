@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages that captured rows pass between the device and a consumer, one by one.
+"""Measures the stages between the device and a consumer one by one.
 
-Part of `bandwidth.py`, in a process of its own. Importing this needs the fork.
+Part of `bandwidth.py`, run in its own process. Importing this needs the fork.
 """
 
 import time
@@ -17,19 +17,22 @@ from vllm.v1.capture.staging.ring import Segment, Staging
 
 MIB = 1 << 20
 SAMPLE_BYTES = 1 << 30
-"""Each sample moves about so much."""
+"""Approximate bytes that each sample moves."""
 COPIES = (2, 32, 128)
-"""MiB at once: a decode step of 32 requests of the 1B-class model; the most that a
-step captures in the staging memory of the default configuration."""
+"""Sizes of copies in MiB.
+
+From a decode step of 32 requests with the 1B-class model to the most that a step
+captures in the default staging memory.
+"""
 DECODING, FIRST = 32, 20
-"""Requests at once, and the tokens of their prompts."""
+"""Concurrent requests, and the length of their prompts in tokens."""
 
 Sample = Callable[[], float]
-"""Moves rows; bytes per second."""
+"""Moves rows and returns bytes per second."""
 
 
 class Stages:
-    """Rows of one model, on their way."""
+    """The stages for the rows of one model."""
 
     def __init__(
         self, layers: int, width: int, prompt: int, device: torch.device
@@ -45,7 +48,7 @@ class Stages:
         self._requests = 0
 
     def samples(self) -> dict[str, Sample]:
-        """By the name of the stage."""
+        """Samples by name of the stage."""
         found: dict[str, Sample] = {}
         if self._device.type == "cuda":  # elsewhere rows are on the host at once
             rows = max(COPIES) * MIB // self._row_bytes
@@ -66,7 +69,7 @@ class Stages:
         self._worker.close()
 
     def _copy(self, staging: Staging, mib: int) -> float:
-        """Only the copy, each waited for, as the dispatcher's thread does."""
+        """Only the copies, each of which is waited for as by the dispatch thread."""
         segment = Segment(0, mib * MIB // self._row_bytes)
         count = max(1, SAMPLE_BYTES // (mib * MIB))
         begin = time.perf_counter()
@@ -77,7 +80,7 @@ class Stages:
         return count * mib * MIB / (time.perf_counter() - begin)
 
     def _prompts(self, without_copy: bool) -> float:
-        """Prompts at all positions, each in steps as large as may be."""
+        """Prompts captured at all positions, in steps of the maximal size."""
         self._worker.leave_out_the_copy(without_copy)
         rows = self._prompt * len(self._taps)
         count = max(1, SAMPLE_BYTES // (rows * self._row_bytes))
@@ -91,7 +94,7 @@ class Stages:
         return self._arrived(count, count * rows, begin)
 
     def _tokens(self, without_copy: bool) -> float:
-        """Requests that decode, at all their generated tokens."""
+        """Decoding requests captured at all generated tokens."""
         self._worker.leave_out_the_copy(without_copy)
         rows = DECODING * len(self._taps)  # of a step
         steps = min(512, max(1, SAMPLE_BYTES // (rows * self._row_bytes)))
@@ -99,7 +102,7 @@ class Stages:
         ids = self._open(DECODING, FIRST, (FIRST, OPEN_END))
         for step in range(steps):
             self._worker.step(ids, FIRST + step, 1)
-        # The last token that is generated is never computed, and has no row.
+        # The last generated token is never fed to the model and has no row.
         self._worker.end(ids, steps + 1)
         return self._arrived(DECODING, steps * rows, begin)
 
@@ -121,7 +124,7 @@ class Stages:
 def measure(
     layers: int, width: int, prompt: int, device: str, rounds: int
 ) -> dict[str, list[float]]:
-    """Bytes per second of each stage in each round, after one that warms up."""
+    """Bytes per second of each stage in each round, after a warm-up round."""
     place = torch.device("cuda:0" if device == "cuda" else device)
     stages = Stages(layers, width, prompt, place)
     samples = stages.samples()

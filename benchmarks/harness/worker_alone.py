@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's part of capture without a model: steps whose rows are whatever is there.
+"""The worker's part of capture without a model; rows have arbitrary contents.
 
 Importing this needs the fork.
 """
@@ -23,12 +23,12 @@ HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
 class WorkerAlone:
-    """One worker's capture, and the front end that hears of its results."""
+    """Capture in one worker, with the front end that receives its results."""
 
     def __init__(
         self, consumer: str, layers: int, width: int, device: torch.device
     ) -> None:
-        """Start it; rows have `width` values in bfloat16, `consumer` gets them."""
+        """Start a worker whose rows `[width]` in bfloat16 go to `consumer`."""
         self._instance = consumer.partition(":")[0]
         capture = CaptureConfig(consumers=[parse_consumer(consumer)])
         self.rows_per_step = capture.rows_per_step(width * torch.bfloat16.itemsize)
@@ -50,7 +50,7 @@ class WorkerAlone:
             self._answers.append(message)
 
     def leave_out_the_copy(self, left_out: bool) -> None:
-        """From now on take rows as if they had come to the host already."""
+        """Whether to skip the copy to the host from now on."""
         staging: Any = self._worker._staging
         if left_out:
             staging._copy = lambda pairs: None
@@ -64,7 +64,7 @@ class WorkerAlone:
         taps: Sequence[Tap],
         positions: tuple[int, int],
     ) -> None:
-        """Requests that read the positions from the first to below the last."""
+        """Start requests that capture the positions `[first, last)`."""
         ranges = (positions,)
         group = TapGroup(tuple(taps), ranges, (Reader(self._instance, ranges),))
         for req_id in ids:
@@ -77,31 +77,31 @@ class WorkerAlone:
         computed: int | Sequence[int],
         scheduled: int | Sequence[int],
     ) -> None:
-        """Each request computes so many tokens, after so many."""
+        """Run a step in which each request computes `scheduled` tokens."""
         self.run(view_of(ids, computed, scheduled))
 
     def run(self, view: StepView) -> None:
-        """What a step calls, without its pass."""
+        """Make the calls of a step, without its forward pass."""
         self._worker.plan_step(view)
         self._worker.begin_step(view.num_rows)
         self._worker.end_step()
 
     @property
     def dispatcher_thread(self) -> int:
-        """The thread's number in this process."""
+        """The native id of the dispatch thread."""
         number = self._worker._dispatcher._thread.ident
         assert number is not None, "the dispatcher runs from its beginning"
         return number
 
     @property
     def consumer_thread(self) -> int:
-        """The number of the thread that feeds the consumer."""
+        """The native id of the consumer's thread."""
         number = self._worker._lanes[self._instance]._thread.ident
         assert number is not None, "it runs from the beginning"
         return number
 
     def end(self, ids: Sequence[str], generated: int) -> None:
-        """The requests end, with so many tokens that they generated."""
+        """End the requests after `generated` tokens."""
         tokens, address = list(range(generated)), self._inbox.address
         self._worker.end_requests(
             [
@@ -111,10 +111,10 @@ class WorkerAlone:
         )
 
     def answers(self, count: int) -> list[ResultMessage]:
-        """The results, once so many are there.
+        """Wait for `count` results.
 
         Raises:
-            RuntimeError: one is missing, or says that rows are.
+            RuntimeError: a result is missing, or is not complete.
         """
         deadline = time.monotonic() + WAIT
         while len(self._answers) < count and time.monotonic() < deadline:
@@ -131,14 +131,14 @@ class WorkerAlone:
 
 
 def thread_seconds(number: int) -> float:
-    """CPU time that a thread of this process has taken so far."""
+    """CPU seconds of a thread of this process so far."""
     return time.clock_gettime(time.pthread_getcpuclockid(number))
 
 
 def view_of(
     ids: Sequence[str], computed: int | Sequence[int], scheduled: int | Sequence[int]
 ) -> StepView:
-    """A step in which each request computes so many tokens, after so many."""
+    """A step in which each request computes `scheduled` tokens after `computed`."""
     counts = np.zeros(len(ids), dtype=np.int64) + scheduled
     starts = np.zeros(len(ids), dtype=np.int64) + computed
     return StepView(ids, starts, counts, int(counts.sum()))

@@ -55,7 +55,7 @@ Dtype dtype_named(const std::string& name) {
       ("dtype must be bfloat16, float16 or float32, not '" + name + "'").c_str());
 }
 
-/// `rows * row_bytes`, which must be what the buffer has.
+/// Throws unless the buffer has `num_rows * row_bytes` bytes.
 void expect_size(const Buffer& buffer, std::size_t num_rows, std::size_t row_bytes) {
   const bool overflows =
       row_bytes != 0 && num_rows > std::numeric_limits<std::size_t>::max() / row_bytes;

@@ -19,7 +19,7 @@ using namespace nb::literals;
 namespace clearbox {
 namespace {
 
-/// The fields of `RowCopy`, in their order.
+/// The fields of `RowCopy`, in order.
 using Numbers = std::array<std::size_t, 7>;
 
 void gather(const std::vector<Numbers>& copies, std::size_t row_bytes,

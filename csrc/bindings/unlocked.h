@@ -7,12 +7,12 @@
 
 namespace clearbox {
 
-/// Gives the GIL up for its lifetime.
+/// Releases the GIL for its lifetime.
 ///
-/// Python before 3.14 ends a thread that asks for the GIL while the interpreter shuts
-/// down by unwinding its stack, and C++ aborts the process when that meets a function
-/// that must not throw. So the unwinding stops here, and so does the thread: the
-/// process ends all the same.
+/// Before 3.14, Python terminates a thread that requests the GIL during interpreter
+/// shutdown by unwinding its stack. If that reaches a `noexcept` function, C++ aborts the
+/// process. The unwinding is therefore caught here, and the thread waits until the
+/// process exits.
 class Unlocked {
  public:
   Unlocked() : thread_(PyEval_SaveThread()) {}

@@ -12,7 +12,7 @@ float quantize_row(const float* values, std::size_t width, const Kernels& kernel
                    std::int8_t* out) {
   const float largest = kernels.largest(values, width);
   const float scale = largest / 127.0F;
-  // A row of zeros, or one whose scale underflows, has the scale 0.
+  // The scale of a row of zeros is 0, and so is one that underflows.
   const float unit = std::isfinite(scale) && scale > 0 ? scale : 1.0F;
   kernels.quantize(values, width, unit, out);
   return std::isfinite(largest) ? scale : std::numeric_limits<float>::quiet_NaN();

@@ -15,7 +15,7 @@ constexpr std::size_t full8_record_bytes(std::size_t width) { return width + 4; 
 /// Writes one record per row to `out`.
 void encode_full8(const Rows& rows, const Kernels& kernels, std::byte* out);
 
-/// One row: the scale is returned, the integers are written.
+/// Encodes one row: writes the integers to `out` and returns the scale.
 float quantize_row(const float* values, std::size_t width, const Kernels& kernels,
                    std::int8_t* out);
 

@@ -37,7 +37,7 @@ void widen_float16(const std::uint16_t* in, std::size_t n, float* out) {
 
 float largest(const float* in, std::size_t n) {
   __m256 found = _mm256_setzero_ps();
-  __m256 odd = _mm256_setzero_ps();  // all ones where a NaN was met
+  __m256 odd = _mm256_setzero_ps();  // all ones in lanes that had a NaN
   std::size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     const __m256 values = _mm256_loadu_ps(in + i);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled for AVX-512 F, BW and VL; reached only through kAvx512Kernels. The end of a
-// row is a masked step, so there is no loop over single values.
+// Compiled for AVX-512 F, BW and VL; called only through kAvx512Kernels. The end of a
+// row is handled by a masked step instead of a scalar loop.
 #include <immintrin.h>
 
 #include "codecs/kernels.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 
-/// The lanes of the step at `i` that lie within the row.
+/// Mask of the lanes of the step at `i` that are within the row.
 __mmask16 lanes_at(std::size_t i, std::size_t n) {
   const std::size_t left = n - i;
   if (left >= kLanes) return 0xFFFF;
@@ -94,7 +94,7 @@ std::size_t at_least(const std::uint32_t* in, std::size_t n, std::uint32_t limit
     const __mmask16 fits = _mm512_mask_cmpge_epu32_mask(lanes, keys, limits);
     const __m512i places =
         _mm512_add_epi32(count, _mm512_set1_epi32(static_cast<int>(i)));
-    // Compressed in a register: compressing into memory is slow on some CPUs.
+    // Compress in a register: compressing stores are slow on some CPUs.
     const auto num_fits = static_cast<unsigned>(__builtin_popcount(fits));
     _mm512_mask_storeu_epi32(out + found, lanes_at(0, num_fits),
                              _mm512_maskz_compress_epi32(fits, places));

@@ -14,7 +14,7 @@ const float* RowReader::read(std::size_t row) {
   const std::byte* at = rows_.data + row * row_bytes;
   switch (rows_.dtype) {
     case Dtype::kFloat32:
-      // Copied: a buffer from Python need not be aligned for float.
+      // Copied, as a buffer from Python may not be aligned for float.
       std::memcpy(wide_.data(), at, row_bytes);
       break;
     case Dtype::kBfloat16:

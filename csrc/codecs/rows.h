@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captured rows in memory, and one row of them at a time as float32.
+// Captured rows in memory, read one at a time as float32.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ enum class Dtype { kBfloat16, kFloat16, kFloat32 };
 
 constexpr std::size_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-/// `[num_rows, width]`, one row after the other.
+/// `[num_rows, width]`, contiguous and row-major.
 struct Rows {
   const std::byte* data;
   std::size_t num_rows;
@@ -21,7 +21,7 @@ struct Rows {
   Dtype dtype;
 };
 
-/// Gives rows as float32, in memory of its own where they have to be widened.
+/// Reads rows as float32 into its own memory.
 class RowReader {
  public:
   RowReader(const Rows& rows, const Kernels& kernels);

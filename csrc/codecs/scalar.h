@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One value at a time: the scalar kernels, and the ends of rows in the vector ones.
-// Everything is `static`: files compiled for other instructions must each have a copy
-// of their own, or the linker might keep one that an older CPU cannot run.
+// Operations on single values: for the scalar kernels and the ends of rows in AVX2 ones.
+// Everything is `static`: each file is compiled for other instructions and needs its own
+// copy, or the linker might keep one that an older CPU cannot run.
 #pragma once
 
 #include <bit>
@@ -31,7 +31,7 @@ static inline float from_float16(std::uint16_t bits) {
 
 static inline float larger(float largest, float value) {
   const float size = __builtin_fabsf(value);
-  // Written so that NaN, once met, stays.
+  // Written so that NaN propagates.
   return size <= largest || __builtin_isnan(largest) ? largest : size;
 }
 

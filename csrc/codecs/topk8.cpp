@@ -10,7 +10,7 @@
 namespace clearbox {
 namespace {
 
-/// Drops the last of the equal ones at the limit, until `k` places are left.
+/// Removes the last of the keys equal to `limit` until `k` places are left.
 void drop_ties(std::vector<std::uint32_t>& places, const std::uint32_t* keys,
                std::uint32_t limit, std::size_t num_places, std::size_t k) {
   std::size_t surplus = num_places - k;
@@ -29,11 +29,11 @@ void drop_ties(std::vector<std::uint32_t>& places, const std::uint32_t* keys,
 
 std::uint32_t kth_largest(const std::uint32_t* keys, std::size_t n, std::size_t k) {
   assert(1 <= k && k <= n);
-  // Digit by digit from the top: each pass counts the keys that agree with the digits
-  // found so far, and takes the digit in which the k-th one from above falls.
+  // Radix selection from the top digit: each pass counts the keys that agree with the
+  // digits found so far, and selects the digit that contains the k-th largest key.
   constexpr std::array<unsigned, 3> kShifts{20, 10, 0};
   std::uint32_t found = 0;
-  std::uint32_t known = 0;  // mask of the bits of `found` that are settled
+  std::uint32_t known = 0;  // mask of the bits of `found` that are determined
   for (const unsigned shift : kShifts) {
     const std::uint32_t digit_mask = shift == 20 ? 0x7FF : 0x3FF;
     std::array<std::uint32_t, 0x800> counts{};

@@ -10,7 +10,7 @@
 namespace clearbox {
 namespace {
 
-/// Rows `[first, first + count)` of one tap.
+/// Copies rows `[first, first + count)` of one tap.
 void copy_tap(const RowCopy& copy, std::size_t tap, std::size_t first,
               std::size_t count, std::size_t row_bytes) {
   std::byte* target = copy.target + tap * copy.target_apart + first * row_bytes;
@@ -27,7 +27,7 @@ void copy_tap(const RowCopy& copy, std::size_t tap, std::size_t first,
   }
 }
 
-/// Of all rows, in the order of copies and taps, those in `[begin, end)`.
+/// Copies rows `[begin, end)`, counted over all copies and taps in order.
 void copy_part(std::span<const RowCopy> copies, std::size_t row_bytes,
                std::size_t begin, std::size_t end) {
   std::size_t at = 0;
@@ -61,7 +61,7 @@ void gather_rows(std::span<const RowCopy> copies, std::size_t row_bytes,
     try {
       others.emplace_back(
           [=] { copy_part(copies, row_bytes, bound(part), bound(part + 1)); });
-    } catch (const std::system_error&) {  // No more threads: this one does the rest.
+    } catch (const std::system_error&) {  // No more threads: do the rest on this one.
       alone_from = part;
       break;
     }

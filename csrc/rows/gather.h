@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that lie at equal distances, put one behind the other.
+// Copies strided rows to contiguous memory.
 #pragma once
 
 #include <cstddef>
@@ -7,19 +7,19 @@
 
 namespace clearbox {
 
-/// `taps` times `rows` rows. All distances are in bytes, from start to start.
+/// A copy of `rows` rows of each of `taps` taps. All strides are in bytes.
 struct RowCopy {
   std::byte* target;
-  std::size_t target_apart;  ///< from tap to tap; the rows of a tap lie side by side
+  std::size_t target_apart;  ///< stride between taps; the rows of a tap are contiguous
   const std::byte* source;
-  std::size_t source_apart;     ///< from tap to tap
-  std::size_t source_distance;  ///< from row to row
+  std::size_t source_apart;     ///< stride between taps
+  std::size_t source_distance;  ///< stride between rows
   std::size_t taps;
   std::size_t rows;
 };
 
-/// Does all copies, whose rows have `row_bytes` bytes and whose targets do not overlap,
-/// on `threads` threads, the caller's among them.
+/// Executes all copies on `threads` threads, including the caller's. Rows have
+/// `row_bytes` bytes, and targets must not overlap.
 void gather_rows(std::span<const RowCopy> copies, std::size_t row_bytes,
                  unsigned threads);
 

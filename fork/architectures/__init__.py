@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of upstream's architectures have hook points, and which ones."""
+"""The hook points of upstream's model architectures."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An architecture of which neither layers nor a reason are known stops the build."""
+"""Fails the build for architectures with neither decoder layers nor a listed reason."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ORIGIN = "fork/weave/rules.py"
 
 
 def architecture_faults(release: Release, woven: list[WovenFile]) -> list[Fault]:
-    """A fault for each generating architecture that leads to no decoder layer.
+    """A fault for each generating architecture that reaches no decoder layer.
 
     Args:
-        release: its registry is read.
-        woven: what the weave made of its files.
+        release: the release whose registry is read.
+        woven: the results of weaving its files.
     """
     if not (release.root / REGISTRY).exists() or any(w.faults for w in woven):
         return []
@@ -49,7 +49,7 @@ def architecture_faults(release: Release, woven: list[WovenFile]) -> list[Fault]
 def _sentences(release: Release, layers: Mapping[str, frozenset[str]]) -> list[str]:
     try:
         unknown = unknown_architectures(release.root, layers)
-    except BuildFailure as error:  # a table that nobody has heard of
+    except BuildFailure as error:  # the registry has an unknown table
         return [f"{error}."]
     return [
         f"{_ORIGIN}: {REGISTRY} of vLLM {release.version} has {name}, but no decoder "
@@ -62,11 +62,11 @@ def _sentences(release: Release, layers: Mapping[str, frozenset[str]]) -> list[s
 def unknown_architectures(
     root: Path, layers: Mapping[str, frozenset[str]]
 ) -> list[tuple[str, str]]:
-    """Name and model class of each architecture that reaches no layer.
+    """Name and model class of each architecture that reaches no decoder layer.
 
     Args:
-        root: Where the release is unpacked.
-        layers: Names of the decoder-layer classes of each module, refused ones too.
+        root: the folder of the unpacked release.
+        layers: names of the decoder-layer classes by module, including refused ones.
     """
     sources = Sources(root)
     unknown = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers of the installed Transformers library, for upstream's backend.
+"""Decoder layers of the installed Transformers library, which upstream's backend runs.
 
-The running server weaves them when a model is loaded. Here the same analysis runs on
-the library's sources, to tell beforehand.
+The server weaves them when a model is loaded. Here the same analysis runs on the
+library's sources, to report the result in advance.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Library:
     version: str
 
     def layers(self, architecture: str) -> list[LibraryLayer]:
-        """The decoder-layer classes of a model class; none if there is no such."""
+        """The decoder-layer classes of a model class; empty if it does not exist."""
         path = self.files.get(architecture)
         if path is None:
             return []
@@ -80,7 +80,7 @@ def _layer(source: str, module: str, name: str) -> LibraryLayer:
 
 
 def _layer_classes(tree: ast.Module, architecture: str) -> list[str]:
-    """Classes that fill a list of modules in what the model class is made of."""
+    """Classes that fill a list of modules in the model class or its parts."""
     classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     found: list[str] = []
     pending, seen = [architecture], {architecture}

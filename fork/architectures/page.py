@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports as text: lines for a terminal, a page for the documentation."""
+"""Formats the reports as lines for a terminal and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fork.architectures.reports import ArchitectureReport, LayerReport
 
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 Results = Mapping[str, Mapping[str, Any]]
-"""What the parity suite recorded: an entry per architecture, dtype and device."""
+"""Results of the parity suite: an entry per architecture, dtype and device."""
 
 _TITLES = {
     TEXT: "Text generation",
@@ -54,7 +54,7 @@ class _CaseName(NamedTuple):
 
 
 def lines(rows: list[ArchitectureReport]) -> Iterator[str]:
-    """For a terminal."""
+    """The reports as lines for a terminal."""
     for row in rows:
         yield f"{row.architecture} ({row.table})"
         if row.refused:
@@ -81,7 +81,7 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def page(rows: list[ArchitectureReport], results: Results) -> str:
-    """For the documentation."""
+    """The reports as a Markdown page."""
     parts = [_HEAD, *_counts(rows)]
     for kind, title in _TITLES.items():
         of_kind = [row for row in rows if row.table == kind]
@@ -146,7 +146,7 @@ def _compared(found: list[Mapping[str, Any]], device: str) -> str:
 
 
 def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[str]:
-    """Each reason once, with the configurations and devices that it is about."""
+    """Each reason once, with the configurations and devices to which it applies."""
     yield "What the suite's last run on a device gave no proof of. What upstream said"
     yield "when it stopped is in code."
     yield ""
@@ -163,7 +163,7 @@ def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[st
 
 
 def _notes(results: Results) -> Iterator[str]:
-    """What the suite says of how it compared."""
+    """The suite's notes about how it compared."""
     yield "- All of the multimodal ones: their language model, with text alone."
     proven = [case for _, case in _cases(results) if case["proven"]]
     gpus = Counter(case["gpu"] for case in proven if "gpu" in case)
@@ -185,7 +185,7 @@ def _cases(results: Results) -> Iterator[tuple[_CaseName, Mapping[str, Any]]]:
 
 
 def _shortened(reason: str) -> str:
-    """An exception's text is code, and as long as a line."""
+    """Format the text of an exception as code, shortened; leave other text alone."""
     if not _RAISED.match(reason):
         return reason
     text = shorten(reason.rstrip("."), 160, placeholder=" ...")
@@ -197,7 +197,7 @@ def _several(found: list[Mapping[str, Any]], fact: str) -> str:
 
 
 def _reasons(rows: list[ArchitectureReport]) -> Iterator[str]:
-    """Each reason once, with the architectures that it is about."""
+    """Each reason once, with the architectures to which it applies."""
     about: dict[str, list[str]] = {}
     for row in rows:
         if row.table in _TITLES:

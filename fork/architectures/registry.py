@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of upstream's registry, by its tables."""
+"""Reads the architecture names of upstream's model registry."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _TABLES = {
     "_SPECULATIVE_DECODING_MODELS": "draft",
 }
 NOT_GENERATING = {"pooling": _POOLING, "draft": _DRAFT}
-"""Kind of table to the reason why its architectures have no hook points."""
+"""By kind of table: why its architectures have no hook points."""
 _ALL = "_VLLM_MODELS"
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name that a model's configuration may have."""
+    """One architecture name that a model's configuration may have."""
 
     architecture: str
     table: str
@@ -44,10 +44,10 @@ class Name:
 
 
 def names(root: Path) -> list[Name]:
-    """Every name of the registry of the release at `root`, each once.
+    """Every name in the registry of the release at `root`, each once.
 
     Raises:
-        BuildFailure: the registry has a table that is not known here.
+        BuildFailure: the registry has an unknown table.
     """
     tree = ast.parse((root / REGISTRY).read_text(encoding="utf-8"))
     tables = dict(_tables(tree))
@@ -73,15 +73,15 @@ def _tables(tree: ast.Module) -> Iterator[tuple[str, ast.Dict]]:
 
 
 def _entries(node: ast.Dict) -> Iterator[tuple[str, str, str]]:
-    """Name, module and class of each entry that is written out."""
+    """Name, module and class of each literal entry."""
     for key, value in zip(node.keys, node.values, strict=True):
-        if key is not None:  # else names of another table, taken over
+        if key is not None:  # None stands for `**other_table`
             module, cls = ast.literal_eval(value)
             yield ast.literal_eval(key), module, cls
 
 
 def _merged(node: ast.Dict) -> list[str]:
-    """The tables that `{**a, **b}` is made of."""
+    """The names of the tables that `{**a, **b}` merges."""
     return [ast.unparse(value) for value in node.values]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of upstream's architectures have hook points, computed from its sources."""
+"""Reports the hook points of upstream's architectures, computed from its sources."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class LayerReport:
     name: str
     points: tuple[str, ...]
     rule: str = ""
-    """Why the analysis needed help; empty if it did not."""
+    """Why the analysis needed a rule; empty if it did not."""
     refused: str = ""
-    """Why it has no hook points; empty if it has."""
+    """Why it has no hook points; empty if it has some."""
     unless: tuple[str, ...] = ()
     """Configurations that are refused when the server starts."""
     no_mlp: str = ""
     """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
     meaning: str = ""
-    """What `post_attn` is in a block that is not a token mixer and an MLP."""
+    """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class ArchitectureReport:
     module: str
     layers: tuple[LayerReport, ...] = ()
     refused: str = ""
-    """Why the architecture has no hook points at all; empty if it has."""
+    """Why the architecture has no hook points at all; empty if it has some."""
     wraps: tuple[str, ...] = ()
-    """Architectures whose layers it runs, where it is told which."""
+    """Architectures whose layers it runs, as far as its source names them."""
     note: str = ""
 
 
@@ -66,9 +66,9 @@ def reports(
     """A report for every architecture, in the order of the registry's tables.
 
     Args:
-        root: Where the release is unpacked.
-        weave: What weaves a module, given its source and path; it may remember.
-        library: The Transformers library whose layers upstream's backend runs.
+        root: the folder of the unpacked release.
+        weave: weaves a module, given its source and path; may cache results.
+        library: the Transformers library whose layers upstream's backend runs.
     """
     sources = Sources(root)
     layers = _Layers(sources, weave)
@@ -77,12 +77,12 @@ def reports(
 
 
 def unaccounted(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
-    """The architectures of which neither layers nor a reason are known."""
+    """The architectures with neither decoder layers nor a listed reason."""
     return [row for row in rows if row.refused == UNKNOWN]
 
 
 class _Layers:
-    """The weave's results, by the place of each class."""
+    """The results of the weave, by place of the class."""
 
     def __init__(self, sources: Sources, weave: Weave) -> None:
         self.sources = sources
@@ -90,7 +90,7 @@ class _Layers:
         self.of = lru_cache(maxsize=None)(self._of)
 
     def running(self, place: Place) -> TappedLayer | RefusedLayer | None:
-        """The class, or the base class whose `forward` it runs, under its name."""
+        """The result of a class, or that of the base class whose `forward` it runs."""
         layer = self.of(place[0]).get(place[1])
         if not isinstance(layer, TappedLayer) or not layer.inherits:
             return layer
@@ -160,7 +160,7 @@ def _library_layer(layer: LibraryLayer) -> LayerReport:
 
 
 def _unwrapped(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
-    """With the layers of what each architecture wraps."""
+    """Give each wrapping architecture the layers of those that it wraps."""
     known = {row.architecture: row for row in rows}
     done = []
     for row in rows:
@@ -175,7 +175,7 @@ def _unwrapped(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
 
 
 def _found(reached: Reached, layers: _Layers) -> Iterator[LayerReport]:
-    """The layer classes among what is used; of alternatives the one chosen."""
+    """The layer classes among the used definitions, and the nearest chosen ones."""
     chosen: set[Place] = set()
     for choices in reached.choices:
         chosen = {place for place in choices if place[1] in layers.of(place[0])}

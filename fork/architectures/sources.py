@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which classes a class of upstream's models uses, followed through imports."""
+"""Finds the classes that a model class of upstream uses, across imports."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from functools import lru_cache
 from pathlib import Path
 
 Place = tuple[str, str]
-"""A module by its path in the wheel, and a name at its top level."""
+"""The path of a module in the wheel, and a name at its top level."""
 
 _FOLLOWED = ("vllm/model_executor/models/", "vllm/models/")
 _LANGUAGE_MODEL = "init_vllm_registered_model"
 _CHOICES = ("layer_type", "decoder_layer_type", "block_cls")
-"""Parameters and attributes through which a model is told its layer class."""
+"""Parameters and attributes that select a model's layer class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one method, or all of a definition outside of methods, mentions."""
+    """The names that one method, or the rest of a definition, mentions."""
 
     words: frozenset[str] = frozenset()
     choices: frozenset[str] = frozenset()
-    """Names given to a parameter or attribute that chooses the layer class."""
+    """Names assigned to a parameter or attribute that selects the layer class."""
     architectures: frozenset[str] | None = None
-    """Of the language model that is made here: named ones, or none if its
-    configuration names them; None if none is made here."""
+    """Architectures of the language model that is built here.
+
+    Empty if its configuration names them; None if none is built here.
+    """
     continues: bool = True
-    """Whether it calls what it overrides."""
+    """Whether it calls the method that it overrides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,17 @@ class SourceModule:
 
     definitions: dict[str, Definition]
     imports: dict[str, list[Place]]
-    """Also those in functions and in each platform's branch."""
+    """Includes imports in functions and in platform-dependent branches."""
 
 
 @dataclass
 class Reached:
-    """What one model class uses, nearest first."""
+    """The definitions that one model class uses, nearest first."""
 
     used: list[Place] = field(default_factory=list)
     """Definitions that are mentioned, other than as a base class."""
     choices: list[frozenset[Place]] = field(default_factory=list)
-    """Layer classes each definition chooses; nearer choices win."""
+    """The layer classes that each definition selects; nearer ones take precedence."""
     architectures: set[str] = field(default_factory=set)
     wraps: bool = False
 
@@ -71,7 +73,7 @@ class Sources:
         self.module = lru_cache(maxsize=None)(self._module)
 
     def reach(self, place: Place) -> Reached:
-        """Everything that the definition at `place` uses, directly or not."""
+        """Everything that the definition at `place` uses, directly or indirectly."""
         reached = Reached()
         seen: set[tuple[Place, bool]] = set()
         queue: deque[tuple[Place, bool, frozenset[str]]] = deque()
@@ -200,7 +202,7 @@ def _part(nodes: list[ast.AST], owner: str) -> Part:
 
 
 def _tested(node: ast.AST) -> Iterator[ast.AST]:
-    """Names that are asked about or looked into, in a way that makes no instance."""
+    """Names that are only tested or accessed, without making an instance."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and _called(part) in ("super", "isinstance"):
             for argument in part.args:
@@ -210,7 +212,7 @@ def _tested(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _chosen(node: ast.AST) -> list[str]:
-    """Names that `node` itself gives to something that chooses a layer class."""
+    """Names that `node` itself assigns to a selector of the layer class."""
     values: list[ast.expr | None] = []
     if isinstance(node, ast.keyword) and node.arg in _CHOICES:
         values = [node.value]

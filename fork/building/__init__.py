@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the wheel and our files to the built tree and its package."""
+"""Builds the tree and its package from the upstream wheel and our files."""

@@ -37,7 +37,7 @@ class Order:
 
 
 class Faulty(BuildFailure):
-    """Edits, weave or overlay do not fit; carries every fault."""
+    """Edits, weave or overlay do not fit the release; has all faults."""
 
     def __init__(self, faults: list[Fault]) -> None:
         super().__init__("\n".join(fault.sentence for fault in faults))
@@ -55,10 +55,10 @@ class Built:
 
 
 def open_release(order: Order) -> Release:
-    """The wheel to build on, verified and unpacked.
+    """Open the wheel to build on, verified and unpacked.
 
     Raises:
-        BuildFailure: if there is none, or it is not the one expected.
+        BuildFailure: there is none, or it is not the expected one.
     """
     upstream = load_upstream(order.checkout.pins)
     if order.wheel is not None:
@@ -93,8 +93,8 @@ def build(order: Order) -> Built:
     """Weave and overlay, in memory.
 
     Raises:
-        Faulty: with all that does not fit, if anything does not.
-        BuildFailure: if the wheel cannot be used.
+        Faulty: something does not fit the release.
+        BuildFailure: the wheel cannot be used.
     """
     release = open_release(order)
     with step("weave"):
@@ -118,7 +118,7 @@ def build(order: Order) -> Built:
 
 
 def build_tree(order: Order, out: Path) -> Built:
-    """Build and write the tree; on failure the tree stays as it was."""
+    """Build and write the tree; on failure the tree is unchanged."""
     built = build(order)
     native = native_files(order.checkout, order.jobs)
     built = replace(built, contents=built.contents | native)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trial weave of a release shows, and no more than that."""
+"""Weaves a release as a trial and reports the result."""
 
 from dataclasses import dataclass
 
@@ -35,17 +35,17 @@ class Report:
     version: str
     files: tuple[FileReport, ...]
     layer_files: int
-    """Files that the decoder-layer weave changed."""
+    """Number of files that the decoder-layer weave changed."""
     layers_tried: bool
 
     @property
     def fits(self) -> bool:
-        """Whether nothing failed."""
+        """Whether there are no faults."""
         return not any(file.faults for file in self.files)
 
     @property
     def summary(self) -> str:
-        """What was tried and how it went."""
+        """What was tried, and the result, as a sentence."""
         failed = sum(bool(file.faults) for file in self.files)
         edits = sum(file.what == "edits" for file in self.files)
         layers = f"{self.layer_files} files with decoder layers woven"
@@ -58,7 +58,7 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The report as JSON takes it."""
+        """The report as JSON-serialisable data."""
         return {
             "upstream": self.version,
             "fits": self.fits,

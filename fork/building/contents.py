@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a built tree holds: for each path, where its content comes from."""
+"""The contents of a built tree: for each path, where its content comes from."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from fork.upstream.release import Release
 from fork.weaving.faults import Fault
 
 WEAVE_AT_RUN_TIME = "vllm/model_executor/residual_weave"
-"""Where the weave of decoder layers is when it is installed."""
+"""Path of the decoder-layer weave in the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """An upstream file, as it is."""
+    """An unchanged upstream file."""
 
     path: Path
     release: str
-    """Hash of the wheel, which stands for the content."""
+    """SHA-256 of the wheel, used in place of the file's own."""
 
     @property
     def fingerprint(self) -> str:
@@ -42,13 +42,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A file of the fork, linked to."""
+    """A file of the fork, linked from the tree."""
 
     path: Path
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the link does; the content behind it is live."""
+        """Changes when the link does; the linked content may change at any time."""
         return f"link {self.path}"
 
 
@@ -58,7 +58,7 @@ class Compiled:
 
     path: Path
     digest: str
-    """Hash of all that it is made from."""
+    """Hash of the sources and tools that it is built from."""
 
     @property
     def fingerprint(self) -> str:
@@ -71,10 +71,10 @@ Contents = dict[str, Content]
 
 
 def added_files(checkout: Checkout) -> dict[str, Path]:
-    """The files the fork adds, by their path in the tree.
+    """The files that the fork adds, by path in the tree.
 
-    The weave of decoder layers is among them: layers whose class is in no release
-    are woven when their model is loaded. So are the packages beside `vllm`.
+    They include packages beside `vllm` and the decoder-layer weave, which also weaves
+    layers from outside the release when their model is loaded.
     """
     added = {
         path.relative_to(root).as_posix(): path
@@ -103,7 +103,7 @@ def _is_debris(path: Path) -> bool:
 
 
 def shadowing_faults(added: Iterable[str], release: Release) -> list[Fault]:
-    """A fault for each added file that upstream has too: the fork only adds files."""
+    """A fault for each added file that also exists upstream."""
     upstream = set(release.files())
     return [
         Fault(
@@ -124,7 +124,10 @@ def assemble(
     woven: dict[str, str],
     generated: dict[str, bytes],
 ) -> Contents:
-    """The contents of the tree: upstream, woven and generated files over it, ours."""
+    """The contents of the tree: upstream's files, then woven, generated and added ones.
+
+    Later ones replace earlier ones of the same path.
+    """
     contents: Contents = {
         path: Original(release.root / path, release.sha256) for path in release.files()
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork as a unified diff against upstream, computed."""
+"""Computes the fork as a unified diff against upstream."""
 
 import difflib
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class FileDiff:
 
 
 def difference(built: Built) -> list[FileDiff]:
-    """Edited files, then added ones, each in the order of their paths."""
+    """The diffs of edited files, then of added files, each sorted by path."""
     edited, added = [], []
     for path, content in sorted(built.contents.items()):
         if not path.startswith("vllm/"):

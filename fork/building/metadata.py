@@ -24,8 +24,7 @@ ENTRY_POINTS = {
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
     }
 }
-# The registry's builds of these are CUDA ones and break `import transformers` beside a
-# CPU build of torch.
+# PyPI has CUDA builds of these, which break `import transformers` with a CPU torch.
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 _EXTRA = re.compile(
     r"""^(?:(?P<rest>.*?)\s+and\s+)?extra\s*==\s*['"](?P<name>[^'"]+)"""
@@ -34,7 +33,7 @@ _EXTRA = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What the installed distribution says about itself."""
+    """The metadata of the installed distribution."""
 
     version: str
     summary: str
@@ -45,7 +44,7 @@ class Metadata:
     entry_points: dict[str, dict[str, str]]
 
     def install_requires(self) -> list[str]:
-        """Requirements of no extra."""
+        """Requirements outside extras."""
         return [item for item in self.requires if _extra_of(item) is None]
 
     def extras_require(self) -> dict[str, list[str]]:
@@ -80,7 +79,7 @@ def fork_metadata(
 def dist_info_files(
     metadata: Metadata, release: Release, checkout: Checkout
 ) -> dict[str, bytes]:
-    """A metadata folder, so that the tree is complete when only put on the path."""
+    """The metadata folder, which makes a tree on the path a complete distribution."""
     folder = f"{NAME}-{metadata.version}.dist-info"
     lines = ["Metadata-Version: 2.4", f"Name: {NAME}", f"Version: {metadata.version}"]
     lines += [f"Summary: {metadata.summary}", "License-Expression: Apache-2.0"]
@@ -97,7 +96,7 @@ def dist_info_files(
 
 
 def license_files(release: Release, checkout: Checkout) -> dict[str, Path]:
-    """Upstream's licence and notices, and ours, by their path in the metadata."""
+    """Upstream's licence files and ours, by path in the metadata's licence folder."""
     upstream = release.dist_info / "licenses"
     files = {
         f"upstream/{path.relative_to(upstream).as_posix()}": path
@@ -110,7 +109,7 @@ def license_files(release: Release, checkout: Checkout) -> dict[str, Path]:
 
 
 def version_module(version: str, upstream_version: str) -> bytes:
-    """`vllm/_version.py`, with the names upstream's generated one has."""
+    """`vllm/_version.py`, with the same names as upstream's generated file."""
     numbers = ", ".join(part for part in upstream_version.split(".") if part.isdigit())
     local = version.partition("+")[2]
     return f'''\
@@ -140,7 +139,7 @@ def _is_cuda_only(requirement: str) -> bool:
 
 
 def _for_cpu(requirement: str) -> str:
-    """Any build of the right torch serves, not just one labelled `+cpu`."""
+    """Accept any build of the required torch version, not only one labelled `+cpu`."""
     return re.sub(r"^(torch==[\d.]+)\+cpu", r"\1", requirement)
 
 

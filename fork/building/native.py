@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library in `csrc/`, compiled once per state of its sources.
+"""Compiles the native library in `csrc/`, once per state of its sources.
 
-It is optional: without a compiler the fork runs its Python code instead, and the build
-says why.
+The library is optional: without a compiler the fork uses Python code instead, and the
+build says so.
 """
 
 import fcntl
@@ -24,16 +24,16 @@ from fork.progress import step
 from fork.weaving.cache import digest_of
 
 FOLDER = "vllm/v1/capture/native"
-"""Where the module lies in the tree."""
+"""Folder of the module in the tree."""
 
 _LOG_LINES = 30
 
 
 def native_files(checkout: Checkout, jobs: int) -> Contents:
-    """The compiled module by its path in the tree; nothing where there is none.
+    """The compiled module by its path in the tree; empty if it cannot be built here.
 
     Raises:
-        BuildFailure: if there is a compiler and it refuses the sources.
+        BuildFailure: compilation failed.
     """
     if not (checkout.root / "CMakeLists.txt").exists():
         return {}
@@ -54,7 +54,7 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
 
 
 def _tool(name: str) -> str | None:
-    # pip's scripts lie beside Python, which need not be on the path.
+    # pip installs scripts beside Python, a folder that may not be on the path.
     beside = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )
@@ -84,7 +84,7 @@ def _nanobind() -> str | None:
 
 
 def _digest(checkout: Checkout) -> str:
-    """Hash of all that the compiled module depends on."""
+    """Hash of everything that the compiled module depends on."""
     root = checkout.root
     sources = [root / "CMakeLists.txt"]
     sources += sorted(path for path in (root / "csrc").rglob("*") if path.is_file())
@@ -96,11 +96,11 @@ def _digest(checkout: Checkout) -> str:
 
 
 def _compile(checkout: Checkout, jobs: int) -> Path | None:
-    """The module in its build folder; None if the machine lacks what it needs."""
+    """The module in its build folder; None if it cannot be configured."""
     cmake, ninja = _tool("cmake"), _tool("ninja")
     assert cmake is not None and ninja is not None, "asked for before"
     folder = checkout.root / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
-    # A build folder remembers where nanobind was, which differs in an isolated build.
+    # The CMake cache has nanobind's path, which differs in an isolated build.
     (folder / "CMakeCache.txt").unlink(missing_ok=True)
     configure = [cmake, "-S", str(checkout.root), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-Dnanobind_DIR={_cmake_folder()}"]
@@ -115,7 +115,7 @@ def _compile(checkout: Checkout, jobs: int) -> Path | None:
             f"csrc/ does not compile with {_compiler()}: set CXX to another compiler, "
             f"or to `none` for a build without:\n{_end(compiled)}"
         )
-    # A module of another nanobind or Python version may lie there too.
+    # The folder may also have a module for another nanobind or Python version.
     return max(folder.glob("_native*.so"), key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -146,13 +146,13 @@ def _keep(module: Path, kept: Path) -> None:
     shutil.copy2(module, partial)
     try:
         partial.rename(kept)
-    except OSError:  # another build was faster
+    except OSError:  # a concurrent build has stored it already
         shutil.rmtree(partial)
 
 
 @contextmanager
 def _only_one(checkout: Checkout) -> Iterator[None]:
-    """Hold the lock of the build folder, which trees of several devices share."""
+    """Hold the lock of the build folder, which builds for several devices share."""
     folder = checkout.root / "build"
     folder.mkdir(exist_ok=True)
     with (folder / ".native.lock").open("w") as lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `setup.py` needs: the built tree as a setuptools distribution."""
+"""The built tree as a setuptools distribution, for `setup.py`."""
 
 import os
 import shutil
@@ -20,10 +20,10 @@ from fork.upstream.release import HARD_LINKED_BYTES
 
 
 def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every type
-    """Build the tree; the keywords for `setuptools.setup`.
+    """Build the tree and return the keyword arguments for `setuptools.setup`.
 
     Raises:
-        SystemExit: if the build fails, with its sentences.
+        SystemExit: the build failed; has the error messages.
     """
     device = _default_device()
     tree = HERE.tree(device)
@@ -58,7 +58,7 @@ def _default_device() -> str:
 
 
 class BinaryDistribution(Distribution):
-    """A distribution with compiled libraries that setuptools did not build."""
+    """A distribution with compiled libraries that were not built by setuptools."""
 
     def has_ext_modules(self) -> bool:
         """Whether it installs beside platform-specific packages."""
@@ -67,7 +67,7 @@ class BinaryDistribution(Distribution):
 
 def _commands(built: Built, device: str) -> dict[str, type]:
     class CopyTree(build_py):
-        """Copy the whole tree, data and libraries included, links resolved."""
+        """Copy the whole tree, including data and libraries, with links resolved."""
 
         def run(self) -> None:
             if not self.editable_mode:
@@ -85,8 +85,8 @@ def _commands(built: Built, device: str) -> dict[str, type]:
     class TaggedWheel(bdist_wheel):
         """A wheel with upstream's tag and with both licences.
 
-        It is stored unless --compression says otherwise: deflating half a gigabyte of
-        libraries takes longer than the rest of the build.
+        Stored uncompressed by default: deflating half a gigabyte of libraries takes
+        longer than the rest of the build.
         """
 
         def initialize_options(self) -> None:
@@ -114,7 +114,7 @@ def installed_files(built: Built) -> list[str]:
 
 
 def copy_contents(built: Built, tree: Path, target: Path) -> None:
-    """Write the packages without links into the checkout, libraries hard-linked."""
+    """Copy the packages without links into the checkout; hard-link large files."""
     for path in installed_files(built):
         content = built.contents[path]
         source = content.path if isinstance(content, Added) else tree / path

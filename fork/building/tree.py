@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A built tree on disk: made whole, then kept up to date file by file.
+"""Writes a built tree to disk and updates it file by file.
 
-The first build fills a folder beside the tree and renames it. Later builds stage what
-changed and move it in, one atomic replacement per file, so a running Python never sees
-half a file and compiled bytecode of unchanged files stays. The manifest is written
-last: a tree whose update was cut off is repaired by the next build.
+The first build fills a temporary folder and renames it. Later builds stage changed
+files and move each into place by an atomic replacement, so that a running Python never
+sees a partial file, and bytecode of unchanged files stays valid. The manifest is
+written last: after an interrupted update the next build repairs the tree.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from fork.upstream.release import HARD_LINKED_BYTES
 
 MANIFEST = ".fork-manifest.json"
 _Stamp = list[str | int]
-"""Fingerprint, size and time of a file as it was placed."""
+"""Fingerprint, size in bytes and mtime in nanoseconds of a file when it was placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a build changed in its tree."""
+    """How many files a build placed in its tree and removed from it."""
 
     placed: int
     removed: int
@@ -38,7 +38,7 @@ def update_tree(out: Path, contents: Contents) -> Update:
     """Make the folder `out` hold exactly `contents`.
 
     Raises:
-        BuildFailure: if `out` holds something that no build made.
+        BuildFailure: `out` was not made by a build.
     """
     with _only_one(out):
         if not out.exists():
@@ -53,7 +53,7 @@ def update_tree(out: Path, contents: Contents) -> Update:
 
 @contextmanager
 def _only_one(out: Path) -> Iterator[None]:
-    """Hold the lock of a tree: builds of one tree wait for each other."""
+    """Hold the lock of a tree, so that builds of one tree run one at a time."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with (out.parent / f".{out.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def _link(content: Original, path: Path) -> bool:
 
 
 def link_target(content: Added, linked_from: Path) -> str:
-    """Relative link, so that a moved checkout keeps working."""
+    """The target of a relative link, which stays valid if the checkout is moved."""
     return os.path.relpath(content.path.resolve(), linked_from.parent.resolve())
 
 
@@ -132,12 +132,12 @@ def _remove(out: Path, path: str) -> None:
 
 
 def _is_spent(folder: Path) -> bool:
-    """Whether nothing but bytecode is left."""
+    """Whether a folder contains nothing but bytecode."""
     return all(child.name == "__pycache__" for child in folder.iterdir())
 
 
 def _drop_bytecode(path: Path) -> None:
-    """Bytecode is matched by time in whole seconds, too coarse for a quick rebuild."""
+    """Delete bytecode, as its check by whole seconds is too coarse for rebuilds."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink(missing_ok=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from fork.upstream.pins import DEVICES, default_device
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which wheel is woven."""
+    """Add the options that select the wheel."""
     parser.add_argument(
         "--device",
         choices=DEVICES,
@@ -26,10 +26,10 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 
 def order_from(arguments: argparse.Namespace) -> Order:
-    """The order that the options describe.
+    """The build order that the options describe.
 
     Raises:
-        BuildFailure: if they contradict each other.
+        BuildFailure: the options contradict each other.
     """
     if arguments.wheel_sha256 and not arguments.wheel:
         raise BuildFailure("--wheel-sha256 needs --wheel: the pinned wheel has its own")

@@ -10,13 +10,13 @@ from fork.commands._options import add_build_options, order_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_build_options(parser)
     parser.add_argument("--out", type=Path, help="default: build/DEVICE")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build; 0 when the tree is up to date."""
+    """Build the tree; returns 0."""
     start = time.perf_counter()
     order = order_from(arguments)
     out = (arguments.out or order.checkout.tree(order.device)).absolute()

@@ -16,18 +16,18 @@ from fork.upstream.pins import load_upstream, machine_name
 from fork.upstream.release import Release, unpack
 
 _RELEASES = "vllm"
-"""Project with a wheel of every release; its Python files serve all devices."""
+"""Project with a wheel of every release; its Python files are those of all devices."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_build_options(parser)
     parser.add_argument("--upstream", metavar="VERSION", help="another release")
     parser.add_argument("--json", action="store_true", help="print a JSON report")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check; 1 when anything does not fit."""
+    """Check; returns 1 if anything does not fit."""
     order = order_from(arguments)
     with redirect_stdout(sys.stderr):
         release = _open(order, arguments.upstream)

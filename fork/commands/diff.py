@@ -11,20 +11,20 @@ from fork.commands._options import add_build_options, order_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_build_options(parser)
     parser.add_argument("--stat", action="store_true", help="count lines per file only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0 unless something does not fit."""
-    with redirect_stdout(sys.stderr):  # the diff alone goes to stdout
+    """Print the diff; returns 0."""
+    with redirect_stdout(sys.stderr):  # only the diff goes to stdout
         built = build(order_from(arguments))
     files = difference(built)
     try:
         _print_stat(files) if arguments.stat else _print_diff(files)
         sys.stdout.flush()
-    except BrokenPipeError:  # a pager that was left early
+    except BrokenPipeError:  # a pager was closed early
         sys.stderr.close()
     return 0
 

@@ -15,7 +15,7 @@ from fork.commands._options import add_build_options, order_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_build_options(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON report")
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0 unless the release cannot be had."""
+    """Print the architectures; returns 0."""
     order = order_from(arguments)
     with redirect_stdout(sys.stderr):
         release = open_release(order)

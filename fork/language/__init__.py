@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The edit language: small structural edits of upstream modules, written as data.
 
-An edit file lies at the upstream module's path under `fork/edits/`, says in its
+An edit file is at the upstream module's path under `fork/edits/`, states in its
 docstring why the module is edited, and lists its edits:
 
     EDITS = [

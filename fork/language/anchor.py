@@ -10,7 +10,7 @@ import libcst as cst
 from fork.language.pattern import header_matches, matches
 from fork.language.tree import Place
 
-# A clause cannot be parsed alone: the statement it is parsed in, and where it lies.
+# A clause cannot be parsed alone: the statement to parse it in, and its field there.
 _CLAUSES = (
     (re.compile(r"elif\b"), "if 0:\n    pass\n{} pass", "orelse"),
     (re.compile(r"else\s*:"), "if 0:\n    pass\n{} pass", "orelse"),
@@ -26,7 +26,7 @@ class Anchor:
 
     statements: tuple[cst.CSTNode, ...]
     by_header: bool
-    """The last statement is matched up to its colon only."""
+    """Whether the last statement is matched only up to its colon."""
     is_clause: bool = False
 
     def matches(self, place: Place) -> bool:
@@ -58,7 +58,7 @@ def parse_anchor(text: str) -> Anchor:
     """Parse an anchor; one that ends in a colon is a header.
 
     Raises:
-        ValueError: if the text is not code.
+        ValueError: the text is not valid code.
     """
     code = dedent(text).strip()
     try:

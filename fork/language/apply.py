@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply resolved changes to a tree, everything else kept byte for byte."""
+"""Applies resolved changes to a tree; everything else is preserved byte for byte."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ def _gather(groups: Iterable[Statements]) -> Statements:
 
 
 def _fill(node: cst.CSTNode, first: Statements, last: Statements) -> cst.CSTNode:
-    """Put statements at the ends of a body; a body on the header's line is opened."""
+    """Add statements at the ends of a body; a one-line body becomes a block."""
     if isinstance(node, cst.Module):
         return node.with_changes(body=_filled(node, node.body, first, last))
     suite = getattr(node, "body", None)
@@ -102,7 +102,7 @@ def _keep_lines_above(node: cst.CSTNode, new: Statements) -> Statements:
 def _share_lines_above(
     before: Statements, here: Statements
 ) -> tuple[Statements, Statements]:
-    """Blank lines go above the inserted code, comments stay with their statement."""
+    """Move blank lines above the inserted code; comments stay with their statement."""
     lines = list(_lines_above(here[0]))
     blank = 0
     while blank < len(lines) and lines[blank].comment is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that edits insert, parsed into statements."""
+"""Parses the code that edits insert."""
 
 from textwrap import dedent
 
@@ -9,10 +9,10 @@ _BLANK = cst.EmptyLine(indent=False)
 
 
 def parse_statements(text: str) -> tuple[cst.BaseStatement, ...]:
-    """Statements of inserted code, comments above the first one included.
+    """Statements of inserted code, including comments above the first one.
 
     Raises:
-        ValueError: if the text is not code or holds no statement.
+        ValueError: the text is not valid code or has no statement.
     """
     code = dedent(text.removeprefix("\n")).rstrip() + "\n"
     try:
@@ -30,7 +30,7 @@ def parse_statements(text: str) -> tuple[cst.BaseStatement, ...]:
 def set_apart(
     statements: tuple[cst.BaseStatement, ...], blank_lines: int
 ) -> tuple[cst.BaseStatement, ...]:
-    """Put blank lines above a definition that does not bring its own."""
+    """Put blank lines above each definition that does not have its own."""
     return tuple(
         node.with_changes(leading_lines=(*[_BLANK] * blank_lines, *node.leading_lines))
         if isinstance(node, (cst.FunctionDef, cst.ClassDef))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every edit has in common, and what it turns into on a concrete module."""
+"""The base class of edits, and the changes into which an edit is resolved."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -17,26 +17,26 @@ Rewrite = Callable[[cst.CSTNode], cst.CSTNode]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What happens to one node of the upstream tree; statements around or in it."""
+    """The change of one node of the upstream tree: inserted or replaced statements."""
 
     node: cst.CSTNode
     before: Statements = ()
     after: Statements = ()
     first: Statements = ()
-    """Go to the start of the node's body, after its docstring."""
+    """Inserted at the start of the node's body, after its docstring."""
     last: Statements = ()
-    """Go to the end of the node's body."""
+    """Inserted at the end of the node's body."""
     rewrite: Rewrite | None = None
-    """Maps the (already changed) node to its replacement."""
+    """Maps the (possibly already changed) node to its replacement."""
     replacement: Statements | None = None
-    """Statements that stand in the node's place."""
+    """Statements that replace the node."""
 
 
 Resolution = tuple[Change, ...] | Finding
 
 
 def caller_line() -> int:
-    """Line of the edit file that called the operation, for messages."""
+    """The line of the edit file that called the operation, for messages."""
     return sys._getframe(2).f_lineno
 
 
@@ -45,7 +45,7 @@ class Edit(ABC):
     """One edit of an upstream module.
 
     Raises:
-        ValueError: if `why` is empty or `count` is below 1.
+        ValueError: `why` is empty or `count` is below 1.
     """
 
     why: str
@@ -53,7 +53,7 @@ class Edit(ABC):
     scope: str = ""
     """Dotted path of the class or function; empty for the module level."""
     count: int = 1
-    """How many places must match, no more and no less."""
+    """The exact number of places that must match."""
     line: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,11 +65,11 @@ class Edit(ABC):
     @property
     @abstractmethod
     def subject(self) -> str:
-        """What messages call the place: the anchor, the parameter, the import."""
+        """What the edit is about, for messages: the anchor, parameter or import."""
 
     @abstractmethod
     def resolve(self, tree: Tree) -> Resolution:
-        """The changes this edit makes to `tree`, or the reason why it cannot."""
+        """The changes that this edit makes to `tree`, or the reason why it cannot."""
 
     def miscounted(self, found: int) -> WrongCount | None:
         """The finding for a match count other than `count`."""

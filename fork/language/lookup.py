@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding what an edit names, or the finding that says why it is not there."""
+"""Looks up the scopes and anchors of an edit, or says why they are missing."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,7 +11,7 @@ from fork.language.problems import Finding, MissingAnchor, MissingScope, Moved
 from fork.language.tree import Tree
 
 Search = Callable[[cst.CSTNode], Iterator[object]]
-"""All matches directly in one scope, inner definitions not entered."""
+"""Yields all matches directly in one scope, without entering inner definitions."""
 
 
 def find_scopes(edit: Edit, tree: Tree) -> tuple[Owner, ...] | MissingScope:

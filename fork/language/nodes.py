@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a LibCST node that carry meaning, and the statements it holds."""
+"""The fields of a LibCST node that are code, and the statements in it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -34,7 +34,7 @@ def meaning_fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
 
 
 def children(node: cst.CSTNode) -> Iterator[tuple[str, cst.CSTNode]]:
-    """Each child that carries meaning, with the field that holds it."""
+    """Each child that is code rather than layout, with the name of its field."""
     for name in meaning_fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, cst.CSTNode):

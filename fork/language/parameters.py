@@ -12,7 +12,7 @@ from fork.language.separated import insert_item
 from fork.language.tree import Tree
 
 _Named = tuple[str, cst.CSTNode]
-"""A parameter and the field of `Parameters` that holds it."""
+"""A field of `Parameters`, and a parameter in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural comparison of code: layout never matters, wildcards stand for anything.
+"""Compares code by structure, ignoring layout, with wildcards.
 
-In a pattern the name `__` stands for any one expression. `...` stands for any one
-expression too, and in an argument, element or parameter list for any number of them.
+In a pattern the name `__` matches any one expression. `...` does too, and in a list of
+arguments, elements or parameters it matches any number of them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _TEXT = (cst.SimpleString, cst.ConcatenatedString)
 
 
 def equal(one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether two nodes are the same code, layout aside."""
+    """Whether two nodes are the same code, ignoring layout."""
     return _Comparison(wildcards=False).nodes(one, other)
 
 
@@ -28,7 +28,7 @@ def matches(pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
 def header_matches(pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
     """Whether two compound statements or clauses agree up to the colon.
 
-    Decorators do not count; a return annotation does only if the pattern has one.
+    Decorators are ignored, and so is a return annotation if the pattern has none.
     """
     if type(pattern) is not type(node):
         return False
@@ -41,7 +41,7 @@ def header_matches(pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
 
 
 class _Comparison:
-    """One comparison of a pattern with a node; holds no state but its mode."""
+    """Compares patterns with nodes, with or without wildcards."""
 
     def __init__(self, wildcards: bool) -> None:
         self._wildcards = wildcards

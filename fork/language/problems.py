@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an edit does not fit a module: values, each rendered as one sentence."""
+"""The reasons why an edit may not fit a module, each rendered as a sentence."""
 
 from dataclasses import dataclass
 
@@ -90,7 +90,7 @@ Finding = MissingScope | MissingAnchor | Moved | WrongCount | AlreadyApplied | U
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding with everything a reader needs to act on it."""
+    """One finding with its context: edit, module and release."""
 
     edit_file: str
     line: int

@@ -24,7 +24,7 @@ _LOOSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Replace(Edit):
-    """Another expression or statement in the place of the matched one."""
+    """Replaces the matched expression or statement."""
 
     anchor: str
     by: str
@@ -66,10 +66,10 @@ class Replace(Edit):
         return tuple(self._change(node, tree) for node in found)
 
     def _is_applied(self, tree: Tree) -> bool:
-        """Whether the result is there already, and not merely part of upstream.
+        """Whether the replacement has been applied already.
 
-        A result that repeats the anchor is found around it; otherwise it counts only
-        when the anchor is gone.
+        Upstream may contain the result anyway. So unless the result repeats the anchor,
+        it counts as applied only if the anchor is gone.
         """
         scopes = find_scopes(self, tree)
         if not isinstance(scopes, tuple):
@@ -112,7 +112,7 @@ def _parse(text: str) -> cst.BaseExpression | Anchor:
 
 
 def _expression(text: str) -> cst.BaseExpression:
-    """Parse an expression that may go over lines; keep parentheses where they bind."""
+    """Parse an expression of one or more lines; keep parentheses that may be needed."""
     node = cst.parse_expression(f"({text})")
     if isinstance(node, _LOOSE):
         return node

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Insert into a comma-separated list so that its layout goes on."""
+"""Inserts into a comma-separated list and continues its layout."""
 
 from typing import TypeVar
 
@@ -15,11 +15,11 @@ def insert_item(
     """The list with `new` at `index`, laid out like its neighbours.
 
     Args:
-        items: Arguments or parameters, each with its comma.
-        index: Where the new item goes.
-        new: The item without comma.
-        opening: Whitespace behind the opening parenthesis, the model for a list of
-            one item.
+        items: arguments or parameters, each with its comma.
+        index: index of the new item.
+        new: the item without a comma.
+        opening: whitespace after the opening parenthesis, used as the separator's if
+            the list has only one item.
     """
     if not items:
         return [new]
@@ -38,7 +38,7 @@ def insert_item(
 def _append(
     previous: cst.CSTNode, new: cst.CSTNode, separator: cst.Comma
 ) -> tuple[cst.CSTNode, cst.CSTNode]:
-    """The new item takes over the end of the list, its trailing comma included."""
+    """Append an item, which takes over the end of the list with its trailing comma."""
     closing = _closing_field(previous)
     end = {closing: getattr(previous, closing)} if closing else {}
     new = new.with_changes(comma=_without_comment(previous.comma), **end)  # type: ignore[attr-defined]  # every list item has one
@@ -70,9 +70,9 @@ def _separator(items: list[cst.CSTNode], opening: Whitespace) -> cst.Comma:
 
 
 def _split(comma: cst.Comma) -> tuple[cst.Comma, cst.Comma]:
-    """The comma of the item before and of the new item.
+    """The commas of the previous item and of the new item.
 
-    A comment on the item's own line stays with it; comments on lines of their own
+    A comment on the previous item's line stays with it; comments on lines of their own
     belong to the item that follows.
     """
     space = comma.whitespace_after
@@ -98,7 +98,7 @@ def _without_comment(
 def _with_comment_of(
     comma: cst.Comma | cst.MaybeSentinel, separator: cst.Comma
 ) -> cst.Comma:
-    """The separator, with the comment that stood behind the trailing comma."""
+    """The separator, with the comment that followed the trailing comma."""
     if not isinstance(comma, cst.Comma):
         return separator
     old, new = comma.whitespace_after, separator.whitespace_after

@@ -15,7 +15,7 @@ from fork.language.nodes import (
     statements_of,
 )
 
-# A name in these fields is a label, not an expression one could replace.
+# A name in these fields is a label, not an expression that can be replaced.
 _LABEL_FIELDS = frozenset({"attr", "keyword", "name"})
 
 
@@ -34,7 +34,7 @@ class Place:
 
 
 class Tree:
-    """A parsed upstream module; never changed, so all edits see the same code."""
+    """A parsed upstream module. Immutable, so that all edits see the same code."""
 
     def __init__(self, source: str) -> None:
         self.module = cst.parse_module(source)
@@ -88,7 +88,7 @@ def _scopes_below(owner: Owner, path: str) -> Iterator[tuple[str, Owner]]:
 
 
 def places(owner: cst.CSTNode) -> Iterator[Place]:
-    """The statements in `owner`, nested blocks included, definitions not entered."""
+    """The statements in `owner` and nested blocks, without entering definitions."""
     yield from _places_in(statements_of(owner))
 
 
@@ -114,7 +114,7 @@ def definitions(owner: cst.CSTNode) -> Iterator[Definition]:
 
 
 def expressions(owner: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """Expressions in `owner`, its signature included, inner definitions left out."""
+    """Expressions in `owner` and its signature, without inner definitions."""
     for field, child in children(owner):
         if field in _LABEL_FIELDS or isinstance(child, Definition):
             continue

@@ -17,7 +17,7 @@ class EditFile:
     """The edits of one upstream module."""
 
     path: str
-    """Where the edits are written, as messages name it."""
+    """Path of the edit file, for messages."""
     module: str
     """Path of the upstream module, `vllm/...`."""
     why: str
@@ -27,7 +27,7 @@ class EditFile:
 
 @dataclass(frozen=True, slots=True)
 class Woven:
-    """A woven module; without source when something does not fit."""
+    """A woven module; `source` is None if something does not fit."""
 
     source: str | None
     problems: tuple[Problem, ...] = ()
@@ -36,7 +36,7 @@ class Woven:
 def weave(source: str, file: EditFile, version: str) -> Woven:
     """Apply all edits of `file` to the upstream `source` of release `version`.
 
-    All problems are collected before giving up, so one run shows everything.
+    All problems are collected, so that one run reports everything.
     """
     try:
         tree = Tree(source)
@@ -66,7 +66,7 @@ def _compiled(source: str, file: EditFile, version: str) -> Woven:
 
 
 def _whole(file: EditFile, version: str, finding: Finding) -> Problem:
-    """A finding about all edits of a file together."""
+    """A problem that concerns the whole file."""
     return Problem(
         edit_file=file.path,
         line=1,
@@ -79,7 +79,7 @@ def _whole(file: EditFile, version: str, finding: Finding) -> Problem:
 
 
 def _about(file: EditFile, edit: Edit, version: str, finding: Finding) -> Problem:
-    """A finding about one edit, with its context."""
+    """A problem with one edit."""
     return Problem(
         edit_file=file.path,
         line=edit.line,

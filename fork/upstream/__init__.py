@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned upstream release: which one, where from, unpacked."""
+"""Pins, fetches and unpacks the upstream release."""

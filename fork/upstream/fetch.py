@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring an upstream wheel into the cache, verified by hash."""
+"""Downloads an upstream wheel to the cache and verifies its hash."""
 
 import hashlib
 import re
@@ -12,13 +12,13 @@ from fork.errors import BuildFailure
 from fork.paths import cache_root
 from fork.upstream.pins import WheelPin
 
-# A wheel for another machine or Python than ours must download as well.
+# Wheels for other machines and Python versions than this one must be downloadable.
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_31", "manylinux_2_35", "manylinux2014")
 _PYTHON = "3.12"
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of a file, in hex."""
+    """The SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -27,7 +27,7 @@ def fetch(pin: WheelPin, version: str, machine: str) -> Path:
     """The pinned wheel, downloaded unless the cache has it.
 
     Raises:
-        BuildFailure: if it cannot be downloaded or has another hash.
+        BuildFailure: it cannot be downloaded or has another hash.
     """
     path = cache_root() / "wheels" / pin.sha256 / pin.file
     if not path.exists():
@@ -48,10 +48,10 @@ def fetch(pin: WheelPin, version: str, machine: str) -> Path:
 
 
 def fetch_release(project: str, version: str, machine: str) -> Path:
-    """A wheel of any release, not pinned, for `check`.
+    """A wheel of any release, without a pinned hash, for `check`.
 
     Raises:
-        BuildFailure: if it cannot be downloaded.
+        BuildFailure: it cannot be downloaded.
     """
     folder = cache_root() / "wheels" / f"{project}-{version}-{machine}"
     if not any(folder.glob("*.whl")):
@@ -60,10 +60,10 @@ def fetch_release(project: str, version: str, machine: str) -> Path:
 
 
 def verify(path: Path, sha256: str, remedy: str) -> None:
-    """Compare a file's hash.
+    """Check a file's hash.
 
     Raises:
-        BuildFailure: if it differs.
+        BuildFailure: the hash differs; the message ends with `remedy`.
     """
     found = sha256_of(path)
     if found != sha256.lower():
@@ -77,7 +77,7 @@ def wheel_version(path: Path) -> str:
     """The version in a wheel's file name.
 
     Raises:
-        BuildFailure: if the name is no wheel's name.
+        BuildFailure: the name is not that of a wheel.
     """
     match = re.fullmatch(r"[^-]+-([^-]+)(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl", path.name)
     if match is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned upstream release, the device to build for and this machine."""
+"""Reads the pinned release, and detects the device and the machine to build for."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ class WheelPin:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The release the fork is built on."""
+    """The release that the fork is built on."""
 
     version: str
     revision: str
@@ -33,9 +33,9 @@ class Upstream:
     """By device and machine."""
 
     def fork_version(self, device: str) -> str:
-        """Version of the built distribution.
+        """The version of the built distribution.
 
-        Upstream detects its CPU platform by the substring "cpu" in it.
+        Upstream recognises its CPU build by the substring "cpu" in the version.
         """
         suffix = ".cpu" if device == "cpu" else ""
         return f"{self.version}+{self.revision}{suffix}"
@@ -44,7 +44,7 @@ class Upstream:
         """The wheel for a device and machine.
 
         Raises:
-            BuildFailure: if upstream releases no such wheel.
+            BuildFailure: upstream does not release such a wheel.
         """
         if sys.platform != "linux":
             machine = f"{sys.platform} {machine}"
@@ -72,16 +72,16 @@ def load_upstream(path: Path) -> Upstream:
 
 
 def machine_name() -> str:
-    """This machine's architecture as wheels name it."""
+    """This machine's architecture, as in wheel tags."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def default_device() -> str:
-    """`VLLM_TARGET_DEVICE`, otherwise CUDA where an NVIDIA driver is present.
+    """`VLLM_TARGET_DEVICE`; if unset, `cuda` with an NVIDIA driver, else `cpu`.
 
     Raises:
-        BuildFailure: if the variable names another device.
+        BuildFailure: the variable names another device.
     """
     chosen = os.environ.get("VLLM_TARGET_DEVICE")
     if chosen:

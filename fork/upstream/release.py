@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An upstream wheel, unpacked once into the cache."""
+"""Unpacks an upstream wheel into the cache."""
 
 import os
 import shutil
@@ -13,19 +13,22 @@ from fork.paths import cache_root
 from fork.upstream.fetch import sha256_of, wheel_version
 
 HARD_LINKED_BYTES = 1 << 20
-"""Files from this size on are hard-linked into trees, so the cached ones are made
-read-only; smaller ones are copied and may be edited there without harm."""
+"""Files of at least this size are hard-linked into trees.
+
+The cached file is therefore read-only. Smaller files are copied and may be edited in
+the tree.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """An unpacked upstream wheel; never changed."""
+    """An unpacked upstream wheel, which is never changed."""
 
     version: str
     sha256: str
     root: Path
     tags: str
-    """Python, ABI and platform tag of the wheel, as in its file name."""
+    """Python, ABI and platform tags of the wheel, as in its file name."""
 
     def files(self) -> list[str]:
         """Paths of the package's files, sorted."""
@@ -46,12 +49,12 @@ class Release:
 def unpack(
     wheel: Path, sha256: str | None = None, python_only: bool = False
 ) -> Release:
-    """Unpack a wheel into the cache, unless it lies there already.
+    """Unpack a wheel into the cache, unless it is there already.
 
     Args:
-        wheel: The wheel file.
-        sha256: Its hash where known already, otherwise computed.
-        python_only: Leave out what `check` does not read: libraries and data.
+        wheel: the wheel file.
+        sha256: its hash; computed if None.
+        python_only: whether to omit libraries and data, which `check` does not read.
     """
     sha256 = sha256 or sha256_of(wheel)
     root = cache_root() / "unpacked" / (sha256 + ("-python" if python_only else ""))
@@ -80,7 +83,7 @@ def _unpack_into(wheel: Path, root: Path, python_only: bool) -> None:
 def _move(partial: Path, root: Path) -> None:
     try:
         partial.rename(root)
-    except OSError:  # another build was faster
+    except OSError:  # a concurrent build has unpacked it already
         if not root.exists():
             raise
 

@@ -18,7 +18,7 @@ def resolve(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:
     """The site of each anchor in the class's `forward`.
 
     Raises:
-        Unprovable: an anchor begins no statement, or several.
+        Unprovable: an anchor matches no statement, or several.
     """
     return [
         Site(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weave: hook points in every decoder layer of an upstream module."""
+"""Inserts hook points into every decoder layer of a module and proves the result."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class TappedLayer:
     name: str
     points: tuple[str, ...]
     rule: str = ""
-    """Why the analysis needed help; empty if it did not."""
+    """Why the analysis needed a rule; empty if it did not."""
     inherits: str = ""
     """The base class whose woven `forward` it runs, if it has none of its own."""
     unless: tuple[str, ...] = ()
-    """Reasons for which single layers are refused at start-up."""
+    """Reasons for which individual layers are refused at start-up."""
     no_mlp: str = ""
     """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
     meaning: str = ""
-    """What `post_attn` is in a block that is not a token mixer and an MLP."""
+    """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +49,28 @@ class RefusedLayer:
     name: str
     reason: str
     is_layer: bool = True
-    """False for what only looks like a layer of a language model."""
+    """False for a class that only looks like a layer of a language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeaveResult:
-    """What became of one module."""
+    """The result of weaving one module."""
 
     source: str | None = None
     """The woven source; None if nothing changed."""
     problems: tuple[str, ...] = ()
-    """Sentences that stop the build: a decoder layer that nobody accounts for."""
+    """Sentences about decoder layers that cannot be woven; they fail the build."""
     layers: tuple[TappedLayer, ...] = ()
     refused: tuple[RefusedLayer, ...] = ()
 
 
 def weave_module(source: str, module: str) -> WeaveResult:
-    """Put hook points into the decoder layers that `source` defines.
+    """Insert hook points into the decoder layers that `source` defines.
 
-    `module` is the path in the wheel, `vllm/model_executor/models/llama.py`.
+    Args:
+        source: the module's source text.
+        module: its path in the wheel, such as `vllm/model_executor/models/llama.py`.
+
     """
     where = module.removeprefix("vllm/").removesuffix(".py")
     ruled = [key.split(":")[1] for key in RULES if key.startswith(f"{where}:")]
@@ -94,10 +97,12 @@ def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
 
 
 def weave_classes(source: str, rules: Mapping[str, Rule]) -> WeaveResult:
-    """Put hook points into the classes of `source` that `rules` names.
+    """Insert hook points into given classes of `source`.
 
-    For layers that are known otherwise than by `weave_module`; a rule without
-    anything in it is none.
+    Args:
+        source: the module's source text.
+        rules: by name of the class: its rule, which may be empty.
+
     """
     parsed = Module(cst.parse_module(source))
     plans, problems = [], []
@@ -122,7 +127,7 @@ def weave_classes(source: str, rules: Mapping[str, Rule]) -> WeaveResult:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to be woven into one class."""
+    """The calls to insert into one class."""
 
     cls: LayerClass
     rule: Rule
@@ -176,7 +181,7 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
 
 
 def _meaning(traces: list[Trace]) -> str:
-    """What `post_attn` is where no path has a token mixer, or none an MLP."""
+    """The meaning of `post_attn` if no path has a token mixer, or none an MLP."""
     kinds = {k for t in traces for x in final_terms(t) for k in sublayers(x)}
     if Role.MIXER not in kinds and Role.MLP in kinds:
         return "no token mixer in the block: post_attn is the stream at pre_attn"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens on one path through a layer: values, events and their trace."""
+"""The trace of one path through a layer: values and events."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from .stream import Tensor, Term
 
 
 class NoTensor:
-    """The value `None`, told apart from a value that is not followed."""
+    """Python's `None`, as opposed to a value that is not tracked."""
 
 
 NONE = NoTensor()
 Value = Tensor | NoTensor | None
-"""A followed tensor, Python's None, or (None) something not followed."""
+"""A tracked tensor, Python's `None` (`NONE`), or (None) an untracked value."""
 Holding = tuple[tuple[str, Tensor], ...]
-"""Every name and a copy of what it holds."""
+"""Every name and a copy of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something the placement or the proof looks at, in order of execution."""
+    """Something that the placement or the proof examines, in order of execution."""
 
     kind: str
-    """`fused`: an add-norm about to run on `tensors`; `add`: `names[0]` now holds
-    a sum; `made`: `names[0]` now holds the result of a sublayer; `mlp`: an MLP is
-    called on `tensors`; `tap`: a hook point on `tensors`; `value`: one beside the
-    stream; `return`: `tensors` leave the layer."""
+    """The kind of the event:
+
+    - `fused`: an add-norm is about to run on `tensors`;
+    - `add`: `names[0]` now refers to a sum;
+    - `made`: `names[0]` now refers to the result of a sublayer;
+    - `mlp`: an MLP is called on `tensors`;
+    - `tap`: a hook point on `tensors`;
+    - `value`: a hook point on a tensor beside the stream;
+    - `return`: the layer returns `tensors`.
+    """
     statement: cst.CSTNode
     names: tuple[str, ...]
     tensors: tuple[Tensor | None, ...]
     label: str = ""
     """The callee of a fused add-norm; the method and point of a tap."""
     holding: Holding = ()
-    """For `add` before its statement, for `made` behind it."""
+    """For `add` before its statement, for `made` after it."""
     node: cst.CSTNode | None = None
     """For `mlp`: the call."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a layer's expressions: what its calls and operators make of sums."""
+"""Evaluates a layer's expressions on symbolic sums of terms."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NAME = re.compile(r"(?<![\w.])[a-z_]\w*")
 
 
 class Raised(Exception):
-    """The path ends in an exception of the layer itself."""
+    """The path ends in an exception raised by the layer itself."""
 
 
 class Expressions(ABC):
-    """Names and what they hold; the statements between them are the subclass's."""
+    """Evaluates expressions in an environment of names; a subclass runs statements."""
 
     def __init__(self, layer: LayerClass, rule: Rule) -> None:
         self.layer = layer
@@ -44,10 +44,10 @@ class Expressions(ABC):
 
     @abstractmethod
     def run_method(self, method: cst.FunctionDef, call: cst.Call) -> list[Value]:
-        """What a method of the class returns for `call`."""
+        """The values that a method of the class returns for `call`."""
 
     def value(self, node: cst.BaseExpression) -> Value:
-        """What an expression is worth."""
+        """The value of an expression."""
         if isinstance(node, cst.Name):
             return NONE if node.value == "None" else self.env.get(node.value)
         if isinstance(node, cst.BinaryOperation):
@@ -79,7 +79,7 @@ class Expressions(ABC):
         return made(text, Role.OTHER, tensors)
 
     def several(self, node: cst.BaseExpression, names: list[str]) -> list[Value]:
-        """The values `node` is unpacked into."""
+        """The values into which `node` is unpacked."""
         if isinstance(node, cst.Tuple) and len(node.elements) == len(names):
             return [self.value(element.value) for element in node.elements]
         if isinstance(node, cst.IfExp):
@@ -101,7 +101,7 @@ class Expressions(ABC):
         return self.called(node, len(names))
 
     def called(self, node: cst.Call, count: int) -> list[Value]:
-        """The `count` results of a call that is not looked into."""
+        """The `count` results of a call that is not inlined."""
         callee, role = code(node.func), self.role(node)
         given = [(code(a.value), self.value(a.value)) for a in node.args]
         followed = [(text, t) for text, t in given if isinstance(t, Tensor) and t.terms]
@@ -110,7 +110,7 @@ class Expressions(ABC):
             if len(followed) == 2:
                 return self.add_norm(callee, *followed)
             if any(value is NONE for _, value in given):
-                raise Raised  # one tensor comes back, which cannot be unpacked
+                raise Raised  # the norm returns one tensor, which cannot be unpacked
         if role is Role.BUFFER:
             return [Tensor.of(Term(callee, role))]
         if not arguments:
@@ -131,15 +131,15 @@ class Expressions(ABC):
         return list(results)
 
     def read_by(self, node: cst.BaseExpression) -> list[Tensor]:
-        """The followed tensors that an expression is computed from."""
+        """The tracked tensors from which an expression is computed."""
         inner = node.value if isinstance(node, cst.Subscript) else None
         if isinstance(inner, cst.Call) and _BY_TOKENS.search(code(inner.func)):
-            gathered = self.value(inner)  # and here its padding is cut off
+            gathered = self.value(inner)  # the subscript removes its padding
             return [gathered] if isinstance(gathered, Tensor) else []
         return self.followed_in(node)
 
     def over_ranks(self, node: cst.Call, given: Tensor) -> Tensor:
-        """What a function makes of a tensor that it splits over ranks, or gathers."""
+        """The result of a function that splits a tensor over ranks or gathers it."""
         callee = code(node.func)
         if any(code(arg.value) != "0" for arg in node.args[1:]):
             raise Unprovable(f"{code(node)} splits something else than tokens")
@@ -154,7 +154,7 @@ class Expressions(ABC):
     def add_norm(
         self, callee: str, first: tuple[str, Tensor], second: tuple[str, Tensor]
     ) -> list[Value]:
-        """The two results of a norm that is given a branch and a residual."""
+        """The two results of a norm that is called with a branch and a residual."""
         (_, hidden), (_, residual) = first, second
         reduces = bool(_FUSED_REDUCE.search(callee))
         if not (reduces or self.adds(_attribute(callee))):
@@ -171,7 +171,7 @@ class Expressions(ABC):
         return attribute in self.rule.adding or self.layer.norm_adds(attribute)
 
     def tap(self, node: cst.Call) -> list[Value]:
-        """What a hook point returns: terms of its own, to be followed from there."""
+        """The results of a hook point: new terms, which are tracked from there on."""
         callee = node.func
         while isinstance(callee, cst.IfExp):
             callee = callee.body if self.decide(callee.test) else callee.orelse
@@ -200,7 +200,7 @@ class Expressions(ABC):
         ]
 
     def method_of(self, owner: Tensor, node: cst.Call) -> Value:
-        """The result of calling a tensor's own method."""
+        """The result of calling a method of a tensor."""
         assert isinstance(node.func, cst.Attribute)
         name = node.func.attr.value
         if name in _SAME_SUM:
@@ -210,7 +210,7 @@ class Expressions(ABC):
         return made(code(node.func), Role.OTHER, self.followed_in(node))
 
     def inlined(self, node: cst.BaseExpression) -> cst.FunctionDef | None:
-        """The method of the class that a call is looked into for, if it is one."""
+        """The method of the class to inline for a call, or None."""
         if isinstance(node, cst.Call):
             name = code(node.func).removeprefix("self.")
             if name in self.rule.inline:
@@ -218,13 +218,13 @@ class Expressions(ABC):
         return None
 
     def is_tap(self, node: cst.BaseExpression) -> bool:
-        """Whether it is a call that the weave put in."""
+        """Whether the node is a call inserted by the weave."""
         return isinstance(node, cst.Call) and code(node.func).lstrip("(").startswith(
             "residual_tap."
         )
 
     def role(self, node: cst.Call) -> Role:
-        """What a call is for, by its name, else by the class that its owner is of."""
+        """The role of a call, by its name or else by the class of its submodule."""
         attribute = _attribute(code(node.func))
         if attribute in self.rule.beside:
             return Role.BESIDE
@@ -235,11 +235,11 @@ class Expressions(ABC):
         return role
 
     def reads(self, node: cst.CSTNode) -> frozenset[Term]:
-        """The terms of every followed tensor whose name occurs in `node`."""
+        """The terms of every tracked tensor whose name occurs in `node`."""
         return read(self.followed_in(node))
 
     def followed_in(self, node: cst.CSTNode) -> list[Tensor]:
-        """The followed tensors with terms whose names occur in `node`."""
+        """The tracked tensors with terms whose names occur in `node`."""
         names = set(NAME.findall(code(node)))
         held = [self.env[name] for name in names & self.env.keys()]
         return [t for t in held if isinstance(t, Tensor) and t.terms]
@@ -253,13 +253,13 @@ class Expressions(ABC):
         holding: Holding = (),
         node: cst.CSTNode | None = None,
     ) -> None:
-        """Note what happens here."""
+        """Append an event to the trace."""
         self.trace.events.append(
             Event(kind, self.statement, names, tensors, label, holding, node)
         )
 
     def holding(self) -> Holding:
-        """What every name holds now."""
+        """Every name with a copy of its current tensor."""
         return tuple(
             (name, value.copy())
             for name, value in self.env.items()
@@ -268,17 +268,17 @@ class Expressions(ABC):
 
 
 def read(tensors: Iterable[Tensor]) -> frozenset[Term]:
-    """What something that is given `tensors` reads."""
+    """The terms that a call with these `tensors` reads."""
     return frozenset().union(*(tensor.read() for tensor in tensors))
 
 
 def made(label: str, role: Role, given: Iterable[Tensor]) -> Tensor:
-    """What a call makes of `given`, token by token."""
+    """The result of a token-wise call with the tensors `given`."""
     given = list(given)
     return Tensor.of(Term(label, role, read(given)), split_of(given))
 
 
 def _attribute(callee: str) -> str:
-    """`self.mixer.forward` is known by `mixer`, a plain function by its name."""
+    """The name of a callee: `mixer` for `self.mixer.forward`, else the function's."""
     found = re.match(r"self\.(\w+)", callee)
     return found.group(1) if found else callee

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which classes of a module are decoder layers, told by how the module uses them."""
+"""Finds the decoder-layer classes of a module by how the module uses them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _FACTORY_PARAMETER = re.compile(r"^(decoder_)?layer_type$|^block_cls$")
 
 
 def may_hold_layers(source: str) -> bool:
-    """A cheap look at the text before anything is parsed."""
+    """A cheap text search that decides whether to parse the source at all."""
     return _CHEAP.search(source) is not None
 
 
 def decoder_layers(source: str) -> list[str]:
-    """Classes that are built as layers of a stack, or are named as such, in order.
+    """Names of classes that are built as layers of a stack or are named like one.
 
-    A stack is built by `make_layers(count, factory)`; the factory is a lambda, a
-    local function or a class, directly or through a variable, an attribute, a
-    module-level table or a parameter called `layer_type`.
+    In order of definition. A stack is built by `make_layers(count, factory)`. The
+    factory is a lambda, a local function or a class, given directly or through a
+    variable, an attribute, a module-level table or a parameter such as `layer_type`.
     """
     tree = ast.parse(source)
     meanings = _meanings(tree)
@@ -56,7 +56,7 @@ def _is_make_layers(node: ast.AST) -> bool:
 
 
 def _factory_words(tree: ast.Module) -> set[str]:
-    """The names in every layer factory."""
+    """The names that occur in layer factories."""
     words: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
@@ -69,9 +69,9 @@ def _factory_words(tree: ast.Module) -> set[str]:
 
 
 def _meanings(tree: ast.Module) -> dict[str, set[str]]:
-    """What each variable, parameter, attribute and inner function is made of.
+    """The names to which each variable, parameter, attribute or inner function refers.
 
-    Classes have no meaning beyond themselves: a layer's own parts are no layers.
+    Classes are not expanded: the parts of a layer are not layers.
     """
     found: dict[str, set[str]] = {}
     for function in ast.walk(tree):

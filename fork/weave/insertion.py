@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes hook points into a parsed module: calls, a decorator and an import."""
+"""Inserts hook points into a parsed module: calls, a decorator and an import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IMPORT = "from vllm.model_executor.layers.residual import tap as residual_tap\n
 
 @dataclass(frozen=True, slots=True)
 class Decoration:
-    """What is recorded on a tapped class."""
+    """The facts that are recorded on a tapped class."""
 
     points: tuple[str, ...]
     unless: Mapping[str, str]
@@ -40,7 +40,7 @@ class Decoration:
         return cst.Decorator(cst.parse_expression(f"residual_tap.tapped({points})"))
 
     def members(self) -> list[cst.BaseStatement]:
-        """Properties: the reasons against one layer, and the runs, if there are any."""
+        """The properties `hook_points_unless` and `hook_points_runs`, if needed."""
         pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
         texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
         texts += [_RUNS.format(runs=self.runs)] if self.runs else []
@@ -56,7 +56,7 @@ def insert(
 ) -> cst.Module:
     """`tree` with a call at every site and each class decorated.
 
-    Every site lies in one of the decorated classes.
+    Every site must be in one of the decorated classes.
     """
     writer = _Writer(sites, decorations)
     body = list(tree.body)
@@ -71,7 +71,7 @@ def insert(
 def _with_import(
     body: Sequence[cst.BaseCompoundStatement | cst.SimpleStatementLine],
 ) -> list[cst.BaseCompoundStatement | cst.SimpleStatementLine]:
-    """Our import after the last import before the first definition."""
+    """Add our import after the last import that precedes the first definition."""
     imports = m.SimpleStatementLine(body=[m.Import() | m.ImportFrom()])
     definitions = (cst.ClassDef, cst.FunctionDef)
     end = next(i for i, node in enumerate(body) if isinstance(node, definitions))

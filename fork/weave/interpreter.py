@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a decoder layer's `forward` on sums of terms, one path at a time."""
+"""Interprets a decoder layer's `forward` on symbolic sums, one path at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN_NAMES = ("hidden_states", "x")
 RESIDUAL = "residual"
 MAX_PATHS = 4096
 _ASSUMED = {"self.tp_size > 1": True}
-"""On one rank a reduction changes nothing, so nothing is lost by assuming more."""
+"""With one rank a reduction is the identity, so the case of several covers it."""
 
 
 class _Returned(Exception):
@@ -38,10 +38,12 @@ class Interpreter:
     rule: Rule
 
     def traces(self) -> Iterator[Trace]:
-        """Each path once, conditions that must agree on one path agreeing.
+        """Yield the trace of each consistent path once.
+
+        Equal conditions on values that do not change have equal outcomes on a path.
 
         Raises:
-            Unprovable: on a construct that cannot be followed.
+            Unprovable: a construct cannot be interpreted.
         """
         pending: list[list[bool]] = [[]]
         count = 0
@@ -57,7 +59,7 @@ class Interpreter:
 
 
 class _Path(Expressions):
-    """One path; decisions beyond `given` are True, their opposites alternatives."""
+    """One path. Decisions after `given` are True; their opposites are alternatives."""
 
     def __init__(self, owner: Interpreter, given: list[bool]) -> None:
         super().__init__(owner.layer, owner.rule)
@@ -132,7 +134,7 @@ class _Path(Expressions):
         return self.remembered(text)
 
     def remembered(self, text: str) -> bool:
-        """A condition on nothing that changes has one outcome on a path."""
+        """A condition's outcome, which is constant on a path unless it reads locals."""
         if set(NAME.findall(text)) & self.env.keys():
             return self.choose()
         if text not in self.known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A class of an upstream module, as far as the weave needs to know it."""
+"""Parsed modules and classes with the lookups that the weave needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import libcst as cst
 import libcst.matchers as m
 
 ADDING_NORMS = frozenset({"RMSNorm", "GemmaRMSNorm"})
-"""Norms of `vllm.model_executor.layers.layernorm` whose two-argument call returns
-`(norm(x + residual), x + residual)`."""
+"""Norms in upstream's `layernorm` module that add their two arguments.
+
+Called with two arguments they return `(norm(x + residual), x + residual)`.
+"""
 _NORM_MODULE = "vllm.model_executor.layers.layernorm"
 _ADDS_RESIDUAL = re.compile(r"\+ residual\b|residual \+|fused_add|, residual\)")
 
@@ -41,7 +43,7 @@ class Module:
 
     @cached_property
     def adding_norms(self) -> frozenset[str]:
-        """Names that mean a norm that adds its second argument, in this file."""
+        """Names in this file of norms that add their second argument."""
         names = set()
         lines = (n for n in self.tree.body if isinstance(n, cst.SimpleStatementLine))
         for node in (small for line in lines for small in line.body):
@@ -63,7 +65,7 @@ class Module:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """One class and what its methods build."""
+    """A class, with its methods and the submodules that it builds."""
 
     node: cst.ClassDef
     module: Module
@@ -80,7 +82,7 @@ class LayerClass:
 
     @cached_property
     def methods(self) -> dict[str, cst.FunctionDef]:
-        """The methods this class itself defines."""
+        """The methods that the class itself defines, by name."""
         return {
             node.name.value: node
             for node in self.node.body.body
@@ -89,7 +91,7 @@ class LayerClass:
 
     @cached_property
     def builds(self) -> dict[str, str]:
-        """Attribute to the callable that makes it, from `self.x = Callable(...)`."""
+        """The callable that makes each attribute, from `self.x = Callable(...)`."""
         found: dict[str, str] = {}
         for base in self.bases:
             if base in self.module.classes and base != self.name:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optional hook points around a layer's MLP: `mlp_in` and `mlp_out`.
 
-They are no part of the stream, so a layer may lack them: where the MLP's input or
-output has no single place in `forward`, it does.
+They are not on the stream and therefore optional: a layer lacks them if the MLP's input
+or output has no single place in `forward`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def place_mlp(traces: Sequence[Trace], early: bool) -> list[Site]:
     """The sites of both points; every path must have both.
 
     Args:
-        traces: All paths.
-        early: Put `mlp_in` where the input is made, for all that reads it, instead
-            of before the first call of the MLP.
+        traces: all paths through the layer.
+        early: whether to put `mlp_in` where the input is computed, so that everything
+            that reads it is covered, instead of before the first call of the MLP.
 
     Raises:
         Unprovable: a path has no MLP, or its input or output has no single place.
@@ -80,13 +80,13 @@ def _where_made(trace: Trace, call: Event) -> Site:
 
 
 def _outputs(terms: Set[Term]) -> frozenset[Term]:
-    """The MLP's results among what `terms` were computed from, the nearest ones."""
+    """The nearest results of an MLP from which `terms` were computed."""
     reached = _reached(terms, frozenset())
     return frozenset(term for term in reached if term.role is Role.MLP)
 
 
 def _reached(terms: Set[Term], points: Set[str]) -> frozenset[Term]:
-    """Terms that `terms` were computed from, up to sublayers, taps and `points`."""
+    """Terms from which `terms` were computed, up to sublayers, taps and `points`."""
     found: set[Term] = set()
     pending = list(terms)
     while pending:
@@ -101,10 +101,10 @@ def _reached(terms: Set[Term], points: Set[str]) -> frozenset[Term]:
 
 
 def prove_mlp(trace: Trace) -> None:
-    """Hold one path of a woven forward to the meaning of the MLP's points.
+    """Check the MLP's hook points on one path of a woven `forward`.
 
     Raises:
-        Unprovable: naming the point and what is wrong at it.
+        Unprovable: a point does not hold; the message names it and says why.
     """
     taps = [event for event in trace.events if event.kind == "value"]
     met = tuple(event.label for event in taps)
@@ -133,7 +133,7 @@ def _mixers(trace: Trace) -> set[Term]:
 
 
 def _points_before(term: Term) -> set[str | None]:
-    """The points of all that `term` was computed from."""
+    """The hook points of all terms from which `term` was computed."""
     pending, seen = [term], {term}
     while pending:
         fresh = pending.pop().reads - seen
@@ -143,7 +143,7 @@ def _points_before(term: Term) -> set[str | None]:
 
 
 def _only_from_tap(event: Event) -> bool:
-    """Whether all that the call reads was computed from `mlp_in`."""
+    """Whether everything that the call reads was computed from `mlp_in`."""
     pending = [t for tensor in event.tensors if tensor for t in tensor.terms]
     seen = set(pending)
     while pending:

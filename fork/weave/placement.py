@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a decoder layer's `forward` each hook point's call belongs."""
+"""Finds where to insert the call of each hook point in a layer's `forward`."""
 
 from __future__ import annotations
 
@@ -24,38 +24,41 @@ class Site:
     method: str
     """`pair`, `partial` or `stream`."""
     arguments: tuple[str, ...]
-    """Source text of the tensors; both assigned back when they are names."""
+    """Source text of the tensors; names are assigned the results."""
     statement: cst.CSTNode
-    """The statement of the original tree the call goes to; a function definition
-    means its first statement."""
+    """The statement of the original tree at which the call is inserted.
+
+    A function definition stands for its first statement.
+    """
     after: bool = False
+    """Whether the call follows the statement."""
     condition: str = ""
-    """When true the method is `partial`, otherwise `pair`."""
+    """Expression that selects the method: `partial` if true, else `pair`."""
     then: tuple[str, ...] = ()
-    """Statements that go in behind the call."""
+    """Statements to insert after the call."""
     split_when: str = ""
-    """When true each rank has only its share of the tokens here."""
+    """Expression that is true if each rank has only its share of the tokens here."""
     run: str = ""
-    """The parameter of `forward` that says which run it is, if there are several."""
+    """Parameter of `forward` that has the number of the run, if there are several."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it comes before everything else in its method."""
+        """Whether the call precedes everything else in its method."""
         return isinstance(self.statement, cst.FunctionDef) and self.point == PRE
 
     def on_condition(self, condition: str) -> Site:
-        """The same site, a partial sum only if `condition` is true."""
+        """The same site, with a partial sum only if `condition` is true."""
         return replace(self, method="pair", condition=condition)
 
     def followed_by(self, statements: tuple[str, ...]) -> Site:
-        """The same site with `statements` behind it."""
+        """The same site, followed by `statements`."""
         return replace(self, then=statements)
 
 
 def place(
     traces: Sequence[Trace], method: cst.FunctionDef, wanted: Set[str]
 ) -> list[Site]:
-    """The sites that give every path the hook points it wants, in order of execution.
+    """The sites that give every path the `wanted` hook points, in order of execution.
 
     Raises:
         Unprovable: the stream cannot be found at a point of some path.
@@ -91,13 +94,16 @@ def place(
 
 
 def final_terms(trace: Trace) -> dict[Term, Weight]:
-    """The terms the layer returns in its stream, with what happened to them."""
+    """The terms in the stream that the layer returns, with their weights."""
     tensors = [t for t in trace.events[-1].tensors if t is not None]
     return {t: w for tensor in reversed(tensors) for t, w in tensor.terms.items()}
 
 
 def _leaving(event: Event) -> tuple[str, ...]:
-    """What holds the stream at a return; a residual inside the first is stale."""
+    """The names that hold the stream at a return.
+
+    A residual that is contained in the first tensor is stale and left out.
+    """
     held = [
         (name, tensor)
         for name, tensor in zip(event.names, event.tensors, strict=True)
@@ -162,10 +168,11 @@ def _reduced(trace: Trace, mixers: set[Term]) -> bool:
 
 
 def _parallel(trace: Trace, mixers: set[Term], mlps: set[Term], partial: bool) -> Site:
-    """Mixer and MLP read the same: tap the mixer's output with the entry stream.
+    """The site of `post_attn` in a block whose mixer and MLP read the same input.
 
-    Best just before both are summed, when the MLP has read the stream; else, where
-    that statement names not both, behind the mixer.
+    The mixer's output is paired with the stream at entry. The call goes before the
+    statement that sums both, when the MLP has read the stream already; if that
+    statement does not name both, it goes after the mixer.
     """
     if len(mixers) > 1:
         raise Unprovable("several token mixers in a parallel block")
@@ -188,13 +195,13 @@ def _parallel(trace: Trace, mixers: set[Term], mlps: set[Term], partial: bool) -
 
 
 def _entry(trace: Trace) -> set[Term]:
-    """The part of what enters the layer that the stream is made of."""
+    """The terms at the layer's entry that are part of the stream."""
     entry = {t for tensor in trace.entry for t in tensor.terms}
     return final_terms(trace).keys() & entry
 
 
 def _holder(event: Event, terms: Set[Term]) -> str | None:
-    """The name that holds just `terms`, the one bound last."""
+    """The most recently bound name that holds exactly `terms`."""
     for name, tensor in reversed(event.holding):
         if tensor.terms.keys() == terms:
             return name
@@ -202,7 +209,12 @@ def _holder(event: Event, terms: Set[Term]) -> str | None:
 
 
 def merged(sites: list[Site]) -> list[Site]:
-    """The sites of all paths, each once; paths must agree."""
+    """The sites of all paths without repeats.
+
+    Raises:
+        Unprovable: paths disagree about a site.
+
+    """
     merged: dict[tuple[int, bool, str], Site] = {}
     for site in sites:
         known = merged.setdefault((id(site.statement), site.after, site.point), site)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a woven layer: every path meets every hook point, each holding the stream.
+"""Proves that every path of a woven layer meets every hook point with the stream.
 
-The woven `forward` is run on sums of terms again, now with the taps in it. What
-a tap returns is a new term, so it shows whether an intervention at a point reaches
-everything behind it exactly once.
+The woven `forward` is interpreted again, now with the taps in it. A tap returns new
+terms, which show whether an intervention at a point reaches everything after it exactly
+once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .stream import Role, Term, Unprovable, check_known, origins, sublayers
 
 
 def prove(trace: Trace, several_mixers: bool = False) -> None:
-    """Hold one path of a woven forward to the meaning of the hook points.
+    """Check the hook points on one path of a woven `forward`.
 
     Raises:
-        Unprovable: naming the point and what is wrong at it.
+        Unprovable: a point does not hold the stream; the message names it and says why.
     """
     taps = [event for event in trace.events if event.kind == "tap"]
     met = tuple(event.label.split()[1] for event in taps)
@@ -46,7 +46,7 @@ def prove(trace: Trace, several_mixers: bool = False) -> None:
 
 
 def _results(trace: Trace, point: str) -> frozenset[Term]:
-    """The terms the tap at `point` returned, found where they are used."""
+    """The terms that the tap at `point` returned, found where they are used."""
     found: set[Term] = set()
     pending = [t for e in trace.events for x in e.tensors if x for t in x.terms]
     seen = set(pending)
@@ -61,7 +61,7 @@ def _results(trace: Trace, point: str) -> frozenset[Term]:
 
 
 def _additions(event: Event, stream: Set[Term], point: str) -> frozenset[Term]:
-    """What was added to `stream` on the way to `event`, which must hold all of it."""
+    """The terms added to `stream` before `event`, which must hold all of `stream`."""
     held = event.held()
     tensors = [t for t in event.tensors if t is not None]
     if sum(len(t.terms) for t in tensors) != len(held):
@@ -75,7 +75,7 @@ def _additions(event: Event, stream: Set[Term], point: str) -> frozenset[Term]:
 
 
 def _check_reductions(trace: Trace, taps: list[Event]) -> None:
-    """Only the branch of a `partial` may be summed over ranks behind its tap."""
+    """Check that only the branch of a `partial` is summed over ranks after its tap."""
     methods = {point: method for method, point in (t.label.split() for t in taps)}
     summed: set[str] = set()
     for event in trace.events:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the analysis cannot know about single decoder layers, each with its reason.
+"""Facts about individual decoder layers that the analysis cannot find, with reasons.
 
-Keys are `path:Class`, the path below `vllm/` without `.py`. Three tables: `RULES`
-help the analysis or replace a part of it, `REFUSED` layers have no hook points,
-`NOT_TAPPED` classes look like decoder layers and are none of a language model.
+Keys are `path:Class`, with the path below `vllm/` and without `.py`. Three tables:
+`RULES` assist the analysis or replace a part of it, `REFUSED` layers have no hook
+points, `NOT_TAPPED` classes look like decoder layers of a language model but are not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """A call put in by hand: `arguments = residual_tap.method(self, point, ...)`."""
+    """A call placed by hand: `arguments = residual_tap.method(self, point, ...)`."""
 
     point: str
     method: str
     arguments: tuple[str, ...]
     statement: str
-    """How the statement begins that the call goes to; it must begin exactly one."""
+    """Beginning of the statement at which to insert; exactly one must match."""
     after: bool = False
 
 
@@ -30,46 +30,54 @@ class Rule:
 
     reason: str
     cases: tuple[Mapping[str, bool], ...] = ({},)
-    """Outcomes of conditions, by source text; only these combinations are looked
-    at. A condition not named has both outcomes."""
+    """Combinations of outcomes of conditions, by source text; no others are analysed.
+
+    A condition that is not listed may have both outcomes.
+    """
     unless: Mapping[str, str] = field(default_factory=dict)
-    """Expression over `self` to the reason why a layer where it is true has no
-    hook points; asked at start-up through `hook_points_unless`."""
+    """By expression over `self`: why a layer for which it is true has no hook points.
+
+    Evaluated at start-up through `hook_points_unless`.
+    """
     adding: tuple[str, ...] = ()
-    """Norms that return `(norm(x + residual), x + residual)`, built elsewhere."""
+    """Norms built elsewhere that return `(norm(x + residual), x + residual)`."""
     made: Mapping[str, str] = field(default_factory=dict)
-    """Submodule to its class, where that is known better than from the source."""
+    """The class of a submodule, where the source does not show it."""
     passing: tuple[str, ...] = ()
     """Submodules that return their first argument plus their own output."""
     beside: tuple[str, ...] = ()
-    """Submodules that add to the stream after the MLP and are neither of the two."""
+    """Submodules other than mixer and MLP that add to the stream after the MLP."""
     inline: tuple[str, ...] = ()
-    """Methods of the class to look into where `forward` calls them."""
+    """Methods of the class to inline where `forward` calls them."""
     run: str = ""
-    """The parameter of `forward` that counts the layer's runs in one pass."""
+    """The parameter of `forward` that has the number of the layer's run in a pass."""
     runs: str = ""
-    """Expression over `self`: each run with the attention that it uses, whose
-    `layer_name` has the index that the layer counts as."""
+    """Expression over `self`: pairs of a run and the attention that it uses.
+
+    The attention's `layer_name` has the layer index of the run.
+    """
     partial_when: Mapping[str, str] = field(default_factory=dict)
-    """Point to the expression that tells whether the branch is a partial sum."""
+    """By point: the expression that is true if the branch is a partial sum."""
     split: Mapping[str, str] = field(default_factory=dict)
-    """Point to the expression that tells whether a rank has only its share of the
-    tokens there; `cases` must decide it."""
+    """By point: the expression that is true if a rank has only its share of the tokens.
+
+    `cases` must decide it.
+    """
     first: tuple[str, ...] = ()
-    """Statements that go in after the first tap."""
+    """Statements to insert after the first tap."""
     last: tuple[str, ...] = ()
-    """Statements that go in after the last tap."""
+    """Statements to insert after the last tap."""
     anchors: tuple[Anchor, ...] = ()
-    """Calls put in by hand instead of those the analysis finds for their points."""
+    """Calls placed by hand, which replace those of the analysis for their points."""
     points: tuple[str, ...] = ("pre_attn", "post_attn", "post_block")
     several_mixers: bool = False
-    """A token mixer may add to the stream after `post_attn`."""
+    """Whether a token mixer may add to the stream after `post_attn`."""
     proven: bool = True
-    """False where the proof cannot follow; the reason then says who checked."""
+    """False if the proof does not apply; the reason then says how it was checked."""
 
     @property
     def enters_split(self) -> str:
-        """Whether what enters the layer is a rank's share, as `split` has it."""
+        """The expression in `split` for the tensors that enter the layer, or empty."""
         return self.split.get("pre_attn", "")
 
 
@@ -77,7 +85,7 @@ NEVER_GIVEN: Mapping[str, bool] = {
     "encoder_hidden_states is not None": False,
     "encoder_hidden_states is None": True,
 }
-"""Cases of layers outside of the release: what only decodes has no encoder."""
+"""Cases of layers from outside the release: a decoder-only model has no encoder."""
 
 _MODELS = "model_executor/models/"
 _SHARE = "between layers a rank may hold only its share of the tokens"
@@ -93,14 +101,14 @@ _LONE_TOKEN = (
 
 
 def _everywhere(condition: str) -> dict[str, str]:
-    """`Rule.split` of a layer that needs all tokens for its attention only."""
+    """`Rule.split` of a layer whose tokens are split everywhere but in attention."""
     return dict.fromkeys(_POINTS, condition)
 
 
 def _either(
     condition: str, others: Mapping[str, bool] | None = None
 ) -> tuple[Mapping[str, bool], ...]:
-    """`Rule.cases` of a layer that is looked at with both outcomes of `condition`."""
+    """`Rule.cases` with both outcomes of `condition`."""
     return tuple({condition: value, **(others or {})} for value in (False, True))
 
 
@@ -446,7 +454,7 @@ LOOPS: Mapping[str, str] = {
     "pass: layer l of a stack of n is number s * n + l in step s, as the Transformers "
     "library counts; between steps the stream is normed and added to the other one's",
 }
-"""Model class to what it does to the stream between or around its layers."""
+"""By model class: what it does to the stream between or around its layers."""
 
 _AUDIO = "an encoder-decoder model that turns audio or images into text"
 
@@ -455,4 +463,4 @@ MODELS: Mapping[str, str] = {
     "NemotronParseForConditionalGeneration": _AUDIO,
     "WhisperForConditionalGeneration": _AUDIO,
 }
-"""Architecture to the reason why it is refused as a whole."""
+"""By architecture: why it is refused as a whole."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a name holds while a decoder layer runs: a sum of terms.
+"""Symbolic tensors: each is a sum of terms.
 
-The residual stream is a running sum, so a tensor is described by the terms it
-sums. A term is a tensor that came out of a call or into the layer; what it was
-computed from stays known through `Term.reads`. Adding joins the terms of both
-sides, scaling by a number keeps them, everything else makes a new term.
+The residual stream is a running sum, so a tensor is described by its summands. A term
+is a tensor that a call returned or that entered the layer; `Term.reads` has the terms
+from which it was computed. Addition joins the terms of both sides, scaling by a number
+keeps them, and every other operation makes a new term.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What a call inside a layer is for, told by the name it is called by."""
+    """The role of a call inside a layer, derived from the callee's name."""
 
     ENTRY = "entry"
     TAP = "tap"
@@ -38,7 +38,7 @@ _BUFFER = re.compile(r"(empty|zeros)(_like)?$")
 
 
 def role_of(name: str) -> Role:
-    """The role a submodule's or function's name tells; norms win over the rest."""
+    """The role of a submodule or function by its name; norms take precedence."""
     for pattern, role in (
         (_NORM, Role.NORM),
         (_BUFFER, Role.BUFFER),
@@ -52,12 +52,12 @@ def role_of(name: str) -> Role:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """One summand: the result of one call on one path; equal only to itself."""
+    """One summand: the result of one call on one path. Compared by identity."""
 
     label: str
     role: Role
     reads: frozenset[Term] = frozenset()
-    """The terms of every tensor the call was given."""
+    """The terms of all tensors that the call was given."""
     point: str | None = None
     """The hook point, for the result of a tap."""
     part: int = 0
@@ -66,7 +66,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What happened to a term since it was made."""
+    """The operations applied to a term since it was made."""
 
     scalings: int = 0
     """How often it was multiplied by a number."""
@@ -76,7 +76,7 @@ class Weight:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A tensor that names refer to; in-place operators change it for all of them."""
+    """A tensor; in-place operators change it for all names that refer to it."""
 
     terms: dict[Term, Weight] = field(default_factory=dict)
     split: bool = False
@@ -84,11 +84,11 @@ class Tensor:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is memory that nothing was written to yet."""
+        """Whether the tensor is memory that has not been written yet."""
         return all(term.role is Role.BUFFER for term in self.terms)
 
     def read(self) -> frozenset[Term]:
-        """What a call that is given this tensor reads: the terms, or the stream."""
+        """The terms that a call with this tensor reads; one term for a whole stream."""
         carries = any(t.role in (Role.ENTRY, Role.TAP) for t in self.terms)
         if carries and len(self.terms) > 1:
             return frozenset({Term("the stream", Role.STREAM, frozenset(self.terms))})
@@ -96,7 +96,7 @@ class Tensor:
 
     @staticmethod
     def of(term: Term, split: bool = False) -> Tensor:
-        """A tensor that is just `term`."""
+        """A tensor with the single term `term`."""
         return Tensor({term: Weight()}, split)
 
     def copy(self) -> Tensor:
@@ -104,10 +104,10 @@ class Tensor:
         return Tensor(dict(self.terms), self.split)
 
     def over_ranks(self, split: bool) -> Tensor:
-        """The same sum, its tokens split over the ranks, or gathered from them.
+        """The same sum with its tokens split over the ranks, or gathered from them.
 
         Raises:
-            Unprovable: it is split, or whole, already.
+            Unprovable: the tokens are split, or gathered, already.
         """
         if self.split == split:
             label = next(iter(self.terms)).label
@@ -130,10 +130,10 @@ class Tensor:
         )
 
     def plus(self, other: Tensor) -> Tensor:
-        """The sum of both.
+        """The sum of both tensors.
 
         Raises:
-            Unprovable: a term would count twice, or the tokens differ.
+            Unprovable: they share a term, or only one of them is split over ranks.
         """
         split = split_of((self, other))
         twice = self.terms.keys() & other.terms.keys()
@@ -144,10 +144,10 @@ class Tensor:
 
 
 def split_of(tensors: Iterable[Tensor]) -> bool:
-    """Whether `tensors` have a rank's share of the tokens; all must have the same.
+    """Whether `tensors` are split over ranks.
 
     Raises:
-        Unprovable: some have all tokens.
+        Unprovable: some are and some are not.
     """
     states = {tensor.split for tensor in tensors if not tensor.is_buffer}
     if len(states) > 1:
@@ -156,14 +156,14 @@ def split_of(tensors: Iterable[Tensor]) -> bool:
 
 
 class Unprovable(Exception):
-    """The layer does something the analysis cannot follow; the text says what."""
+    """The layer does something that the analysis cannot follow, see the message."""
 
 
 def sublayers(term: Term) -> frozenset[Role]:
-    """Which sublayers a contribution comes from: the nearest ones it passed through.
+    """The nearest sublayers from which a contribution to the stream comes.
 
-    A contribution may be normed, scaled or gated after its sublayer, so calls
-    without a role of their own are looked through. Looking stops at the stream.
+    A contribution may be normed, scaled or gated after its sublayer, so the search goes
+    back through calls without a role of their own. It stops at the stream.
     """
     if term.role in (Role.MIXER, Role.MLP, Role.BESIDE):
         return frozenset({term.role})
@@ -173,10 +173,10 @@ def sublayers(term: Term) -> frozenset[Role]:
 
 
 def check_known(terms: Iterable[Term]) -> None:
-    """Every contribution must come from a sublayer whose kind is known.
+    """Check that every contribution comes from a sublayer of a known kind.
 
     Raises:
-        Unprovable: naming one that does not.
+        Unprovable: the kind of the named sublayer is unknown.
     """
     for term in terms:
         if not sublayers(term):
@@ -184,7 +184,7 @@ def check_known(terms: Iterable[Term]) -> None:
 
 
 def origins(terms: frozenset[Term]) -> frozenset[Term]:
-    """The entries and taps that `terms` were computed from, taps not looked through."""
+    """The entries and taps from which `terms` were computed; taps end the search."""
     found: set[Term] = set()
     pending, seen = list(terms), set(terms)
     while pending:

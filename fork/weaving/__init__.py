@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weaving a release: edit files and decoder layers, kept between builds."""
+"""Weaves a release: edit files and decoder layers, with results cached."""

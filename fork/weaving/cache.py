@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Woven files kept between builds, by the hash of all they depend on.
+"""Caches woven files between builds, by the hash of everything that they depend on.
 
-The code that weaves is part of that hash, so that a change of it weaves anew.
+The hash includes the weaving code, so that a change of it invalidates the cache.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _UNUSED_SECONDS = 14 * 24 * 3600
 
 
 def keep(key: str, record: dict[str, Any]) -> None:
-    """Store a record; several processes may store the same one."""
+    """Store a record atomically; several processes may store the same one."""
     path = _path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
@@ -34,7 +34,7 @@ def keep(key: str, record: dict[str, Any]) -> None:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """The record of a key, None if there is none or it is damaged."""
+    """The record of a key; None if there is none or it is damaged."""
     path = _path(key)
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def forget_unused() -> None:
     """Remove records that no build has used for two weeks."""
     oldest = time.time() - _UNUSED_SECONDS
     for path in _path("").parent.glob("*.json"):
-        with suppress(FileNotFoundError):  # another build was faster
+        with suppress(FileNotFoundError):  # a concurrent build has removed it
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
@@ -58,7 +58,7 @@ def _path(key: str) -> Path:
 
 
 def digest_of(parts: Iterable[bytes]) -> str:
-    """Hash of several byte strings, their boundaries included."""
+    """SHA-256 of several byte strings and their boundaries, in hex."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -96,5 +96,5 @@ def weave_digest() -> bytes:
 
 @cache
 def architectures_digest() -> bytes:
-    """Hash of what follows architectures to their layers."""
+    """Hash of the code that finds the layers of architectures."""
     return _digest_of_folder(_FORK / "architectures")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The edit files of a checkout."""
+"""Finds and loads the edit files of a checkout."""
 
 import runpy
 from pathlib import Path
@@ -9,7 +9,7 @@ from fork.language import Edit, EditFile
 
 
 def edit_paths(folder: Path) -> dict[str, Path]:
-    """Edit files by the upstream module they edit."""
+    """Edit files by the upstream module that they edit."""
     return {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*.py"))
@@ -18,15 +18,15 @@ def edit_paths(folder: Path) -> dict[str, Path]:
 
 
 def load_edit_file(module: str, path: Path) -> EditFile:
-    """Run an edit file and take its edits.
+    """Run an edit file and return its edits.
 
     Raises:
-        BuildFailure: if it fails, has no docstring or no list of edits.
+        BuildFailure: it fails, or has no docstring or no list of edits.
     """
     shown = f"fork/edits/{module}"
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # whatever a broken edit file raises is its own fault
+    except Exception as error:  # a broken edit file may raise anything
         raise BuildFailure(f"{shown} does not load: {error}") from error
     why = (names.get("__doc__") or "").strip()
     edits = names.get("EDITS")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that keeps the fork from being built, whoever found it."""
+"""The faults that prevent a build, from all of its stages."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,22 +8,22 @@ from fork.language import Problem
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault; all of a build are collected and reported together."""
+    """A fault. All faults of a build are collected and reported together."""
 
     origin: str
-    """What does not fit: an edit file, an added file, or the decoder-layer weave."""
+    """The file that does not fit: an edit file, an added file, or the weave's."""
     module: str
     """The upstream module."""
     kind: str
     sentence: str
 
     def as_dict(self) -> dict[str, str]:
-        """The fault as JSON takes it."""
+        """The fault as JSON-serialisable data."""
         return asdict(self)
 
 
 def from_problem(problem: Problem) -> Fault:
-    """A fault of one edit."""
+    """Convert a problem with an edit to a fault."""
     return Fault(
         origin=problem.edit_file,
         module=problem.module,

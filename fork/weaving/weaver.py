@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weave a release: edit files first, then the decoder layers, each file on its own."""
+"""Weaves a release file by file: first the edits, then the decoder layers."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +26,7 @@ LAYER_WEAVE = Path(__file__).parents[1] / "weave" / "decoder_layers.py"
 
 _MODEL_FOLDERS = ("vllm/model_executor/models/", "vllm/models/")
 _POOL_FROM = 4
-"""Fewer files than this are woven faster than processes start."""
+"""With fewer files than this, starting processes takes longer than weaving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +39,19 @@ class Task:
     edit_file: Path | None
     has_layers: bool
     key: str
-    """Hash of everything the result depends on."""
+    """Hash of everything that the result depends on."""
 
 
 @dataclass(frozen=True, slots=True)
 class WovenFile:
-    """What became of one file."""
+    """The result of weaving one file."""
 
     module: str
     source: str | None
     """None if nothing changed, or if something does not fit."""
     faults: tuple[Fault, ...]
     layers: tuple[str, ...] = ()
-    """Names of its decoder-layer classes, refused ones too."""
+    """Names of its decoder-layer classes, including refused ones."""
 
 
 def weave_release(checkout: Checkout, release: Release, jobs: int) -> list[WovenFile]:
@@ -61,7 +61,7 @@ def weave_release(checkout: Checkout, release: Release, jobs: int) -> list[Woven
 
 
 def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFile]]:
-    """The files to weave, and a fault for each edit file without upstream module."""
+    """The files to weave, and a fault for each edit file without an upstream module."""
     upstream = set(release.files())
     edits = edit_paths(checkout.edits)
     has_weave = has_layer_weave()
@@ -77,7 +77,7 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
 
 
 def has_layer_weave() -> bool:
-    """Whether decoder layers are woven: not where the checkout lacks the weave."""
+    """Whether the checkout has the decoder-layer weave."""
     return LAYER_WEAVE.exists()
 
 
@@ -159,7 +159,7 @@ def _read(task: Task) -> WovenFile | None:
 
 
 def weave_file(task: Task) -> WovenFile:
-    """Weave one file, edits before decoder layers."""
+    """Weave one file: first its edits, then its decoder layers."""
     original = task.upstream.read_bytes().decode("utf-8")
     source = original
     if task.edit_file is not None:

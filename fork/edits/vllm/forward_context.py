@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Piecewise graphs come in families that differ in which taps launch."""
+"""Piecewise graphs are recorded in families with different launching taps."""
 
 from fork.language import add_field
 
@@ -9,7 +9,7 @@ EDITS = [
         after="num_active_loras",
         insert='''
 tapped: int = 0
-"""Which taps of the residual stream launch in this batch's graphs: 0 for none."""
+"""The family of graphs: which taps launch in them, 0 for none."""
 ''',
         why="The key under which a piecewise graph is recorded and found.",
     ),

@@ -6,7 +6,7 @@ from fork.language import add_field, add_import, add_parameter, after, last
 EDITS = [
     add_import(
         "from vllm.interop.vllm_lens import responses as lens_responses",
-        why="Rows under the name that vllm-lens gives them.",
+        why="Rows under the attribute that vllm-lens uses.",
     ),
     last(
         scope="RequestOutput",
@@ -15,13 +15,13 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.readouts.results import ReadoutResult, merge_results",
-        why="The type of the field, and how outputs that are merged keep theirs.",
+        why="The type of the field, and the function that merges results of outputs.",
     ),
     add_field(
         scope="CompletionOutput",
         after="weight_versions",
         insert="readouts: dict[str, ReadoutResult] | None = None",
-        why="Each sample has its own.",
+        why="Each sample has its own results.",
     ),
     after(
         scope="RequestOutput.add",
@@ -31,14 +31,14 @@ completion.readouts = merge_results(
     completion.readouts, next_completion.readouts, next_completion.finished()
 )
 """,
-        why="Outputs that are merged keep the results of both.",
+        why="Merged outputs keep the results of both.",
     ),
     last(
         scope="RequestOutput",
         insert="""
 @property
 def readouts(self) -> dict[str, ReadoutResult]:
-    \"\"\"What was read out, by name; of the first sample, where there are more.\"\"\"
+    \"\"\"Readout results of the first sample, by name.\"\"\"
     return (self.outputs[0].readouts or {}) if self.outputs else {}
 """,
         why="Most requests have one sample.",
@@ -47,7 +47,7 @@ def readouts(self) -> dict[str, ReadoutResult]:
         scope="RequestOutput.__init__",
         parameter="capture_id: str | None = None",
         after="ec_transfer_params",
-        why="Names the captured request whose results belong to this output.",
+        why="Identifies the captured request whose results belong to this output.",
     ),
     last(
         scope="RequestOutput.__init__",
@@ -56,11 +56,11 @@ def readouts(self) -> dict[str, ReadoutResult]:
             "self.capture_results: dict[str, Any] | None = None\n"
             "self.lens_result: Any = None"
         ),
-        why="Results are put in once they are known.",
+        why="Results are set when they are known.",
     ),
     last(
         scope="RequestOutput.add",
         insert="self.capture_id = next_output.capture_id or self.capture_id",
-        why="Outputs that are merged keep the id, which comes with the last one.",
+        why="Merged outputs keep the id, which comes with the last one.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters say what is captured of a request and what steers it."""
+"""Sampling parameters specify capture, readouts and steering of a request."""
 
 from fork.language import add_argument, add_field, add_import, add_parameter
 
@@ -17,30 +17,30 @@ EDITS = [
         after="extra_args",
         insert='''
 capture: dict[str, Any] | None = None
-"""What to capture: consumer instance -> what that consumer is asked for."""
+"""What to capture: name of the consumer instance -> capture spec."""
 capture_wait: bool = False
 """Whether the final output waits for the results of its capture. Offline
 generation always waits."""
 capture_stream: bool = True
-"""Whether outputs before the last carry captured rows as they are computed, where
-outputs are read one by one (`AsyncLLM`) and a consumer returns rows with them."""
+"""Whether outputs before the last carry captured rows as they are computed. Applies to
+streamed outputs (`AsyncLLM`) and consumers that return rows with them."""
 _capture_plan: CapturePlan | None = None
 readouts: dict[str, Any] | None = None
-"""What is answered from rows on the device: name -> readout. Needs
+"""Readouts, computed from rows on the device: name -> readout. Needs
 `enable_readouts`."""
 stop_when: list[dict[str, Any]] | None = None
-"""Readouts whose values end the request at the token that they belong to."""
+"""Conditions on readouts that end the request at the token where they hold."""
 steering_vectors: dict[str, Any] | None = None
 """Vectors to add at every token: hook point -> layer -> vector."""
 prefill_steering_vectors: dict[str, Any] | None = None
-"""Vectors to add at prompt tokens, on top."""
+"""Further vectors to add at prompt tokens."""
 decode_steering_vectors: dict[str, Any] | None = None
-"""Vectors to add at generated tokens, on top."""
+"""Further vectors to add at generated tokens."""
 steering_name: str | None = None
-"""A named set of vectors to add, on top."""
+"""Name of a registered set of vectors to add."""
 _steering: SteeringTiers | None = None
 ''',
-        why="Users ask for a capture per request; admission resolves it to a plan.",
+        why="Capture is requested per request; admission resolves it to a plan.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",
@@ -62,18 +62,18 @@ _steering: SteeringTiers | None = None
         scope="SamplingParams.from_optional",
         call="SamplingParams",
         argument="capture_wait=capture_wait",
-        why="Passes the request's wish to wait on.",
+        why="Passes the field on.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",
         parameter="capture_stream: bool = False",
-        why="A response over HTTP carries rows before its last chunk if asked to.",
+        why="HTTP streams carry rows before their last chunk only if requested.",
     ),
     add_argument(
         scope="SamplingParams.from_optional",
         call="SamplingParams",
         argument="capture_stream=capture_stream",
-        why="Passes the request's wish on.",
+        why="Passes the field on.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",
@@ -95,7 +95,7 @@ _steering: SteeringTiers | None = None
         scope="SamplingParams.from_optional",
         call="SamplingParams",
         argument="stop_when=stop_when",
-        why="Passes what ends the request on.",
+        why="Passes the request's stop conditions on.",
     ),
     add_parameter(
         scope="SamplingParams.from_optional",

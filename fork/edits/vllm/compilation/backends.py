@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the stream may begin before their turn."""
+"""Steering additions may start early, overlapping other kernels."""
 
 from fork.language import add_import, before
 
@@ -7,7 +7,7 @@ EDITS = [
     add_import(
         "from vllm.model_executor.layers.residual.overlap_pass import "
         "begin_additions_early",
-        why="What looks through the traced graph.",
+        why="The pass over the traced graph.",
     ),
     before(
         scope="VllmBackend.__call__",
@@ -16,6 +16,6 @@ EDITS = [
 if begin_additions_early(graph.graph):
     graph.recompile()
 """,
-        why="The graph is whole here, in the order of the program.",
+        why="Here the graph is complete and in program order.",
     ),
 ]

@@ -27,7 +27,7 @@ steering_config: SteeringConfig = Field(default_factory=SteeringConfig)
 readout_config: ReadoutConfig = Field(default_factory=ReadoutConfig)
 """Configuration of readouts and sparse autoencoders."""
 ''',
-        why="Every process reads it from here.",
+        why="Every process reads its configuration from here.",
     ),
     last(
         scope="VllmConfig",
@@ -46,6 +46,6 @@ def capture_consumers_config(self) -> CaptureConfig | None:
 vllm_factors.append(self.capture_config.compute_hash())
 vllm_factors.append(self.steering_config.compute_hash())
 """,
-        why="Taps change the traced graph: they belong to the compile cache's key.",
+        why="Taps change the traced graph, so they are part of the compile-cache key.",
     ),
 ]

@@ -6,16 +6,16 @@ from fork.language import add_argument, add_field, add_import, before
 EDITS = [
     add_import(
         "from vllm.v1.capture.engine_args import add_capture_arguments, capture_config",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_import(
         "from vllm.v1.readouts import engine_args as readout_args",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_import(
         "from vllm.v1.steering.frontend.engine_args import "
         "add_steering_arguments, steering_config",
-        why="Declares and reads the arguments.",
+        why="Adds and reads the arguments.",
     ),
     add_field(
         scope="EngineArgs",

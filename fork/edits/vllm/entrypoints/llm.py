@@ -6,11 +6,11 @@ from fork.language import add_import, last
 EDITS = [
     add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.steering.frontend import api as steering_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     last(
         scope="LLM",
@@ -22,6 +22,6 @@ set_steering = steering_api.set_steering
 clear_steering = steering_api.clear_steering
 get_steering = steering_api.get_steering
 """,
-        why="Vectors that steer every request, and modules that requests name.",
+        why="Global vectors, and modules that requests refer to by name.",
     ),
 ]

@@ -9,7 +9,7 @@ EDITS = [
         after="kv_tp_replicas",
         insert="""
 holds_changed_streams: bool = False
-\"\"\"Clients may give vectors or embeddings: what is left may not be finite.\"\"\"
+\"\"\"Whether clients may send vectors or embeddings: blocks may have NaN then.\"\"\"
 """,
         why="The scheduler and the workers must agree.",
     ),
@@ -19,6 +19,6 @@ holds_changed_streams: bool = False
 if self.holds_changed_streams:
     return True
 """,
-        why="Upstream then names new blocks to the workers; only suspects are cleared.",
+        why="Upstream then sends new blocks to the workers, which clear suspect ones.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's output carries what its requests read out."""
+"""A step's output carries the readouts of its requests."""
 
 from fork.language import add_field, add_import
 
@@ -12,9 +12,9 @@ EDITS = [
         scope="ModelRunnerOutput",
         after="sampling_masks",
         insert="""
-# By request id: what the step found out for its readouts
+# Results of the step's readouts, by request id
 readouts: dict[str, RequestReadouts] | None = None
 """,
-        why="The scheduler may end a request because of it.",
+        why="The scheduler evaluates stop conditions on them.",
     ),
 ]

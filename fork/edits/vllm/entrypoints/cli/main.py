@@ -17,7 +17,7 @@ CMD_MODULES.append(vllm.entrypoints.cli.capture.main)
 import vllm.entrypoints.cli.check.main
 CMD_MODULES.append(vllm.entrypoints.cli.check.main)
 """,
-        why="Vectors are extracted and tried out; probes are trained; prompts become "
-        "data sets; rows are compared with another library's.",
+        why="Adds commands for vectors, probes, data sets and the comparison of rows "
+        "with another library.",
     ),
 ]

@@ -14,12 +14,12 @@ EDITS = [
         scope="OfflineInferenceMixin._run_engine",
         anchor="outputs: list[_O] = []",
         insert="outputs.extend(self.llm_engine.capture.take_finished())",
-        why="Some requests had to end before others had room for their rows.",
+        why="Requests may finish early to make room for the rows of later ones.",
     ),
     before(
         scope="OfflineInferenceMixin._render_and_add_requests",
         anchor="raise e",
         insert="self.llm_engine.capture.drop_finished(added_request_ids)",
-        why="Nobody comes for those that ended before the list was refused.",
+        why="The list is rejected: drop outputs of requests that finished early.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may hold is bounded where they may capture and steer."""
+"""Request bodies are bounded on servers with capture or steering."""
 
 from fork.language import add_import, before
 
@@ -12,6 +12,6 @@ EDITS = [
         scope="build_app",
         anchor="init_exception_handler(app)",
         insert="bound_bodies(app, args)",
-        why="All routes are mounted by now, those of plug-ins too.",
+        why="All routes are mounted here, including those of plug-ins.",
     ),
 ]

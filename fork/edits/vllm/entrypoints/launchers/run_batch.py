@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch run writes its output file after the results of its captures have come."""
+"""A batch run waits for capture results before it writes its output file."""
 
 from fork.language import add_import, first
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured prompt position is computed, not taken from the prefix cache."""
+"""Captured prompt positions are recomputed instead of read from the prefix cache."""
 
 from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
         "from vllm.v1.capture.core.scheduler import cacheable_tokens, note_forgone",
-        why="Knows where reuse must end.",
+        why="Limits the reuse of cached blocks.",
     ),
     after(
         scope="KVCacheManager.get_computed_blocks",
@@ -20,6 +20,6 @@ EDITS = [
         scope="KVCacheManager.get_computed_blocks",
         anchor="blocks = self.create_kv_cache_blocks(computed_blocks)",
         insert="note_forgone(self, request, num_new_computed_tokens)",
-        why="What a capture costs is counted.",
+        why="Counts the tokens that capture recomputes.",
     ),
 ]

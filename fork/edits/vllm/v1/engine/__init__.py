@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core tells each front end which hook points the model has."""
+"""The engine core sends each front end the model's hook points, and readouts."""
 
 from fork.language import add_field, add_import
 
@@ -12,12 +12,12 @@ EDITS = [
         scope="EngineCoreOutput",
         after="prompt_token_id_logprobs",
         insert="readouts: list[ReadoutPart] | None = None",
-        why="Results come with the tokens that they belong to.",
+        why="Results are sent with the tokens that they belong to.",
     ),
     add_field(
         scope="EngineCoreReadyResponse",
         after="effective_attention_block_size",
         insert="hook_points: dict[int, list[str]] | None = None",
-        why="Admission needs them, and the model is loaded in another process.",
+        why="Admission needs them, but the model is loaded in another process.",
     ),
 ]

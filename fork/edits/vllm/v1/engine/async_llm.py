@@ -10,27 +10,27 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.capture.selectors import check_request_size",
-        why="Bounds what a request says of its capture.",
+        why="Bounds the size of a request's capture spec.",
     ),
     add_import(
         "from vllm.v1.capture.frontend import attach as capture_attaching",
-        why="Opens the front end.",
+        why="Creates the front end.",
     ),
     add_import(
         "from vllm.v1.steering.frontend import api as steering_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.steering.core import refusals as steering_refusals",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     add_import(
         "from vllm.v1.steering.frontend import async_frontend as steering_serving",
-        why="Opens the front end.",
+        why="Creates the front end.",
     ),
     last(
         scope="AsyncLLM",
@@ -42,7 +42,7 @@ set_steering = steering_api.async_set_steering
 clear_steering = steering_api.async_clear_steering
 get_steering = steering_api.async_get_steering
 """,
-        why="Vectors that steer every request.",
+        why="Global vectors and readout modules.",
     ),
     before(
         scope="AsyncLLM.__init__",
@@ -51,13 +51,13 @@ get_steering = steering_api.async_get_steering
 self.capture = capture_attaching.open_for_async_engine(self)
 self.steering = steering_serving.open_control(self)
 """,
-        why="The core is up, so the model's hook points are known.",
+        why="The core has started, so the model's hook points are known.",
     ),
     before(
         scope="AsyncLLM.__init__",
         anchor="self._client_count = client_count",
         insert="self.capture.publish(self.logger_manager)",
-        why="Metrics of capture stand beside the engine's.",
+        why="Metrics of capture are exported with the engine's.",
     ),
     before(
         scope="AsyncLLM.add_request",
@@ -66,8 +66,8 @@ self.steering = steering_serving.open_control(self)
 check_request_size(params)
 params = await self.steering.prepare(params)
 """,
-        why="What is about to be copied is bounded. Another API server may have given "
-        "a name since, and large vectors are parsed beside the event loop.",
+        why="Parameters are bounded before a copy is made. Another API server may have "
+        "registered a name since, and large vectors are parsed off the event loop.",
     ),
     after(
         scope="AsyncLLM._add_streaming_input_request",
@@ -76,7 +76,7 @@ params = await self.steering.prepare(params)
 self.input_processor.capture.admit(request_id, sampling_params, 1, resumable=True)
 self.input_processor.steering.admit(sampling_params, 1, resumable=True)
 """,
-        why="Below, a request that is not resumable is made of the same parameters.",
+        why="Below, these parameters are used for a non-resumable request.",
     ),
     before(
         scope="AsyncLLM.generate",
@@ -89,8 +89,8 @@ if lost_streams.is_lost(out):
 if out.capture_id is not None:
     await self.capture.complete(out, sampling_params)
 """,
-        why="The engine may have refused to steer it. Outputs carry rows, and the last "
-        "one results, which it may wait for.",
+        why="The engine may have rejected its steering. Outputs carry rows, and the "
+        "last one results, for which it may wait.",
     ),
     before(
         scope="AsyncLLM.shutdown",
@@ -99,7 +99,7 @@ if out.capture_id is not None:
 if capture := getattr(self, "capture", None):
     capture.settle()
 """,
-        why="A request that was answered must not lose its capture.",
+        why="A request that has been answered must not lose its capture.",
     ),
     before(
         scope="AsyncLLM.shutdown",
@@ -108,6 +108,6 @@ if capture := getattr(self, "capture", None):
 if capture := getattr(self, "capture", None):
     capture.close()
 """,
-        why="Stops the thread that listens: the engine has stopped, so nothing comes.",
+        why="Stops the receiving thread: the engine has stopped.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core knows hook points, ends captures and changes steering."""
+"""The engine core reports hook points, finishes captures and changes steering."""
 
 from fork.language import add_argument, add_import, after, before, first, last
 
@@ -10,29 +10,29 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.capture.core import engine as capture_engine",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     add_import(
         "from vllm.v1.readouts.core import engine as readouts_engine",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     add_import(
         "from vllm.v1.steering.core import engine as steering_engine",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     add_import(
         "from vllm.v1.steering.core import name_log as named_steering",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     add_import(
         "from vllm.v1.steering import vector_cache as passed_vectors",
-        why="What the calls below do.",
+        why="Implements the calls below.",
     ),
     after(
         scope="EngineCore.__init__",
         anchor="self.model_executor = executor_class(vllm_config)",
         insert="capture_engine.note_hook_points(self)",
-        why="The model is loaded; admission will need its hook points.",
+        why="The model is loaded here, and admission needs its hook points.",
     ),
     last(
         scope="EngineCore",
@@ -50,13 +50,13 @@ release_steering = steering_engine.release_steering
 steering_names = named_steering.steering_names
 change_steering_name = named_steering.change_steering_name
 """,
-        why="Front ends call it by name.",
+        why="Front ends call these methods by name.",
     ),
     after(
         scope="EngineCore.shutdown",
         anchor="self.structured_output_manager.clear_backend()",
         insert="capture_engine.deliver_ends(self)",
-        why="No step follows that would carry them to the workers.",
+        why="No further step would carry them to the workers.",
     ),
     first(
         scope="EngineCoreProc._reject_utility_in_shutdown",
@@ -64,30 +64,30 @@ change_steering_name = named_steering.change_steering_name
 if method_name == "end_captures":
     return False
 """,
-        why="Requests that end while the engine drains were captured.",
+        why="Requests that finish while the engine drains were captured.",
     ),
     first(
         scope="EngineCoreProc.process_input_sockets",
         insert="steering_received = passed_vectors.ReceivedVectors()",
-        why="What front ends have sent of vectors.",
+        why="Vectors that front ends have sent already.",
     ),
     before(
         scope="EngineCoreProc.process_input_sockets",
         anchor="request = self.preprocess_add_request(req)",
         insert="steering_received.complete(req)",
-        why="Vectors that came before are sent by name.",
+        why="Vectors that were sent before are sent by digest.",
     ),
     after(
         scope="EngineCoreProc._handle_client_request",
         anchor="if self._reject_add_in_shutdown(req):",
         insert="if steering_engine.refuses(self, req):\n    return",
-        why="Another front end may have set vectors that leave no room for its own.",
+        why="Another front end may have set global vectors that conflict with its own.",
     ),
     add_argument(
         scope="EngineCoreProc._make_ready_response",
         call="EngineCoreReadyResponse",
         argument="hook_points=self.vllm_config.capture_config.hook_points",
-        why="Tells the front ends.",
+        why="Sends them to the front ends.",
     ),
     after(
         scope="EngineCore._initialize_kv_caches",
@@ -97,18 +97,18 @@ kv_cache_configs = get_kv_cache_configs(
 )
 """,
         insert="suspect_blocks.mark(vllm_config, kv_cache_configs)",
-        why="Before the scheduler's and the workers' are made of them.",
+        why="Must happen before the scheduler and the workers copy the configuration.",
     ),
     after(
         scope="EngineCore.step",
         anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
         insert="lost_streams.explain(self, engine_core_outputs)",
-        why="Their blocks still hold what they left.",
+        why="The blocks of these requests have not been overwritten yet.",
     ),
     after(
         scope="EngineCore.step_with_batch_queue",
         anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
         insert="lost_streams.explain(self, engine_core_outputs)",
-        why="Their blocks still hold what they left.",
+        why="The blocks of these requests have not been overwritten yet.",
     ),
 ]

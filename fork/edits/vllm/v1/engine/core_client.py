@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A front end learns the model's hook points, and sends vectors once."""
+"""A front end receives the model's hook points and sends vectors only once."""
 
 from fork.language import add_import, after, before, last
 
@@ -10,12 +10,12 @@ SYNCHRONOUS = (
 EDITS = [
     add_import(
         "from vllm.v1.steering.vector_cache import SentVectors",
-        why="What the engines have of vectors.",
+        why="Tracks which vectors the engines already have.",
     ),
     last(
         scope="MPClient.__init__",
         insert="self.steering_sent = SentVectors()",
-        why="Remembers it for each engine.",
+        why="Tracks the vectors that each engine already has.",
     ),
     before(
         scope="SyncMPClient._send_input",
@@ -24,25 +24,25 @@ EDITS = [
 whole = request
 request = self.steering_sent.shortened(whole, self.core_engine)
 """,
-        why="Vectors that the engine has are sent by name.",
+        why="Vectors that the engine already has are sent by digest.",
     ),
     after(
         scope="SyncMPClient._send_input",
         anchor=SYNCHRONOUS,
         insert="self.steering_sent.note(whole, self.core_engine)",
-        why="It could be written, so that the engine will have it.",
+        why="Encoding succeeded, so the engine will receive these vectors.",
     ),
     before(
         scope="AsyncMPClient._send_input",
         anchor="message = (request_type.value, *self.encoder.encode(request))",
         insert="whole = request\nrequest = self.steering_sent.shortened(whole, engine)",
-        why="Vectors that the engine has are sent by name.",
+        why="Vectors that the engine already has are sent by digest.",
     ),
     after(
         scope="AsyncMPClient._send_input",
         anchor="message = (request_type.value, *self.encoder.encode(request))",
         insert="self.steering_sent.note(whole, engine)",
-        why="It could be written, so that the engine will have it.",
+        why="Encoding succeeded, so the engine will receive these vectors.",
     ),
     after(
         scope="MPClient._apply_ready_response",

@@ -6,24 +6,24 @@ from fork.language import add_import, after, last
 EDITS = [
     add_import(
         "from vllm.interop.vllm_lens import requests as lens_requests",
-        why="Requests in the form of vllm-lens.",
+        why="Requests in the format of vllm-lens.",
     ),
     add_import(
         "from vllm.entrypoints.serve.utils.residual_fields import refuse_args",
-        why="Knows the keys.",
+        why="Rejects unsupported keys.",
     ),
     add_import(
         "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
-        why="The front end of capture, when there is none.",
+        why="The null object for capture.",
     ),
     add_import(
         "from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND",
-        why="The front end of steering, when there is none.",
+        why="The null object for steering.",
     ),
     last(
         scope="InputProcessor.__init__",
         insert="self.capture = NO_CAPTURE\nself.steering = NO_STEERING_FRONTEND",
-        why="The engine puts its own front ends here once it is up.",
+        why="The engine replaces these by its own front ends when it has started.",
     ),
     after(
         scope="InputProcessor.process_inputs",
@@ -34,8 +34,8 @@ lens_requests.translate(sampling_params, self.vllm_config)
 self.steering.admit(sampling_params, prompt_len, resumable)
 self.capture.admit(request_id, sampling_params, prompt_len, resumable)
 """,
-        why="The prompt's length and max_tokens are final, and nothing is sent yet. A "
-        "key that nobody reads is an error. Capture comes last, as it keeps names for "
-        "what it admits.",
+        why="The prompt's length and max_tokens are final, and nothing has been sent "
+        "yet. An unknown key is an error. Capture comes last, as it reserves names "
+        "for admitted requests.",
     ),
 ]

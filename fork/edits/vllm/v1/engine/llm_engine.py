@@ -6,11 +6,11 @@ from fork.language import add_import, before, last
 EDITS = [
     add_import(
         "from vllm.v1.capture.frontend import attach as capture_attaching",
-        why="Opens the front end.",
+        why="Creates the front end.",
     ),
     add_import(
         "from vllm.v1.steering.frontend.frontend import SteeringControl",
-        why="Opens the front end.",
+        why="Creates the front end.",
     ),
     before(
         scope="LLMEngine.__init__",
@@ -19,17 +19,17 @@ EDITS = [
 self.capture = capture_attaching.open_for_engine(self)
 self.steering = SteeringControl(self)
 """,
-        why="The core is up, so the model's hook points are known.",
+        why="The core has started, so the model's hook points are known.",
     ),
     before(
         scope="LLMEngine.step",
         anchor="return processed_outputs.request_outputs",
         insert="self.capture.note_results(processed_outputs.request_outputs)",
-        why="Who steps the engine by hand learns of the results, too.",
+        why="Callers that step the engine themselves also receive the results.",
     ),
     last(
         scope="LLMEngine.__init__",
         insert="self.capture.publish(self.logger_manager)",
-        why="Metrics of capture stand beside the engine's.",
+        why="Metrics of capture are exported with the engine's.",
     ),
 ]

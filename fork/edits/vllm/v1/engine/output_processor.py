@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output processor knows when a request ends for its client."""
+"""The output processor detects when a request ends for its client."""
 
 from fork.language import add_argument, add_import, after, before, last, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.capture.frontend.disabled import NO_CAPTURE",
-        why="The front end of capture, when there is none.",
+        why="The null object for capture.",
     ),
     add_import(
         "from vllm.v1.readouts.frontend import collector as readout_collector",
-        why="What a request has read out.",
+        why="Collects the readouts of a request.",
     ),
     last(
         scope="RequestState.__init__",
         insert="self.readouts: readout_collector.Collector | None = None",
-        why="Set when the request reads out.",
+        why="Set if the request has readouts.",
     ),
     after(
         scope="OutputProcessor.add_request",
@@ -23,13 +23,13 @@ EDITS = [
         insert="""
 req_state.readouts = readout_collector.collector_for(request.sampling_params)
 """,
-        why="Results of this request are expected from now on.",
+        why="Registers the request, whose results will follow.",
     ),
     after(
         scope="OutputProcessor.process_outputs",
         anchor="stop_reason = engine_core_output.stop_reason",
         insert="readout_collector.collect(req_state, engine_core_output)",
-        why="Results come with the tokens that they belong to.",
+        why="Results are sent with the tokens that they belong to.",
     ),
     replace(
         scope="OutputProcessor.process_outputs",
@@ -53,58 +53,58 @@ if self.readouts is not None:
         readout_collector.ended_by(stop_reason),
     )
 """,
-        why="An output in parts carries the results for its tokens.",
+        why="A streamed output carries the results for its tokens.",
     ),
     add_argument(
         scope="RequestState._new_completion_output",
         call="CompletionOutput",
         argument="readouts=readouts",
-        why="Each sample has its own.",
+        why="Each sample has its own results.",
     ),
     last(
         scope="OutputProcessor.__init__",
         insert="self.capture = NO_CAPTURE",
-        why="The engine puts its own front end here once it is up.",
+        why="The engine replaces it by its own front end when it has started.",
     ),
     last(
         scope="RequestState.__init__",
         insert="self.capture_id: str | None = None",
-        why="Set when the request is captured.",
+        why="Set if the request is captured.",
     ),
     add_argument(
         scope="RequestState._new_request_output",
         call="RequestOutput",
         argument="capture_id=self.capture_id",
-        why="The output can be given results and rows.",
+        why="Results and rows are matched to the output by it.",
     ),
     after(
         scope="OutputProcessor.add_request",
         anchor="self.request_states[request_id] = req_state",
         insert="self.capture.add_request(req_state, request.sampling_params)",
-        why="Results of this request are expected from now on.",
+        why="Registers the request, whose results will follow.",
     ),
     before(
         scope="OutputProcessor.process_outputs",
         anchor="self._finish_request(req_state)",
         insert="self.capture.end_request(req_state, str(finish_reason))",
-        why="Only here it is known which generated tokens count: stop strings.",
+        why="Stop strings are applied here, so the final tokens are known only now.",
     ),
     before(
         scope="OutputProcessor.process_outputs",
         anchor="return OutputProcessorOutput(...)",
         insert="self.capture.flush()",
-        why="One message to the engine for all requests that ended.",
+        why="Sends one message to the engine for all requests that have ended.",
     ),
     before(
         scope="OutputProcessor.abort_requests",
         anchor="self.lora_states.request_finished(request_id, req_state.lora_name)",
         insert='self.capture.end_request(req_state, "abort")',
-        why="An aborted request ends with the tokens its client has.",
+        why="An aborted request ends with the tokens that its client has received.",
     ),
     before(
         scope="OutputProcessor.abort_requests",
         anchor="return request_ids_to_abort",
         insert="self.capture.flush()",
-        why="Tells the engine of captures that were aborted.",
+        why="Informs the engine about aborted captures.",
     ),
 ]

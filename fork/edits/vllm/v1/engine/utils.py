@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's process that stops has time to deliver what it has captured."""
+"""A stopping engine process has time to deliver captured rows."""
 
 from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
         "from vllm.v1.capture import shutdown as capture_shutdown",
-        why="How long that may take.",
+        why="Determines the timeout.",
     ),
     after(
         scope="CoreEngineProcManager.__init__",
         anchor="self._request_shutdown_timeout = vllm_config.shutdown_timeout",
         insert="self._vllm_config = vllm_config",
-        why="It says whether anything is captured.",
+        why="It determines whether anything is captured.",
     ),
     before(
         scope="CoreEngineProcManager.shutdown",
@@ -20,6 +20,6 @@ EDITS = [
         insert="""
 process_timeout = capture_shutdown.process_seconds(self._vllm_config, process_timeout)
 """,
-        why="Upstream kills at once unless --shutdown-timeout asks for more.",
+        why="Without --shutdown-timeout upstream kills the process at once.",
     ),
 ]

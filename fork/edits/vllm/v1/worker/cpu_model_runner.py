@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V1 CPU runner loads its model by itself."""
+"""The V1 CPU runner, which has its own `load_model`."""
 
 from fork.language import add_import, last, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.kv_cache_interface import AttentionSpec",
-        why="What all kinds of attention have.",
+        why="The common base class of attention specs.",
     ),
     add_import(
         "from vllm.v1.worker import residual_stream",
-        why="The runners' access to the residual stream.",
+        why="The runners' interface to capture and steering.",
     ),
     last(
         scope="CPUModelRunner.load_model",
@@ -19,12 +19,12 @@ self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,
-        why="Before the model is compiled.",
+        why="Must precede compilation.",
     ),
     replace(
         scope="CPUModelRunner._zero_block_ids",
         anchor="FullAttentionSpec",
         by="AttentionSpec",
-        why="Suspect blocks may belong to layers with a sliding window, too.",
+        why="Suspect blocks may also belong to layers with a sliding window.",
     ),
 ]

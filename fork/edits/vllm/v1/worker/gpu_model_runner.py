@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V1 runner gives access to the residual stream."""
+"""The V1 runner calls capture and steering in each step."""
 
 from fork.language import add_import, after, before, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.worker import residual_stream",
-        why="The runners' access to the residual stream.",
+        why="The runners' interface to capture and steering.",
     ),
     before(
         scope="GPUModelRunner.load_model",
@@ -16,13 +16,13 @@ self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,
-        why="Before the model is compiled, and where its memory is measured.",
+        why="Must precede compilation, inside the measurement of the model's memory.",
     ),
     after(
         scope="GPUModelRunner.execute_model",
         anchor="deferred_state_corrections_fn = self._update_states(scheduler_output)",
         insert="self.residual.update(scheduler_output)",
-        why="Before the early return of steps without tokens.",
+        why="Must precede the early return of steps without tokens.",
     ),
     after(
         scope="GPUModelRunner.execute_model",
@@ -50,20 +50,20 @@ self.residual.begin_step(num_tokens_padded)
         scope="GPUModelRunner._bookkeeping_sync",
         anchor="envs.VLLM_COMPUTE_NANS_IN_LOGITS",
         by="envs.VLLM_COMPUTE_NANS_IN_LOGITS or self.residual.checks_streams",
-        why="A request that is given vectors ends when its stream is lost.",
+        why="A steered request must end when its stream is no longer finite.",
     ),
     replace(
         scope="GPUModelRunner._bookkeeping_sync",
         anchor="count_nans_per_row(logits)",
         by="count_nans_per_row("
         "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
-        why="With drafts a request has several rows.",
+        why="With draft tokens a request has several rows.",
     ),
     replace(
         scope="GPUModelRunner._bookkeeping_sync",
         anchor="self._get_nans_in_logits(logits)",
         by="self._get_nans_in_logits("
         "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
-        why="With drafts a request has several rows.",
+        why="With draft tokens a request has several rows.",
     ),
 ]

@@ -28,7 +28,7 @@ if "generate" in supported_tasks:
     attach_steering_router(app, args)
     attach_readouts_router(app)
 """,
-        why="Only generation is captured and steered. Routes are tried in order, and "
-        "its own are asked far more often.",
+        why="Only generation is captured and steered. Routes are matched in order, and "
+        "upstream's are requested far more often.",
     ),
 ]

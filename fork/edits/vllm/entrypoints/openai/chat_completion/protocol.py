@@ -22,11 +22,11 @@ capture_stream: bool = Field(
 )
 readouts: dict[str, Any] | None = Field(
     default=None,
-    description="What is answered from rows on the device: name -> readout.",
+    description="Readouts, computed from rows on the device: name -> readout.",
 )
 stop_when: list[dict[str, Any]] | None = Field(
     default=None,
-    description="Readouts whose values end the request at their token.",
+    description="Conditions on readouts that end the request at their token.",
 )
 steering_vectors: dict[str, Any] | None = Field(
     default=None,
@@ -34,18 +34,18 @@ steering_vectors: dict[str, Any] | None = Field(
 )
 prefill_steering_vectors: dict[str, Any] | None = Field(
     default=None,
-    description="Vectors that are added at prompt tokens, on top.",
+    description="Further vectors that are added at prompt tokens.",
 )
 decode_steering_vectors: dict[str, Any] | None = Field(
     default=None,
-    description="Vectors that are added at generated tokens, on top.",
+    description="Further vectors that are added at generated tokens.",
 )
 steering_name: str | None = Field(
     default=None,
-    description="A named set of vectors that is added, on top.",
+    description="Name of a registered set of vectors that is added.",
 )
 """,
-        why="Clients ask for a capture and steering per request.",
+        why="Clients request capture and steering per request.",
     ),
     add_argument(
         scope="ChatCompletionRequest.to_sampling_params",
@@ -57,7 +57,7 @@ steering_name: str | None = Field(
         scope="ChatCompletionRequest.to_sampling_params",
         call="SamplingParams.from_optional",
         argument="capture_wait=self.capture_wait",
-        why="Passes the request's wish to wait on.",
+        why="Passes the field on.",
     ),
     add_argument(
         scope="ChatCompletionRequest.to_sampling_params",
@@ -82,13 +82,13 @@ steering_name: str | None = Field(
         after="ec_transfer_params",
         insert="""
 activations: dict[str, Any] | None = Field(
-    default=None, description="Rows in the form of vllm-lens, where it was asked for."
+    default=None, description="Rows in the format of vllm-lens, if requested."
 )
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )
 readouts: dict[str, Any] | None = Field(
-    default=None, description="What was read out, by name."
+    default=None, description="Results of the readouts, by name."
 )
 """,
         why="The response carries the results.",
@@ -101,7 +101,7 @@ capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )
 readouts: dict[str, Any] | None = Field(
-    default=None, description="What was read out, by name."
+    default=None, description="Results of the readouts, by name."
 )
 """,
         why="The last chunk of a stream carries the results.",
@@ -139,6 +139,6 @@ prefill_steering_vectors: dict[str, Any] | None = None
 decode_steering_vectors: dict[str, Any] | None = None
 steering_name: str | None = None
 """,
-        why="All conversations of a batch are steered alike.",
+        why="All conversations of a batch have the same steering.",
     ),
 ]

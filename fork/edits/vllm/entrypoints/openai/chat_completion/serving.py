@@ -29,13 +29,13 @@ EDITS = [
     ),
     add_import(
         "from vllm.interop.vllm_lens import responses as lens_responses",
-        why="Rows in the form of vllm-lens.",
+        why="Rows in the format of vllm-lens.",
     ),
     add_argument(
         scope="OpenAIServingChat.chat_completion_full_generator",
         call="ChatCompletionResponse",
         argument="activations=lens_responses.response_activations([final_res])",
-        why="The response carries them; before its results, which then leave them out.",
+        why="Must precede the capture results, which then omit these rows.",
     ),
     add_import(
         "from vllm.v1.readouts.frontend import http as readouts_http",
@@ -51,7 +51,7 @@ EDITS = [
         scope="OpenAIServingChat.chat_completion_full_generator",
         call="ChatCompletionResponse",
         argument="readouts=readouts_http.response_readouts([final_res])",
-        why="The response carries what was read out.",
+        why="The response carries the readouts.",
     ),
     before(
         scope="OpenAIServingChat.chat_completion_stream_generator",
@@ -67,7 +67,7 @@ lens_responses.detach(res)
 capture_http.stamp(chunk, res, output)
 readouts_http.stamp(chunk, output)
 """,
-        why="The last chunk of a stream carries results, each one readouts.",
+        why="Every chunk carries its readouts, and the last one the capture results.",
     ),
     after(
         scope="OpenAIServingChat.chat_completion_stream_generator",
@@ -78,7 +78,7 @@ if capture_answers.carries_rows(chunk):
         yield piece
     continue
 """,
-        why="Rows are encoded and sent piece by piece.",
+        why="Rows are encoded off the event loop and sent in pieces.",
     ),
     before(
         scope="OpenAIServingChat.chat_completion_stream_generator",
@@ -87,6 +87,6 @@ if capture_answers.carries_rows(chunk):
 for event in lens_responses.last_chunks(res):
     yield event
 """,
-        why="A stream carries them in a chunk of their own, before its end.",
+        why="A stream carries these rows in a separate chunk before its end.",
     ),
 ]

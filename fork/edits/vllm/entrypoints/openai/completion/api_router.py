@@ -6,7 +6,7 @@ from fork.language import add_import, before
 EDITS = [
     add_import(
         "from vllm.entrypoints.serve.capture import answers as capture_answers",
-        why="Makes these responses.",
+        why="Builds these responses.",
     ),
     before(
         scope="create_completion",
@@ -19,6 +19,6 @@ if isinstance(
         generator, raw_request, metrics_header(metrics_header_format)
     )
 """,
-        why="Rows are sent in the form that the client accepts, piece by piece.",
+        why="Rows are sent in pieces, in the format that the client accepts.",
     ),
 ]

@@ -14,13 +14,13 @@ EDITS = [
     ),
     add_import(
         "from vllm.interop.vllm_lens import responses as lens_responses",
-        why="Rows in the form of vllm-lens.",
+        why="Rows in the format of vllm-lens.",
     ),
     add_argument(
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
         argument="activations=lens_responses.response_activations(final_res_batch)",
-        why="The response carries them; before its results, which then leave them out.",
+        why="Must precede the capture results, which then omit these rows.",
     ),
     add_import(
         "from vllm.v1.readouts.frontend import http as readouts_http",
@@ -36,7 +36,7 @@ EDITS = [
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
         argument="readouts=readouts_http.response_readouts(final_res_batch)",
-        why="The response carries what was read out.",
+        why="The response carries the readouts.",
     ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
@@ -50,7 +50,7 @@ if capture_answers.carries_rows(chunk):
         yield piece
     continue
 """,
-        why="The last chunk of a stream carries results, each one readouts.",
+        why="Every chunk carries its readouts, and the last one the capture results.",
     ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
@@ -59,6 +59,6 @@ if capture_answers.carries_rows(chunk):
 for event in lens_responses.last_chunks(res):
     yield event
 """,
-        why="A stream carries them in a chunk of their own, before its end.",
+        why="A stream carries these rows in a separate chunk before its end.",
     ),
 ]

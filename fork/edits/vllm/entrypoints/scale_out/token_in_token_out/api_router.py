@@ -6,7 +6,7 @@ from fork.language import add_import, before
 EDITS = [
     add_import(
         "from vllm.entrypoints.serve.capture import answers as capture_answers",
-        why="Makes these responses.",
+        why="Builds these responses.",
     ),
     before(
         scope="generate",
@@ -17,6 +17,6 @@ if isinstance(
 ) and capture_answers.carries_rows(generator):
     return await capture_answers.answer(generator, raw_request, None)
 """,
-        why="Rows are sent in the form that the client accepts, piece by piece.",
+        why="Rows are sent in pieces, in the format that the client accepts.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests made of tokens have our fields in their sampling parameters."""
+"""Token-in requests have our fields in their sampling parameters."""
 
 from fork.language import add_field, add_import, last
 
@@ -12,12 +12,12 @@ capture_results: dict[str, Any] | None = Field(
 EDITS = [
     add_import(
         "from vllm.entrypoints.serve.utils.residual_fields import refusing",
-        why="Knows the fields.",
+        why="Rejects unsupported fields.",
     ),
     last(
         scope="GenerateRequest",
         insert="_refuse_ours = refusing()",
-        why="A field that would be ignored is an error.",
+        why="A field must not be silently ignored.",
     ),
     add_field(
         scope="GenerateResponseBase",

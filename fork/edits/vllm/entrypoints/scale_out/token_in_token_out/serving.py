@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to requests made of tokens carry the results of captures."""
+"""Responses to token-in requests carry capture results."""
 
 from fork.language import add_import, before
 

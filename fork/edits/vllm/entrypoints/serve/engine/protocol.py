@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that cannot carry our fields refuse them."""
+"""Requests that do not support our fields reject them."""
 
 from fork.language import add_import, first
 
 EDITS = [
     add_import(
         "from vllm.entrypoints.serve.utils.residual_fields import check_body",
-        why="Knows the fields.",
+        why="Rejects unsupported fields.",
     ),
     first(
         scope="OpenAIBaseModel.__log_extra_fields__",
@@ -14,7 +14,7 @@ EDITS = [
 if cls.__name__.endswith("Request"):
     check_body(cls, data)
 """,
-        why="A field that would be ignored is an error. Chunks of streams, which come "
-        "by here as well, are as many as tokens.",
+        why="A field must not be silently ignored. The check is only for requests: "
+        "streamed chunks also pass here, one per token.",
     ),
 ]

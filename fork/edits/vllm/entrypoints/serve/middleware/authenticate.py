@@ -7,7 +7,7 @@ EDITS = [
     add_import(
         "from vllm.entrypoints.serve.steering.authority import "
         "has_own_authority, needs_server_key",
-        why="Knows the routes.",
+        why="Has the list of these routes.",
     ),
     first(
         scope="AuthenticationMiddleware.__call__",
@@ -18,7 +18,7 @@ if needs_server_key(scope) and not self.verify_token(Headers(scope=scope)):
     response = JSONResponse(content={"error": "Unauthorized"}, status_code=401)
     return response(scope, receive, send)
 """,
-        why="A client sends one key; the route checks it. A route that may capture "
-        "and steer follows the server's key.",
+        why="A client sends a single key, which these routes check themselves. Other "
+        "routes that may capture or steer need the server's key.",
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of captures and changes of steering travel to the workers with a step."""
+"""The scheduler output carries finished captures and changes of steering."""
 
 from fork.language import add_field, add_import
 
@@ -9,13 +9,13 @@ EDITS = [
         scope="SchedulerOutput",
         after="kv_connector_block_state",
         insert="""
-# Captured requests that ended for their clients: list[CaptureEnd]
+# Captured requests that have finished for their clients: list[CaptureEnd]
 capture_ends: list | None = None
-# Cached tokens that are computed again because their rows are captured
+# Cached tokens that are recomputed because their rows are captured
 capture_reforwarded: int = 0
-# Steered requests that begin, and slots to load: SteeringStep
+# New steered requests, and slots to load: SteeringStep
 steering: Any = None
-# Whether a request runs that is given vectors or embeddings
+# Whether a running request has vectors or embeddings from a client
 checks_streams: bool = False
 """,
         why="Reaches every worker after the steps that computed the rows.",

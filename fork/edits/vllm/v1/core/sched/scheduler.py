@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step fits staging memory and the slots for steering configurations."""
+"""The scheduler respects staging memory and slots for steering configurations."""
 
 from fork.language import add_argument, add_import, after, before, first, last
 
@@ -10,7 +10,7 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.residual.suspect_blocks import SuspectBlocks",
-        why="Blocks that may hold what such requests left.",
+        why="Blocks that such requests may have written.",
     ),
     add_import(
         "from vllm.v1.capture.core.scheduler import "
@@ -33,18 +33,18 @@ self.readouts = ReadoutScheduling()
 self.capture = capture_scheduling(self.vllm_config)
 self.steering = steering_scheduling(self.vllm_config)
 """,
-        why="One object holds the step's budget and pending ends, one the slots.",
+        why="The scheduler's state for readouts, capture and steering.",
     ),
     first(
         scope="Scheduler.add_request",
         insert="self.capture.add_request(request)\nself.readouts.add_request(request)",
-        why="Only the engine that had a request answers for its end.",
+        why="Only the engine that ran a request handles its end.",
     ),
     after(
         scope="Scheduler.schedule",
         anchor="self.kv_cache_manager.new_step_starts()",
         insert="self.capture.new_step()\nself.steering.new_step()",
-        why="The budget is per step, and so is who waits for a slot.",
+        why="The row budget and the list of requests waiting for a slot are per step.",
     ),
     after(
         scope="Scheduler.schedule",
@@ -58,7 +58,7 @@ if self.capture.counts:
         request, request.num_computed_tokens, num_new_tokens
     )
 """,
-        why="A running request gets as many tokens as its rows fit.",
+        why="A running request gets only as many tokens as its rows fit into staging.",
     ),
     after(
         scope="Scheduler.schedule",
@@ -71,7 +71,7 @@ if self.capture.counts:
     if request_token_budget == 0:
         break
 """,
-        why="A waiting request gets as many tokens as its rows fit.",
+        why="A waiting request gets only as many tokens as its rows fit into staging.",
     ),
     after(
         scope="Scheduler.schedule",
@@ -80,7 +80,7 @@ if self.capture.counts:
 if self.capture.counts:
     self.capture.scheduled(request, request.num_computed_tokens, num_new_tokens)
 """,
-        why="A running request takes its share of the budget.",
+        why="Charges a running request's rows to the budget.",
     ),
     before(
         scope="Scheduler.schedule",
@@ -90,19 +90,19 @@ if self.capture.counts:
     self.capture.scheduled(request, num_computed_tokens, num_new_tokens)
 self.capture.begins(request)
 """,
-        why="A request that was waiting takes its share of the budget.",
+        why="Charges a newly scheduled request's rows to the budget.",
     ),
     add_argument(
         scope="Scheduler.schedule",
         call="SchedulerOutput",
         argument="capture_ends=self.capture.take_ends()",
-        why="The step carries ends that have come in.",
+        why="The step carries requests that have finished.",
     ),
     add_argument(
         scope="Scheduler.schedule",
         call="SchedulerOutput",
         argument="capture_reforwarded=self.capture.take_reforwarded()",
-        why="The worker counts it with what else capture costs.",
+        why="The worker reports it among the metrics of capture.",
     ),
     after(
         scope="Scheduler.schedule",
@@ -129,7 +129,7 @@ if not self.steering.admits(request):
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
         insert="self.steering.begin(request)",
-        why="A request takes its slot when it runs, not earlier.",
+        why="A request takes its slot only when it is scheduled.",
     ),
     before(
         scope="Scheduler.schedule",
@@ -137,13 +137,13 @@ if not self.steering.admits(request):
             'with record_function_or_nullcontext("schedule: make_cached_request_data"):'
         ),
         insert="take_vectors_off(new_reqs_data)",
-        why="Workers get vectors with the slots that hold them, once.",
+        why="Workers receive vectors once, when the slot is loaded.",
     ),
     add_argument(
         scope="Scheduler.schedule",
         call="SchedulerOutput",
         argument="steering=self.steering.take_step()",
-        why="The step carries slots to load and who uses them.",
+        why="The step carries the slots to load and the requests that use them.",
     ),
     after(
         scope="Scheduler.update_from_output",
@@ -170,24 +170,24 @@ if read_out is not None and not stopped and read_out.fired:
     request.stop_reason = read_out.fired
     stopped = True
 """,
-        why="What else ends it at one of the tokens that are left comes first.",
+        why="Other stop conditions at the remaining tokens take precedence.",
     ),
     add_argument(
         scope="Scheduler.update_from_output",
         call="EngineCoreOutput",
         argument="readouts=take_parts(request)",
-        why="What was read out goes with the tokens, or with the error.",
+        why="Readouts are sent with the tokens, or with the error.",
         count=2,
     ),
     first(
         scope="Scheduler._free_request",
         insert="self.readouts.forget(request)",
-        why="Every finished or aborted request comes by here.",
+        why="Every finished or aborted request passes here.",
     ),
     first(
         scope="Scheduler._free_request",
         insert="self.steering.release(request)",
-        why="Every finished or aborted request comes by here.",
+        why="Every finished or aborted request passes here.",
     ),
     last(
         scope="Scheduler._preempt_request",
@@ -204,12 +204,12 @@ if request.skip_reading_prefix_cache:
 if ext_tokens and not loadable_tokens(request, block_aligned_local, ext_tokens):
     ext_tokens, load_kv_async = 0, False
 """,
-        why="What is loaded is not computed, so no row of it can be captured.",
+        why="Tokens loaded from elsewhere are not computed, so they have no rows.",
     ),
     first(
         scope="Scheduler._update_request_as_session",
         insert="self.steering.continued(session)",
-        why="Before the blocks of the next part are hashed.",
+        why="Must happen before the blocks of the next part are hashed.",
     ),
     last(
         scope="Scheduler.__init__",
@@ -219,25 +219,25 @@ self.suspects = SuspectBlocks(
 )
 self.lost_streams = LostStreams(self.suspects, self.kv_cache_manager.get_block_ids)
 """,
-        why="What one request left in a block must not reach the next one.",
+        why="NaN that one request left in a block must not reach the next one.",
     ),
     after(
         scope="Scheduler.schedule",
         anchor="self.kv_cache_manager.new_step_starts()",
         insert="if self.steering.tiers:\n    self.suspects.begin_all(self.running)",
-        why="Global vectors change the streams of all.",
+        why="Global vectors affect all running requests.",
     ),
     before(
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
         insert="self.suspects.begin(request, bool(self.steering.tiers))",
-        why="Vectors and embeddings may make its stream overflow.",
+        why="Vectors and embeddings may make the request's stream overflow.",
     ),
     add_argument(
         scope="Scheduler.schedule",
         call="SchedulerOutput",
         argument="checks_streams=self.suspects.any_running",
-        why="The workers look for NaN in steps in which there may be some.",
+        why="Workers check for NaN only in steps that may have some.",
     ),
     after(
         scope="Scheduler._get_new_block_ids_to_zero",
@@ -245,7 +245,7 @@ self.lost_streams = LostStreams(self.suspects, self.kv_cache_manager.get_block_i
         insert="""
 new_block_ids_to_zero = self.suspects.to_clear(new_block_ids_to_zero)
 """,
-        why="Only those that may hold what is not finite.",
+        why="Only blocks that may hold non-finite values are cleared.",
     ),
     after(
         scope="Scheduler.update_from_output",
@@ -254,7 +254,7 @@ new_block_ids_to_zero = self.suspects.to_clear(new_block_ids_to_zero)
 if self.lost_streams.add(request, num_nans_in_logits):
     new_token_ids = []
 """,
-        why="A token of no meaning is not given to the client.",
+        why="A token sampled from NaN must not reach the client.",
     ),
     before(
         scope="Scheduler.update_from_output",
@@ -275,7 +275,7 @@ if self.suspects.concerns(request):
         request, self.kv_cache_manager.get_block_ids(request.request_id)
     )
 """,
-        why="Before its blocks are given back.",
+        why="Must happen before the request's blocks are freed.",
     ),
     first(
         scope="Scheduler._preempt_request",
@@ -285,6 +285,6 @@ if self.suspects.concerns(request):
         request, self.kv_cache_manager.get_block_ids(request.request_id)
     )
 """,
-        why="Before its blocks are given back.",
+        why="Must happen before the request's blocks are freed.",
     ),
 ]

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs come in families that differ in which taps launch."""
+"""CUDA graphs are recorded in families with different launching taps."""
 
 from fork.language import add_argument, add_field, add_import, before, first, last
 
 EDITS = [
     add_import(
         "from vllm.v1.worker import residual_graphs",
-        why="What the families are.",
+        why="Defines the families.",
     ),
     add_field(
         scope="BatchExecutionDescriptor",
         after="num_ubatches",
         insert="""
-# Which taps of the residual stream launch in this graph: 0 for none.
+# The family of graphs: which taps launch in them, 0 for none.
 tapped: int = 0
 """,
         why="The key under which a full graph is recorded and found.",
@@ -43,11 +43,11 @@ tapped: int = 0
             "self.residual_recorder = residual_graphs.GraphRecorder("
             "self, create_forward_fn)"
         ),
-        why="Graphs that fit better are recorded later, by the same means.",
+        why="Further graphs are recorded in the same way while serving.",
     ),
     last(
         scope="ModelCudaGraphManager.capture",
         insert="residual_graphs.end_recording()",
-        why="Passes outside of a step launch no taps.",
+        why="Passes outside a step launch no taps.",
     ),
 ]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V2 runner gives access to the residual stream."""
+"""The V2 runner calls capture and steering in each step."""
 
 from fork.language import add_argument, add_import, after, before
 
 EDITS = [
     add_import(
         "from vllm.v1.worker import residual_stream",
-        why="The runners' access to the residual stream.",
+        why="The runners' interface to capture and steering.",
     ),
     before(
         scope="GPUModelRunner.load_model",
@@ -16,13 +16,13 @@ self.residual = residual_stream.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,
-        why="Before the model is compiled, and where its memory is measured.",
+        why="Must precede compilation, inside the measurement of the model's memory.",
     ),
     after(
         scope="GPUModelRunner.execute_model",
         anchor="self.update_requests(scheduler_output)",
         insert="self.residual.update(scheduler_output)",
-        why="Before the early return of steps without tokens.",
+        why="Must precede the early return of steps without tokens.",
     ),
     after(
         scope="GPUModelRunner.execute_model",
@@ -71,7 +71,7 @@ sampler_output, num_sampled, num_rejected = self.sample(
 )
 """,
         insert="lost_streams = self.residual.clear_lost(hidden_states, input_batch)",
-        why="Samplers are not made for NaN.",
+        why="Samplers cannot handle NaN.",
     ),
     after(
         scope="GPUModelRunner.sample_tokens",
@@ -84,6 +84,6 @@ sampler_output, num_sampled, num_rejected = self.sample(
 if lost_streams is not None:
     sampler_output.num_nans = lost_streams
 """,
-        why="Goes to the host with the tokens, as upstream's counts of NaN do.",
+        why="Copied to the host with the tokens, like upstream's counts of NaN.",
     ),
 ]
