@@ -146,7 +146,7 @@ BAD_POSITIONS = [
     ([-6], "-6", "the prompt has 5 tokens"),
     ({"last": 0}, "{'last': 0}", "k from 1"),
     ([8], "8", "raise max_tokens"),
-    ([10**30], "1000", "raise max_tokens"),
+    ([10**30], "1000", "within 2**31"),
 ]
 
 

@@ -100,7 +100,12 @@ def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
         raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
     for value in raw:
         if not is_index(value):
-            raise fail(f"{at}: a position is a whole number", at, value)
+            raise fail(
+                f"{at}: a position is a whole number, within 2**31 of the prompt's "
+                "start or end",
+                at,
+                value,
+            )
     return spans_of(int(position) for position in raw)
 
 
