@@ -294,7 +294,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
     ({"op": "clamp", "value": 1, "min": 0}, "at once"),
     ({"op": "clamp", "value": 1, "strength": "x"}, "finite"),
-    ({"op": "replace", "alpha": 1.5}, "between 0 and 1"),
+    ({"op": "replace", "alpha": "x"}, "finite"),
     ({"op": "replace", "mask": [2.0] * _models.HIDDEN}, "between 0 and 1"),
     ({"op": "replace", "mask": [1.0]}, "hidden size|numbers"),
     ({"alpha": 0.5}, "goes with"),

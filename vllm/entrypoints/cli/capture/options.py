@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm.capture_dataset.readouts import parse_readouts
 from vllm.capture_dataset.spec import (
     FORMATS,
     VALUE_DTYPES,
@@ -98,6 +99,16 @@ def _add_rows(group: Any) -> None:
     )
     group.add_argument(
         "--max-tokens", type=int, default=1, help="Generated per prompt, greedily."
+    )
+    group.add_argument(
+        "--readout",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="A readout beside the rows, such as lens (all defaults) or "
+        'risk={"kind":"probe","probe":"risk"}; may be repeated. Layers, hook points '
+        "and positions are those of the rows where it names none. Probes and SAEs are "
+        "loaded with --readout-modules and --sae.",
     )
 
 
@@ -195,6 +206,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         positions=args.positions,
         max_tokens=args.max_tokens,
         values_dtype=args.values_dtype,
+        readouts=parse_readouts(args.readout),
     )
     output = OutputSpec(
         folder=args.out or Path(),

@@ -8,12 +8,14 @@ the key, and validate them in full at admission.
 from typing import Any
 
 from vllm.v1.residual.addresses import ALIASES
+from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
 from vllm.v1.steering.spec.entry import ACTIVATIONS, ALL_GENERATED, KEYS
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
+from vllm.v1.steering.spec.when import KEYS as WHEN_KEYS
 
 Schema = dict[str, Any]
 
@@ -68,6 +70,11 @@ POSITIONS: Schema = {
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
+WHEN: Schema = {
+    "type": "object",
+    "properties": {key: {} for key in WHEN_KEYS},
+    "additionalProperties": False,
+}
 ENTRY: Schema = {
     "type": "object",
     "properties": {
@@ -80,6 +87,11 @@ ENTRY: Schema = {
         "degrees": NUMBER,
         "activation": {"enum": list(ACTIVATIONS)},
         "norm_match": {"type": "boolean"},
+        "sae": {"type": "string", "minLength": 1},
+        "feature": {"type": "integer", "minimum": 0},
+        "mode": {"enum": list(MODES)},
+        "only_if_active": {"type": "boolean"},
+        "when": WHEN,
     },
     "additionalProperties": False,
 }

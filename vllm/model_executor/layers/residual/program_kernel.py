@@ -30,6 +30,7 @@ if HAS_TRITON:
     _MASK = tl.constexpr(int(Flag.MASK))
     _ONLY_ACTIVE = tl.constexpr(int(Flag.ONLY_ACTIVE))
     _COSINE = tl.constexpr(int(Flag.COSINE))
+    _STANDARD = tl.constexpr(int(Flag.STANDARD))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
@@ -166,13 +167,25 @@ if HAS_TRITON:
                 activation = tl.load(at + 3)
                 biases = tl.load(longs + 7)
                 thresholds = tl.load(longs + 8)
+                c0s = tl.load(longs + 13)
+                c1s = tl.load(longs + 14)
+                size = tl.full([], 1.0, tl.float32)
+                by = size
+                if (flags & _COSINE) != 0:
+                    size = tl.sqrt(tl.sum(x * x))
+                    by = tl.maximum(size, 1.1754944e-38)
+                if (flags & _STANDARD) != 0:
+                    off = tl.where(mask, x - tl.sum(x) / width, 0.0)
+                    size = tl.sqrt(tl.sum(off * off) / (width - 1))
+                    by = size + 1e-5
                 total = tl.zeros([BLOCK], tl.float32)
                 for place in range(rank):
                     direction = _vector(read_at, column, mask, ALIGNED)
-                    value = tl.sum(x * direction) + _number(biases, place, 0.0)
+                    value = tl.sum(x * direction) / by + _number(biases, place, 0.0)
                     threshold = _number(thresholds, place, 0.0)
                     active = _activated(value, threshold, activation, low, high)
-                    amount = gate * (c0 + c1 * active)
+                    own = (c1 + _number(c1s, place, 0.0)) * active
+                    amount = gate * size * (c0 + _number(c0s, place, 0.0) + own)
                     if (flags & _ONLY_ACTIVE) != 0:
                         amount = tl.where(active != 0.0, amount, 0.0)
                     total += amount * _vector(write_at, column, mask, ALIGNED)

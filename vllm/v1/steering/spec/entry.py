@@ -12,6 +12,7 @@ from vllm.v1.residual import selectors
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import (
     OP_NAMES,
     Details,
@@ -41,6 +42,7 @@ KEYS_OF: dict[OpName, tuple[str, ...]] = {
         "max",
         "scale",
     ),
+    "feature": ("sae", "feature", "value", "mode", "only_if_active"),
     "clamp": ("vector", "vectors", "min", "max", "value", "strength"),
 }
 """What an entry may hold besides, by its operation."""
@@ -48,6 +50,7 @@ NEEDED: dict[OpName, tuple[str, ...]] = {
     "swap": ("vector", "target"),
     "rotate": ("plane", "degrees"),
     "low_rank": ("read", "write"),
+    "feature": ("sae", "feature", "value"),
 }
 """What it must hold, where that is not the vector alone."""
 KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
@@ -70,6 +73,7 @@ class VectorUse:
     degrees: float = 0.0
     activation: str = "identity"
     when: Condition | None = None
+    feature: FeatureUse | None = None
     num_rows: int = 0
     """How many positions have a vector of their own, if they have."""
 
@@ -108,6 +112,7 @@ class VectorUse:
                 self.activation,
                 packed_arrays(tensors.others),
                 self.when,
+                self.feature,
             ),
             self.num_rows,
         )
@@ -125,16 +130,13 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     """
     op = _op(entry, at)
     low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
-    if entry.get("value") is not None:
+    if op == "clamp" and entry.get("value") is not None:
         low, high = _one_bound(entry, at)
     activation = _activation(entry, at)
     _check_bounds(op, low, high, activation, at)
     norm_match = entry.get("norm_match", False)
     if not isinstance(norm_match, bool):
         raise fail(f"{at}.norm_match is true or false", f"{at}.norm_match", norm_match)
-    alpha = _number(entry, "alpha", 1.0, at)
-    if not 0 <= alpha <= 1:
-        raise fail(f"{at}.alpha must be between 0 and 1", f"{at}.alpha", alpha)
     return VectorUse(
         op,
         low,
@@ -145,7 +147,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
         if "vectors" in entry
         else parse_positions(entry.get("positions"), f"{at}.positions"),
         _number(entry, "strength", 1.0, at),
-        alpha,
+        _number(entry, "alpha", 1.0, at),
         _number(entry, "degrees", 0.0, at),
         activation,
     )

@@ -21,11 +21,15 @@ from vllm.v1.steering.spec.entry import (
     is_finite,
     parse_manner,
 )
+from vllm.v1.steering.spec.feature import parse_feature
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.when import parse_when
+
+NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
+"""Of what has no vector of its own."""
 
 HOOKS = OWN
 
@@ -228,6 +232,11 @@ def _take(
     if entry.get("when") is not None:
         condition = parse_when(entry["when"], tap, model, f"{at}.when")
         manner = replace(manner, when=condition)
+    if manner.op == "feature":
+        manner = replace(manner, feature=parse_feature(entry, tap, model, at))
+        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, manner))
+        parsed.operations.append(manner.operation(tap, NO_VECTOR, 1.0, at))
+        return
     scale = entry.get("scale", 1.0)
     tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)

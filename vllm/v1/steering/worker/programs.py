@@ -31,6 +31,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
 from vllm.v1.steering.worker.gates import (
     GATES,
     Gate,
@@ -42,6 +43,8 @@ from vllm.v1.steering.worker.gates import (
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
 
+LAST = ("feature", "clamp")
+"""Operations in the order in which they come after all others."""
 FIRST_ROW = 0
 """The offset of instructions with a row for each position, until these are known."""
 
@@ -242,8 +245,15 @@ class Bank:
     configuration allows while the engine measures how much there is.
     """
 
-    def __init__(self, width: int, device: torch.device, num_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        num_bytes: int = 0,
+        saes: SAEs | None = None,
+    ) -> None:
         self._width = width
+        self._saes = saes
         self._device = device
         self._kept: WeakValueDictionary[str, Kept] = WeakValueDictionary()
         self._reserved: torch.Tensor | None = torch.empty(
@@ -258,7 +268,7 @@ class Bank:
         vectors = _Vectors(self._width)
         found = {one.digest: self._kept.get(one.digest) for one in operations}
         drafts = {
-            one.digest: _draft(one, vectors)
+            one.digest: self._drafted(one, vectors)
             for one in operations
             if found[one.digest] is None
         }
@@ -266,6 +276,13 @@ class Bank:
         made = {digest: Kept(draft(table)) for digest, draft in drafts.items()}
         self._kept.update(made)
         return [found[one.digest] or made[one.digest] for one in operations]
+
+    def _drafted(self, one: Operation, vectors: _Vectors) -> Draft:
+        if one.details.feature is None:
+            return _draft(one, vectors)
+        assert self._saes is not None, "admission knows the SAEs"
+        made = feature_instruction(one, self._saes)
+        return lambda table: made
 
 
 class Together(NamedTuple):
@@ -397,12 +414,16 @@ class Phase:
         if any(made.c1 for _, made in adds):
             number, first = adds[0]
             adds[0] = number, replace(first, flags=first.flags | Flag.SAVE_NORM)
-        others = [
-            a
-            for a, op in zip(acting, kinds, strict=True)
-            if op not in ("replace", "add")
-        ]
-        return [*probes, *replaces, *adds, *others]
+        others = list(zip(acting, kinds, strict=True))
+        before = [a for a, op in others if op not in ("replace", "add", *LAST)]
+        features = [(self._sae_of(a[0]), a) for a, op in others if op == "feature"]
+        clamps = [a for a, op in others if op == "clamp"]
+        return [*probes, *replaces, *adds, *before, *together(features), *clamps]
+
+    def _sae_of(self, number: int) -> str:
+        use = self.operations[number].details.feature
+        assert use is not None
+        return use.sae
 
     def _instruction(self, number: int) -> Instruction:
         made, gate = self._kept[number].instruction, self._gates[number]

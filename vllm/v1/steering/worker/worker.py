@@ -24,6 +24,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
 from vllm.v1.steering.worker.programs import Programs, special_rows
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
@@ -76,13 +77,14 @@ class WorkerSteering:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        saes: SAEs | None = None,
     ) -> None:
         rows = vllm_config.steering_config.num_rows
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
         bank = vllm_config.steering_config.bank_bytes
-        self.tables = SteeringTables(taps, rows, width, dtype, device, size, bank)
+        self.tables = SteeringTables(taps, rows, width, dtype, device, size, bank, saes)
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
         self._slots: dict[str, int] = {}

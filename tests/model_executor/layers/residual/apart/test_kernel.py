@@ -92,6 +92,22 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
                 activation=Activation.RELU,
             ),
         ),
+        **{
+            f"features, {flags!r}": (
+                Instruction(
+                    Kind.LOW_RANK,
+                    rows,
+                    write=writes,
+                    flags=flags,
+                    activation=Activation.JUMPRELU,
+                    bias=bias,
+                    threshold=bias.abs(),
+                    own_c0=4 * bias,
+                    own_c1=bias - 1,
+                ),
+            )
+            for flags in (Flag.NONE, Flag.COSINE, Flag.STANDARD | Flag.ONLY_ACTIVE)
+        },
         "gated": (
             Instruction(Kind.PROBE, u, c3=1.0, gate=1),
             Instruction(Kind.LINEAR, v, c0=3.0, gate=1),
@@ -140,7 +156,11 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
             z = one.c3 * (v + one.c0 - one.c2)
             gates[one.gate] = torch.sigmoid(one.c1 * z) if one.c1 else (z > 0).double()
         else:
-            y = wide(one.read) @ x
+            y, size = wide(one.read) @ x, 1.0
+            if one.flags & Flag.COSINE:
+                size, y = x.norm(), y / x.norm()
+            elif one.flags & Flag.STANDARD:
+                size, y = x.std(), y / (x.std() + 1e-5)
             y = y if one.bias is None else y + wide(one.bias)
             t = 0.0 if one.threshold is None else wide(one.threshold)
             f = {
@@ -150,7 +170,9 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
                 Activation.STEP: (y > t).double(),
                 Activation.CLIP: y.clamp(one.low, one.high),
             }[one.activation]
-            amount = one.c0 + one.c1 * f
+            c0 = one.c0 if one.own_c0 is None else one.c0 + wide(one.own_c0)
+            c1 = one.c1 if one.own_c1 is None else one.c1 + wide(one.own_c1)
+            amount = size * (c0 + c1 * f)
             amount = amount * (f != 0) if one.flags & Flag.ONLY_ACTIVE else amount
             x = x + g * amount @ wide(one.written)
     return x
