@@ -70,7 +70,7 @@ test-multiprocess: venv  ## Models over several processes, features in combinati
 test-hostile: venv  ## Attacks that take minutes: thousands of spoilt bodies, bad plug-ins
 	$(BIN)/python -m pytest -m hostile -s tests/hostile
 
-PEERS ?= transformer_lens saelens
+PEERS ?= transformer_lens saelens tables inspect_ai interp_engine nnbench
 
 test-interop: venv  ## Other libraries on our engine, each in an environment of its own
 	@for peer in $(PEERS); do \
@@ -112,8 +112,14 @@ docs: $(INSTALLED)  ## The documentation, in site/
 real-model: venv  ## SmolLM2 as a checkpoint, in build/models/
 	@$(BIN)/python examples/real_model/convert.py
 
-demo: venv  ## Serve a small model, capture it, look at it
-	$(BIN)/python examples/demo/run.py
+# What `make demo` runs on: toy, or smollm2 for the real model.
+MODEL ?= toy
+DEMO_toy := examples/demo/run.py
+DEMO_smollm2 := examples/real_model/demo.py
+
+demo: venv  ## Capture a model, look into it, steer it; MODEL=smollm2 for a real one
+	$(if $(DEMO_$(MODEL)),,$(error MODEL must be toy or smollm2, not $(MODEL)))
+	$(BIN)/python $(DEMO_$(MODEL))
 
 clean:  ## Remove what builds made; the cache of wheels stays
 	rm -rf build dist site *.egg-info $(VENV) .mypy_cache .pytest_cache .ruff_cache

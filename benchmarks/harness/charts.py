@@ -217,6 +217,18 @@ def _prefix_hits(report: Report) -> list[Panel]:
     return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
 
 
+def _dataset(report: Report) -> list[Panel]:
+    clocks = {"seconds": "on the clock", "cpu": "by CPU time"}
+    rows = []
+    for clock, label in clocks.items():
+        ratios = [
+            turn[f"generate_{clock}"] / turn[f"capture_{clock}"]
+            for turn in report["turns"]
+        ]
+        rows.append(Row(label, (spread(ratios),), goals.DATASET))
+    return [Panel("throughput of vllm capture / plain generation", tuple(rows))]
+
+
 def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
     def make(report: Report) -> list[Panel]:
         panels = []
@@ -281,6 +293,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "storage": ("Consumers that write files", _storage),
     "native": ("Native code on one thread", _native),
     "prefix_hits": ("Prefix cache under four kinds of steering", _prefix_hits),
+    "dataset": ("Prompts of 64 tokens to a data set of two layers", _dataset),
     "capture_cost": (
         "Capture on a CPU server",
         _cost(_CAPTURED, goals.CAPTURE_COST),

@@ -3,8 +3,9 @@
 
 from clearbox_client.aio import AsyncClient
 from clearbox_client.client import Client
-from clearbox_client.errors import ClearboxError
+from clearbox_client.errors import ClearboxError, InputError
 from clearbox_client.payloads import decode
+from clearbox_client.readouts import Readout
 from clearbox_client.replies import CaptureOutcome, Chunk, Reply
 from clearbox_client.rows import Rows, RowSet
 from clearbox_client.vectors import pack, unpack
@@ -15,6 +16,8 @@ __all__ = [
     "Chunk",
     "ClearboxError",
     "Client",
+    "InputError",
+    "Readout",
     "Reply",
     "RowSet",
     "Rows",

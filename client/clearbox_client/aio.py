@@ -65,16 +65,17 @@ class AsyncClient:
     ) -> AsyncIterator[Chunk]:
         """The chunks of a completion, or of a chat; see `Client.stream`."""
         path, body = body_of(await self.model(), prompt, {**fields, "stream": True})
-        async with self._http.stream("POST", path, json=body) as response:
-            if response.is_error:
-                await response.aread()
-                raise error_of(response)
-            async for line in response.aiter_lines():
-                document = document_of(line)
-                if document is not None:
-                    if "error" in document:
-                        raise ClearboxError.of(response.status_code, document)
-                    yield Chunk.of(document)
+        with connected():
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise error_of(response)
+                async for line in response.aiter_lines():
+                    document = document_of(line)
+                    if document is not None:
+                        if "error" in document:
+                            raise ClearboxError.of(response.status_code, document)
+                        yield Chunk.of(document)
 
     async def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token by itself."""

@@ -84,7 +84,7 @@ class Client:
 
         """
         path, body = body_of(self.model, prompt, {**fields, "stream": True})
-        with self._http.stream("POST", path, json=body) as response:
+        with connected(), self._http.stream("POST", path, json=body) as response:
             if response.is_error:
                 response.read()
                 raise error_of(response)
@@ -173,8 +173,11 @@ def connected() -> Iterator[None]:
     try:
         yield
     except httpx.TransportError as error:
-        told = f"the server does not answer: {error!r}; is it running at this address?"
-        raise ClearboxError(told, 0, None, None) from error
+        told = (
+            f"the server does not answer: {error!r}; start it, or give its address as "
+            "url"
+        )
+        raise ClearboxError(told, 0, "url", None) from error
 
 
 def error_of(response: httpx.Response) -> ClearboxError:

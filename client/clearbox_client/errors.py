@@ -11,6 +11,9 @@ _EXTRAS = re.compile(
 )
 
 
+_DEMAND = re.compile(r"\b(?:must|may|cannot|is needed|are needed)\b.*", re.DOTALL)
+
+
 class ClearboxError(Exception):
     """The server has refused a request, or has failed."""
 
@@ -34,9 +37,15 @@ class ClearboxError(Exception):
 
     @property
     def remedy(self) -> str | None:
-        """What to do, where the message says so behind a semicolon or a full stop."""
+        """What to do, where the message says so.
+
+        That is what stands behind a semicolon or a full stop, or what must be.
+        """
         parts = re.split(r"[;.] ", self.message, maxsplit=1)
-        return parts[1] if len(parts) == 2 else None
+        if len(parts) == 2:
+            return parts[1]
+        found = _DEMAND.search(self.message)
+        return found[0] if found else None
 
     @classmethod
     def of(cls, status: int, body: Any) -> "ClearboxError":
@@ -52,3 +61,11 @@ class ClearboxError(Exception):
             parameter = parameter or found["parameter"]
             value = found["value"]
         return cls(text, status, parameter, value)
+
+
+class InputError(ClearboxError, ValueError):
+    """The client itself has refused something; nothing was sent."""
+
+    def __init__(self, message: str, parameter: str, value: object) -> None:
+        """Say what is wrong and, behind a semicolon, what to do."""
+        super().__init__(message, 0, parameter, str(value)[:120])

@@ -2,12 +2,14 @@
 """What notebooks show: a table of rows, a heat map of norms by layer and position."""
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from clearbox_client.readouts import Readout
     from clearbox_client.rows import Rows, RowSet
+    from numpy.typing import NDArray
 
 MOST_LINES = 30
 SHOWN_VALUES = 5
@@ -32,6 +34,40 @@ def table_of(rows: "Rows") -> str:
     note = f"<p>and {more} more</p>" if more > 0 else ""
     title = f"layer {rows.layer}, {escape(rows.hook)}: {rows.values.shape} {rows.dtype}"
     return f"<b>{title}</b><table><tr>{head}</tr>{''.join(lines)}</table>{note}"
+
+
+def readout_of(readout: "Readout") -> str:
+    """The arrays of a readout, a line per position, as an HTML table."""
+    names = list(readout.arrays)
+    by_line = [len(readout.arrays[n]) == len(readout.positions) for n in names]
+    title = escape(f"{readout.kind} at {readout.taps}")
+    if not all(by_line):  # Reduced: a value per tap.
+        lines = [
+            [str(tap), *(_short(readout.arrays[n][number]) for n in names)]
+            for number, tap in enumerate(readout.taps)
+        ]
+        head = ["tap", *names]
+    else:
+        lines = [
+            [str(position), *(_short(readout.arrays[n][number]) for n in names)]
+            for number, position in enumerate(readout.positions[:MOST_LINES])
+        ]
+        head = ["position", *names]
+    table = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in lines
+    )
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    more = len(readout.positions) - MOST_LINES
+    note = f"<p>and {more} more</p>" if more > 0 and all(by_line) else ""
+    error = f"<p>{escape(readout.error)}</p>" if readout.error else ""
+    return f"<b>{title}</b><table><tr>{heads}</tr>{table}</table>{note}{error}"
+
+
+def _short(values: "NDArray[Any]") -> str:
+    flat = np.ravel(values)
+    more = " ..." if len(flat) > SHOWN_VALUES else ""
+    return " ".join(f"{value:.4g}" for value in flat[:SHOWN_VALUES]) + more
 
 
 def label(rows: "Rows", number: int) -> str:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from clearbox_client.errors import InputError
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -19,7 +20,7 @@ def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
     bfloat16 is the upper half of a float32, so nothing is rounded.
 
     Raises:
-        ValueError: the dtype is unknown, or there are not as many bytes as it takes.
+        InputError: the dtype is unknown, or there are not as many bytes as it takes.
 
     """
     if dtype == "bfloat16":
@@ -28,9 +29,15 @@ def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
     elif dtype in DTYPES:
         flat = np.frombuffer(data, DTYPES[dtype]).copy()
     else:
-        raise ValueError(f"the dtype {dtype!r} is unknown; update clearbox-client")
+        told = f"the dtype {dtype!r} is unknown; update clearbox-client"
+        raise InputError(told, "dtype", dtype)
     if len(flat) != prod(shape):
-        raise ValueError(f"{len(flat)} values for the shape {list(shape)}")
+        raise InputError(
+            f"{len(flat)} values for the shape {list(shape)}; the payload was cut off "
+            "or changed on the way, ask for it again",
+            "data",
+            len(flat),
+        )
     return flat.reshape(shape)
 
 
@@ -41,10 +48,15 @@ def entry_values(entry: Mapping[str, Any]) -> Array:
     if encoding == "zstd":
         data = _unzstd(data)
     elif encoding is not None:
-        raise ValueError(
-            f"the encoding {encoding!r} is unknown; update clearbox-client"
-        )
+        told = f"the encoding {encoding!r} is unknown; update clearbox-client"
+        raise InputError(told, "encoding", encoding)
     return values_of(data, entry["dtype"], entry["shape"])
+
+
+def packed_values(packed: Mapping[str, Any]) -> Array:
+    """`{"dtype", "shape", "data"}` with base64, as the rows of readouts come."""
+    data = base64.b64decode(packed["data"])
+    return values_of(data, packed["dtype"], packed["shape"])
 
 
 def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]:
@@ -60,9 +72,11 @@ def _unzstd(data: bytes) -> bytes:
     try:
         import zstandard  # type: ignore[import-not-found]
     except ImportError:
-        raise ValueError(
+        raise InputError(
             "the rows are compressed with zstd; pip install clearbox-client[zstd], or "
-            "leave the encoding out of the request"
+            "leave the encoding out of the request",
+            "encoding",
+            "zstd",
         ) from None
     unpacked: bytes = zstandard.ZstdDecompressor().decompressobj().decompress(data)
     return unpacked

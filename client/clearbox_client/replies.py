@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from clearbox_client.readouts import Readout, readouts_of
 from clearbox_client.rows import RowSet
 
 
@@ -33,7 +34,9 @@ class Reply:
     """Of the first choice; `rows_of` has the others."""
     rows_of: list[RowSet]
     captures: dict[str, CaptureOutcome]
-    readouts: dict[str, Any]
+    readouts: dict[str, Readout]
+    """Of the first choice, by name; `readouts_of` has the others."""
+    readouts_of: list[dict[str, Readout]]
     steering: dict[str, Any] | None
     """The receipt, if `steering_receipt` asked for it."""
     prompt_token_ids: list[int] | None
@@ -53,6 +56,7 @@ class Reply:
         captures = captures_of(document)
         rows = rows_of(captures, len(choices), tokens)
         texts = [text_of(choice) for choice in choices]
+        readouts = all_readouts(document, len(choices))
         prompt = first.get("prompt_token_ids") or document.get("prompt_token_ids")
         return cls(
             text=texts[0],
@@ -62,7 +66,8 @@ class Reply:
             rows=rows[0],
             rows_of=rows,
             captures=captures,
-            readouts=dict(document.get("readouts") or {}),
+            readouts=readouts[0],
+            readouts_of=readouts,
             steering=document.get("steering"),
             prompt_token_ids=prompt,
             token_ids=first.get("token_ids"),
@@ -72,7 +77,9 @@ class Reply:
 
     def _repr_html_(self) -> str:
         text = f"<p>{escape(self.text)}</p>"
-        return text + (self.rows._repr_html_() if self.rows else "")
+        shown = [self.rows] if self.rows else []
+        parts = [part._repr_html_() for part in (*shown, *self.readouts.values())]
+        return text + "".join(parts)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Chunk:
     finish_reason: str | None
     rows: RowSet
     captures: dict[str, CaptureOutcome]
-    readouts: dict[str, Any]
+    readouts: dict[str, Readout]
+    """What its tokens bring; the last chunk has everything."""
     raw: Mapping[str, Any] = field(repr=False)
 
     @classmethod
@@ -99,9 +107,17 @@ class Chunk:
             finish_reason=choice.get("finish_reason"),
             rows=rows_of(captures, 1, None)[0],
             captures=captures,
-            readouts=dict(document.get("readouts") or {}),
+            readouts=readouts_of(document.get("readouts")),
             raw=document,
         )
+
+
+def all_readouts(document: Mapping[str, Any], count: int) -> list[dict[str, Readout]]:
+    """The readouts of each choice."""
+    told = document.get("readouts") or {}
+    if count == 1:
+        return [readouts_of(told)]
+    return [readouts_of(told.get(str(index))) for index in range(count)]
 
 
 def captures_of(document: Mapping[str, Any]) -> dict[str, CaptureOutcome]:

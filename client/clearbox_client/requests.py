@@ -30,6 +30,8 @@ def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) ->
     if given.get("capture"):
         # Whoever asks for rows wants them.
         body.setdefault("capture_wait", True)
+        if given.get("stream"):
+            body.setdefault("capture_stream", True)
     body["messages" if chat else "prompt"] = (
         prompt if isinstance(prompt, str) else [*prompt]
     )

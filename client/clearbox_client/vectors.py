@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from clearbox_client.errors import InputError
 from clearbox_client.payloads import values_of
 from numpy.typing import ArrayLike, NDArray
 
@@ -27,7 +28,7 @@ def pack(
         scales: what each layer's vector is multiplied by.
 
     Raises:
-        ValueError: a vector is not one-dimensional, not finite, or of another width.
+        InputError: a vector is not one-dimensional, not finite, or of another width.
 
     """
     return {
@@ -42,9 +43,12 @@ def _packed(
     rows = [np.asarray(layers[layer], np.float64) for layer in order]
     for layer, row in zip(order, rows):
         if row.ndim != 1 or row.shape != rows[0].shape or not np.isfinite(row).all():
-            raise ValueError(
+            raise InputError(
                 f"{hook}, layer {layer}: a vector of shape {row.shape} beside "
-                f"{rows[0].shape}; all must be finite, one-dimensional and equally wide"
+                f"{rows[0].shape}; all must be finite, one-dimensional and equally "
+                "wide",
+                f"vectors.{hook}.{layer}",
+                row.tolist(),
             )
     matrix = np.stack(rows)
     told: dict[str, Any] = {
@@ -69,7 +73,8 @@ def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
         return upper
     kinds = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
     if dtype not in kinds:
-        raise ValueError(f"dtype {dtype!r} must be one of {[*kinds, 'bfloat16']}")
+        told = f"dtype {dtype!r} must be one of {[*kinds, 'bfloat16']}"
+        raise InputError(told, "dtype", dtype)
     return matrix.astype(kinds[dtype]).tobytes()
 
 

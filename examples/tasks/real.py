@@ -31,7 +31,7 @@ He was ashamed and gloomy.""".splitlines()
 
 
 def model(**options: Any) -> LLM:
-    """SmolLM2 in an engine that captures and steers."""
+    """SmolLM2 in an engine that captures, reads out and steers."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     return LLM(
         str(checkpoint()),
@@ -39,6 +39,7 @@ def model(**options: Any) -> LLM:
         enforce_eager=True,
         max_model_len=512,
         capture_consumers=["inline"],
+        enable_readouts=True,
         enable_steering=True,
         **options,
     )

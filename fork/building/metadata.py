@@ -22,7 +22,8 @@ ENTRY_POINTS = {
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
-    }
+    },
+    "inspect_ai": {"clearbox": "vllm.interop.inspect_ai.registry"},
 }
 # PyPI has CUDA builds of these, which break `import transformers` with a CPU torch.
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")

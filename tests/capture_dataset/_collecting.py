@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from vllm.capture_dataset.collect import Plan, collect
+from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec, SourceSpec

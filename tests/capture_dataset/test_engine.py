@@ -3,7 +3,6 @@
 
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from tests.capture_dataset._collecting import ROOT, contents
 from tests.support.hf_reference import Reference, relative_error
 from vllm.capture_dataset import load_dataset
-from vllm.capture_dataset.collect import Plan, collect
+from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
-from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+from vllm.capture_dataset.runners import EngineRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.run import estimate
@@ -25,23 +25,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MODEL = ROOT / "examples/demo_model/weights"
 TEXTS = ("Anna went home.", "The old house by the river was cold", "Max was happy and")
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[EngineRunner]:
-    from vllm import LLM
-
-    llm = LLM(
-        str(MODEL),
-        dtype="float32",
-        enforce_eager=True,
-        max_num_batched_tokens=64,
-        max_num_seqs=16,
-        capture_consumers=[CONSUMER],
-    )
-    opened = EngineRunner(llm)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -60,6 +43,34 @@ def planned(runner: EngineRunner, source: Path, out: Path, **rows: Any) -> Plan:
         OutputSpec(folder=out, shard_bytes=200_000, resume=True),
         runner,
     )
+
+
+def test_readouts_are_those_of_the_rows_beside_them(
+    runner: EngineRunner, source: Path, tmp_path: Path
+) -> None:
+    specs = {
+        "lens": {"kind": "lens", "top_k": 3},
+        "size": {"kind": "norm"},
+        "first": {"kind": "probe", "layer": 1, "vectors": [[1.0] + 191 * [0.0]]},
+        "mean": {"kind": "rows", "reduce": "mean"},
+    }
+    plan = planned(runner, source, tmp_path / "out", readouts=specs)
+    collect(plan, runner, Progress(1, disable=True))
+    data, model = load_dataset(tmp_path / "out"), Reference(MODEL).model
+    for layer in (1, 4):
+        view, rows = data.layer(layer), data.layer(layer).to_torch()
+        sizes = torch.from_numpy(view.readout("size.norm"))
+        assert torch.allclose(sizes, rows.norm(dim=-1), rtol=1e-4)
+        with torch.no_grad():
+            wanted = model.lm_head(model.model.norm(rows)).log_softmax(dim=-1)
+        ids = torch.from_numpy(view.readout("lens.token_ids")).long()
+        odds = torch.from_numpy(view.readout("lens.logprobs"))
+        assert torch.allclose(wanted.gather(1, ids), odds, atol=1e-3)
+        firsts = torch.from_numpy(view.readout("first.values"))[:, 0]
+        assert torch.allclose(firsts, data.layer(1).to_torch()[:, 0], atol=1e-4)
+        means = torch.from_numpy(view.readout("mean.rows"))
+        kept = means[~means.isnan().any(dim=-1)]
+        assert torch.allclose(kept, view.means(), atol=1e-4)
 
 
 class Ending(Progress):

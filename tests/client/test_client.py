@@ -4,8 +4,10 @@
 import asyncio
 import base64
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,8 +83,25 @@ def test_packed_vectors_are_what_the_server_reads(dtype: str) -> None:
     "vectors", [{5: [1.0, float("nan")]}, {1: [1.0], 2: [1.0, 2.0]}, {1: [[1.0]]}]
 )
 def test_vectors_that_cannot_be_are_refused(vectors: Any) -> None:
-    with pytest.raises(ValueError, match=r"post_block, layer \d"):
+    with pytest.raises(ValueError, match=r"post_block, layer \d") as caught:
         pack({"post_block": vectors})
+    error = caught.value
+    assert isinstance(error, ClearboxError) and error.status == 0
+    assert error.remedy and error.remedy.startswith("all must be finite")
+    assert error.parameter and error.parameter.startswith("vectors.post_block.")
+    assert error.value
+
+
+RISK = {"kind": "probe", "positions": [2, 3], "taps": [[1, "post_block"]]} | {
+    "values": [[0.5], [None]]
+}
+MEAN = {"kind": "rows", "positions": [0, 1], "taps": [[1, "post_block"]]} | {
+    "rows": {
+        "dtype": "float32",
+        "shape": [1, 3],
+        "data": base64.b64encode(np.arange(3, dtype="<f4").tobytes()).decode(),
+    }
+}
 
 
 def reply(**more: Any) -> dict[str, Any]:
@@ -97,7 +116,7 @@ def reply(**more: Any) -> dict[str, Any]:
     return {
         "choices": [{**choice, "prompt_token_ids": [1, 2], "token_ids": [3, 4]}],
         "capture_results": {"inline": result},
-        "readouts": {"probe": [0.5]},
+        "readouts": {"risk": RISK, "mean": MEAN},
     } | more
 
 
@@ -132,9 +151,13 @@ def test_a_reply_has_rows_with_positions_ids_and_tokens() -> None:
     rows = found.rows[3, "post_block"]
     assert rows.tokens == ["t1", "t2", "t3"] and rows.token_ids == [10, 11, 12]
     assert rows.at(1).tolist() == [4.0, 5.0, 6.0, 7.0] and rows.dtype == "bfloat16"
-    assert (
-        found.readouts == {"probe": [0.5]} and found.captures["inline"].status == "ok"
-    )
+    assert found.captures["inline"].status == "ok"
+    risk, mean = found.readouts["risk"], found.readouts["mean"]
+    assert (risk.kind, risk.positions, len(risk)) == ("probe", [2, 3], 2)
+    assert risk["values"][0] == 0.5 and np.isnan(risk["values"][1])
+    assert mean.taps == [(1, "post_block")] and mean["rows"].tolist() == [[0, 1, 2]]
+    shown = found._repr_html_()
+    assert shown.count("<table>") == 2 and "probe at" in shown and "0 1 2" in shown
     with pytest.raises(KeyError, match="position 9"):
         rows.at(9)
 
@@ -147,18 +170,20 @@ def test_messages_go_to_the_chat_route_and_several_choices_have_rows_each() -> N
         for i in range(2)
     ]
     document["capture_results"]["inline"]["payload"] = {"0": [rows[0]], "1": [rows[1]]}
+    document["readouts"] = {"0": {"risk": RISK}, "1": {"mean": MEAN}}
     sent: list[Any] = []
     handler = answering(sent, httpx.Response(200, json=document))
     with Client("http://x", transport=httpx.MockTransport(handler)) as client:
         found = client.chat([{"role": "user", "content": "Hi"}], n=2)
     assert sent[0][0] == "/v1/chat/completions" and "messages" in sent[0][1]
     assert found.texts == ["c0", "c1"]
+    assert [list(one) for one in found.readouts_of] == [["risk"], ["mean"]]
     assert [one[3, "post_block"].values[0, 0] for one in found.rows_of] == [0.0, 1.0]
 
 
 def lines() -> bytes:
     pieces: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "text": "b"}], "readouts": {"probe": [1.0]}},
+        {"choices": [{"index": 0, "text": "b"}], "readouts": {"risk": RISK}},
         reply(choices=[{"index": 0, "text": "c", "finish_reason": "stop"}]),
     ]
     told = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
@@ -166,11 +191,13 @@ def lines() -> bytes:
 
 
 def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
-    handler = answering([], httpx.Response(200, content=lines()))
+    sent: list[Any] = []
+    handler = answering(sent, httpx.Response(200, content=lines()))
     with Client("http://x", transport=httpx.MockTransport(handler)) as client:
-        first, last = client.stream("a")
+        first, last = client.stream("a", capture={"inline": {}})
+    assert sent[0][1]["capture_stream"] is True
     assert (first.text, last.text, last.finish_reason) == ("b", "c", "stop")
-    assert not first.rows and first.readouts == {"probe": [1.0]}
+    assert not first.rows and first.readouts["risk"]["values"][0] == 0.5
     assert last.rows[3, "post_block"].values.shape == (3, 4)
 
 
@@ -210,9 +237,10 @@ def test_an_error_has_parameter_value_and_remedy() -> None:
 
 def test_no_server_and_no_json_are_errors_too() -> None:
     with Client("http://127.0.0.1:9", model="m") as client:
-        with pytest.raises(ClearboxError, match="does not answer") as caught:
-            client.complete("a")
-        assert caught.value.status == 0
+        for ask in (client.complete, lambda prompt: list(client.stream(prompt))):
+            with pytest.raises(ClearboxError, match="does not answer") as caught:
+                ask("a")
+            assert caught.value.status == 0 and "start it" in str(caught.value.remedy)
     handler = answering([], httpx.Response(502, text="bad gateway"))
     with (
         Client("http://x", transport=httpx.MockTransport(handler)) as client,
@@ -240,3 +268,18 @@ def test_the_client_imports_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    shutil.copytree(CLIENT, tmp_path / "client")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*command, str(tmp_path / "client")], check=True)
+    (wheel,) = tmp_path.glob("clearbox_client-*-none-any.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        packed = {name for name in opened.namelist() if "dist-info" not in name}
+        (metadata,) = (n for n in opened.namelist() if n.endswith("METADATA"))
+        needs = opened.read(metadata).decode()
+    sources = (CLIENT / "clearbox_client").iterdir()
+    assert packed == {f"clearbox_client/{one.name}" for one in sources if one.is_file()}
+    assert "Requires-Dist: numpy" in needs and "torch" not in needs

@@ -12,7 +12,8 @@ import pytest
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.server import Server
 from vllm.capture_dataset import load_dataset
-from vllm.capture_dataset.collect import Plan, collect
+from vllm.capture_dataset.collect import collect
+from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.remote import ServerRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec

@@ -2,16 +2,27 @@
 """Readouts over HTTP: responses, streams, named modules, refusals."""
 
 import base64
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clearbox_client import ClearboxError, Client
 
 from tests.support.models import llama
 from tests.support.server import Server
 from tests.v1.readouts._reading import HIDDEN, draw, write_modules
+from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset.collect import collect
+from vllm.capture_dataset.plan import Plan
+from vllm.capture_dataset.progress import Progress
+from vllm.capture_dataset.remote import ServerRunner
+from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
+from vllm.capture_dataset.survey import Survey
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.readouts.modules import save_probe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -151,9 +162,13 @@ def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
 def test_bad_input_is_refused_with_the_remedy(
     server: Server, fields: dict[str, Any], said: str
 ) -> None:
-    reply = server.post("/v1/completions", body(**fields))
-    assert reply.status == 400, reply
-    assert said in reply.body["error"]["message"]
+    asked = body(**fields)
+    del asked["model"]
+    with Client(server.url) as client, pytest.raises(ClearboxError) as caught:
+        client.complete(asked.pop("prompt"), **asked)
+    error = caught.value
+    assert error.status == 400 and said in error.message
+    assert error.parameter and error.remedy
 
 
 def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
@@ -187,3 +202,75 @@ def test_what_was_read_out_is_counted(server: Server) -> None:
     assert told["enabled"] is True
     assert told["counters"]["probe"]["rows"] > 0
     assert "direction" in told["modules"]
+
+
+def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> None:
+    capture = {"inline": {"hooks": {"post_block": [1]}, "positions": "all"}}
+    norm = {"kind": "norm", "hooks": {"post_block": [1]}}
+    fields: dict[str, Any] = body(capture=capture, readouts=SPEC | {"one": norm})
+    prompt = fields.pop("prompt")
+    fields.pop("model")
+    with Client(server.url) as client:
+        reply = client.complete(prompt, **fields)
+        *parts, last = client.stream(prompt, **fields | {"max_tokens": 48})
+    found, rows = reply.readouts, reply.rows[1, "post_block"]
+    assert found["lens"]["token_ids"].shape == (1, 1, 2)
+    assert found["sae"]["activations"].shape == (5, 4)
+    assert np.isnan(found["norm"]["cosine"]).all()
+    assert np.allclose(rows.values[:4].mean(axis=0), found["mean"]["rows"], atol=1e-5)
+    lengths = np.linalg.norm(rows.values[4:], axis=1)
+    assert np.allclose(found["one"]["norm"][:, 0], lengths, rtol=1e-5)
+    whole = last.readouts["p"]["values"]
+    assert np.allclose(whole[:5], found["p"]["values"], rtol=1e-5)
+    bringing = [part.readouts["p"] for part in parts if part.readouts.get("p")]
+    values = np.concatenate([one["values"] for one in bringing])
+    assert len(bringing) >= 40 and np.array_equal(values, whole[: len(values)])
+    # Rows are in the chunk that goes out when they have come.
+    brought = [part.rows[1, "post_block"] for part in parts if part.rows]
+    positions = [position for one in brought for position in one.positions]
+    assert positions and positions == list(range(len(positions)))
+    everything = last.rows[1, "post_block"].values
+    assert len(everything) == 4 + 47
+    came = np.concatenate([one.values for one in brought])
+    assert np.array_equal(came, everything[: len(came)])
+    assert "probe at" in reply._repr_html_()
+
+
+def test_a_data_set_has_a_servers_readouts(server: Server, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    prompts = [[20 + i, 30, *range(40, 41 + i)] for i in range(7)]
+    source.write_text("\n".join(json.dumps({"prompt": one}) for one in prompts))
+    specs = {
+        "p": PROBE,
+        "lens": {"kind": "lens", "top_k": 2},
+        "sae": {"kind": "sae", "sae": "jump", "top_k": 4},
+        "norm": {"kind": "norm"},
+        "mean": SPEC["mean"],
+    }
+    runner = ServerRunner(server.url, None, None, concurrency=4)
+    plan = Plan.of(
+        Survey.of(SourceSpec(path=source)),
+        RowsSpec(layers=(0, 1), positions="all", max_tokens=3, readouts=specs),
+        OutputSpec(folder=tmp_path / "out", shard_bytes=16_000),
+        runner,
+    )
+    collect(plan, runner, Progress(1, disable=True))
+    data = load_dataset(tmp_path / "out")
+    view = data.layer(1)
+    norms = np.linalg.norm(view.to_numpy(), axis=1)
+    assert len(data.shards) > 1
+    assert np.allclose(view.readout("norm.norm"), norms, rtol=1e-5)
+    assert np.isnan(data.layer(0).readout("norm.cosine")).all()
+    assert view.readout("lens.token_ids").shape == (len(norms), 2)
+    assert view.readout("sae.features").dtype == np.int32
+    sample = data.columns.column("sample").to_numpy()
+    asked = body(
+        prompt=prompts[3], max_tokens=3, readouts={"p": plan.rows.readouts["p"]}
+    )
+    wanted = server.post("/v1/completions", asked).body["readouts"]["p"]["values"]
+    assert np.allclose(view.readout("p.values")[sample == 3], wanted, atol=1e-4)
+    assert data.facts["readouts"]["modules"]["direction"]["kind"] == "probe"
+    bad = replace(plan.rows, readouts={"l": {"kind": "lens", "top_k": 999}})
+    with pytest.raises(CaptureValidationError, match="refused.*0 to 64"):
+        Plan.of(plan.survey, bad, plan.output, runner)
+    runner.close()

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "tasks"
-TASKS = ("steer", "ablate", "patch")
+TASKS = ("probe", "lens", "steer", "ablate", "patch")
+DOCS = (ROOT / "docs" / "tasks.md").read_text().splitlines()
 sys.path.insert(0, str(FOLDER))  # the examples are scripts
 
 
@@ -40,6 +41,25 @@ def test_a_task_has_at_most_25_lines(name: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_a_probe_tells_sentences_it_has_not_seen(run: Any) -> None:
+    lines = run("probe")
+    assert [line.split()[0] for line in lines] == ["happy", "sad", "happy"]
+    assert all(line in DOCS for line in lines)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_lens_sees_the_answer_come_in_the_last_layers(run: Any) -> None:
+    lines = run("lens")
+    best = [re.findall("'(.*?)'", line) for line in lines]
+    assert len(lines) == 30 and best[-1][0] == " Paris"
+    assert not any(" Paris" in words for words in best[:20])
+    assert sum(line in DOCS for line in lines) >= 4, "the page shows another model"
+
+
+@pytest.mark.real
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_steering_changes_the_answer(run: Any) -> None:
     lines = run("steer")
     assert [line[:2] for line in lines] == ["-2", "+0", "+2"]
@@ -47,6 +67,7 @@ def test_steering_changes_the_answer(run: Any) -> None:
     assert re.search("glad|happy|excited", lines[2])
 
 
+@pytest.mark.real
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_ablation_takes_the_mood_out(run: Any) -> None:

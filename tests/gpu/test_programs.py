@@ -12,6 +12,7 @@ from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference
 from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.copy_guard import guard_copies
 from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
@@ -26,13 +27,20 @@ pytestmark = pytest.mark.gpu
 
 
 def program(width: int) -> Program:
-    """A direction out, the norm matched, another one clamped."""
+    """A direction out, the norm matched, another one clamped, where a probe fires."""
     u, v, w = (torch.randn(1, width, device="cuda") for _ in range(3))
     return (
+        Instruction(Kind.PROBE, w, flags=Flag.COSINE, c1=2.0, c3=1.0, gate=3),
         Instruction(Kind.LINEAR, v / v.norm(), flags=Flag.SAVE_NORM, c1=0.1),
         Instruction(Kind.LINEAR, u / u.norm(), flags=Flag.DOT, c2=-1.0),
         Instruction(
-            Kind.LINEAR, w / w.norm(), flags=Flag.DOT, c3=1.0, low=-0.1, high=0.1
+            Kind.LINEAR,
+            w / w.norm(),
+            flags=Flag.DOT,
+            c3=1.0,
+            low=-0.1,
+            high=0.1,
+            gate=3,
         ),
     )
 
@@ -74,7 +82,9 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     torch.testing.assert_close(eager[0, 1::4], untouched)
     assert tokens == 1 or not torch.equal(eager[0, 0], given[0, 0] @ weight)
     ask_before_calls()
-    with torch.no_grad():
+    guard_copies()
+    fresh = torch._inductor.config.patch(force_disable_caches=True)
+    with torch.no_grad(), fresh:
         compiled = torch.compile(visit, fullgraph=True, dynamic=False)(given)
     assert torch.equal(torch.stack(compiled), eager), "compiled"
     for whole in (False, True):  # With and without a kernel that begins early.
@@ -92,6 +102,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
 
 V = torch.randn(512, generator=torch.Generator().manual_seed(1))
 U = (V / V.norm()).double()
+W = torch.randn(512, generator=torch.Generator().manual_seed(2))
 ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
     "project_out": (
         {"vector": V, "op": "project_out"},
@@ -105,6 +116,20 @@ ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
         {"vector": V, "scale": 0.5, "norm_match": True},
         lambda x: x + 0.5 * x.norm(dim=-1, keepdim=True) * U,
     ),
+    "gated": (
+        {
+            "vector": V,
+            "scale": 2.0,
+            "when": {
+                "probe": W,
+                "layer": 1,
+                "hook": "post_block",
+                "above": 0.0,
+                "sharpness": 0.05,
+            },
+        },
+        lambda x: x + 2 * torch.sigmoid(0.05 * (x @ W.double()))[:, None] * V.double(),
+    ),
     "replace": (
         {"vector": V, "op": "replace", "positions": [3, 5, 30]},
         lambda x: torch.stack(
@@ -112,7 +137,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
         ),
     ),
 }
-LENGTHS = (20, 17, 29, 8, 40, 33, 5, 26)
+LENGTHS = (20, 17, 29, 8, 40, 33, 5, 26, 12, 31)
 AROUND = {"post_block": [1], "pre_attn": [2]}
 """The stream before the operations, and behind them."""
 

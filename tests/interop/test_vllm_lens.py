@@ -110,6 +110,39 @@ def test_rows_are_those_after_the_layers_own_steering(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("norm_match", [False, True])
+def test_vectors_of_positions_act_at_theirs(llm, reference, norm_match: bool) -> None:
+    rows = torch.randn(2, 3, 64)
+    at = [0, 2, 4]
+    sent = SteeringVector(
+        activations=rows, layer_indices=[1, 2], norm_match=norm_match, scale=0.5
+    )
+    for positions in (at, None):
+        sent.position_indices = positions
+        params = asked(
+            output_residual_stream=True,
+            apply_steering_vectors=json.dumps([sent.model_dump()]),
+        )
+        (output,) = llm.generate(PROMPT, params)
+
+        def change(layer: int, states: torch.Tensor, places=positions) -> torch.Tensor:
+            if not layer:
+                return states
+            places = [0, 1, 2] if places is None else places
+            added = rows[layer - 1]
+            if norm_match:
+                norms = states[0, places].norm(dim=-1, keepdim=True)
+                added = norms * added / added.norm(dim=-1, keepdim=True)
+            changed = states.clone()
+            changed[0, places] += 0.5 * added
+            return changed
+
+        expected = streams_of(reference, tokens_of(output), change)
+        stream = output.activations["residual_stream"]
+        torch.testing.assert_close(stream, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.e2e
 def test_who_asks_for_nothing_has_no_activations(llm) -> None:
     (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1))
     assert output.activations is None

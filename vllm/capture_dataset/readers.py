@@ -11,12 +11,16 @@ import pyarrow.parquet as pq
 import torch
 
 from vllm.capture_dataset.formats.zarr import ROWS_PER_CHUNK
+from vllm.capture_dataset.readouts import ReadoutColumn, beside, from_facts
 from vllm.capture_dataset.spec import Tap
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-NOT_BESIDE = ("layer", "hook", "values")
-"""Columns of the table that differ from tap to tap."""
+
+def not_beside(facts: dict[str, Any]) -> list[str]:
+    """Columns of the table that differ from tap to tap."""
+    readouts = from_facts(facts).values()
+    return ["layer", "hook", "values", *(one.name for one in readouts if one.taps)]
 
 
 class ShardReader(Protocol):
@@ -30,6 +34,9 @@ class ShardReader(Protocol):
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """Rows `[stop - first, hidden_size]` of the tap with this index."""
 
+    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
+        """A column of a readout `[num_rows]`, of the rows of a tap."""
+
 
 class ParquetShard:
     """Row groups, several per tap."""
@@ -38,6 +45,7 @@ class ParquetShard:
         self._path = path
         self._file = pq.ParquetFile(path, memory_map=True)
         self._width = facts["model"]["hidden_size"]
+        self._not_beside = not_beside(facts)
         metadata = self._file.metadata
         self._sizes = [
             metadata.row_group(number).num_rows
@@ -48,7 +56,8 @@ class ParquetShard:
 
     def columns(self) -> pa.Table:
         """See `ShardReader`."""
-        names = [n for n in self._file.schema_arrow.names if n not in NOT_BESIDE]
+        names = self._file.schema_arrow.names
+        names = [n for n in names if n not in self._not_beside]
         return self._file.read_row_groups(range(self._per_tap), columns=names)
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
@@ -63,6 +72,11 @@ class ParquetShard:
             start += size
         return torch.cat(parts) if parts else torch.empty(0, self._width)
 
+    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
+        """See `ShardReader`."""
+        groups = range(tap * self._per_tap, (tap + 1) * self._per_tap)
+        return self._file.read_row_groups(groups, columns=[column.name]).column(0)
+
 
 class ArrowShard:
     """A record batch per tap, mapped into memory."""
@@ -70,17 +84,22 @@ class ArrowShard:
     def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self._width = facts["model"]["hidden_size"]
+        self._not_beside = not_beside(facts)
         self.num_rows = self._file.get_batch(0).num_rows
 
     def columns(self) -> pa.Table:
         """See `ShardReader`."""
         table = pa.Table.from_batches([self._file.get_batch(0)])
-        return table.drop_columns(list(NOT_BESIDE))
+        return table.drop_columns(self._not_beside)
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """See `ShardReader`."""
         values = self._file.get_batch(tap).column("values")
         return _rows_of(values.slice(first, stop - first), self._width)
+
+    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
+        """See `ShardReader`."""
+        return pa.chunked_array([self._file.get_batch(tap).column(column.name)])
 
 
 class _WithColumns:
@@ -94,11 +113,26 @@ class _WithColumns:
         self._taps = [
             (layer, hook) for layer in facts["layers"] for hook in facts["hooks"]
         ]
+        self._by_tap = {
+            beside(column, tap)
+            for column in from_facts(facts).values()
+            for tap in column.taps
+        }
         self.num_rows = pq.read_metadata(self._beside).num_rows
 
     def columns(self) -> pa.Table:
         """See `ShardReader`."""
-        return pq.read_table(self._beside)
+        names = pq.read_schema(self._beside).names
+        return pq.read_table(
+            self._beside, columns=[name for name in names if name not in self._by_tap]
+        )
+
+    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
+        """See `ShardReader`."""
+        if column.taps and self._taps[tap] not in column.taps:
+            return pa.chunked_array([pa.nulls(self.num_rows, column.type)])
+        name = beside(column, self._taps[tap])
+        return pq.read_table(self._beside, columns=[name]).column(0)
 
 
 class SafetensorsShard(_WithColumns):

@@ -2,12 +2,13 @@
 """Prompts run by a server that has the consumer `inline`."""
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
@@ -16,6 +17,7 @@ from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.selectors import fail
+from vllm.v1.readouts.results import Array, ReadoutResult
 
 TIMEOUT_SECONDS = 600.0
 
@@ -101,7 +103,11 @@ class ServerRunner:
             ) from None
 
     def _complete(
-        self, ids: list[int], spec: dict[str, Any], max_tokens: int
+        self,
+        ids: list[int],
+        spec: dict[str, Any],
+        max_tokens: int,
+        readouts: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         body = {
             "model": self._served,
@@ -111,6 +117,8 @@ class ServerRunner:
             "return_token_ids": True,
             "capture": {"inline": spec},
         }
+        if readouts:
+            body["readouts"] = dict(readouts)
         reply = self._http.post("/v1/completions", json=body)
         if reply.status_code != httpx.codes.OK:
             try:
@@ -129,14 +137,18 @@ class ServerRunner:
 
         def one(prompt: Prompt) -> Captured:
             try:
-                reply = self._complete(prompt.token_ids, spec, rows.max_tokens)
+                reply = self._complete(
+                    prompt.token_ids, spec, rows.max_tokens, rows.readouts
+                )
             except httpx.HTTPError as error:
                 raise failed(prompt, f"the server is gone: {error!r}") from error
             result = reply["capture_results"]["inline"]
             if result["status"] != "ok":
                 raise failed(prompt, result["error"])
             generated = reply["choices"][0]["token_ids"]
-            return captured(prompt, decoded(result["payload"]), generated, tokens)
+            payload = decoded(result["payload"])
+            found = decoded_readouts(reply.get("readouts") or {})
+            return captured(prompt, payload, generated, tokens, found)
 
         with ThreadPoolExecutor(self._concurrency) as pool:
             jobs = [pool.submit(one, prompt) for prompt in prompts]
@@ -145,6 +157,12 @@ class ServerRunner:
                     yield job.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+    def readout_modules(self) -> dict[str, Any]:
+        """The server's modules, as it describes them."""
+        told: dict[str, Any] = self._get("/v1/readouts")
+        modules: dict[str, Any] = told["modules"]
+        return modules
 
     def close(self) -> None:
         """Close the connections."""
@@ -166,6 +184,34 @@ def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
         facts = {"positions": entry["positions"], "token_ids": [], "encoding": None}
         rows.put((entry["layer"], entry["hook"]), values, facts)
     return rows
+
+
+ARRAY_DTYPES = {"token_ids": "int32", "features": "int32"}
+"""Of numbers that JSON has as lists; all others are float32, NaN for null."""
+
+
+def decoded_readouts(told: dict[str, Any]) -> dict[str, ReadoutResult]:
+    """The readouts of a response."""
+    found = {}
+    for name, one in told.items():
+        arrays = {
+            key: _array(key, value)
+            for key, value in one.items()
+            if key not in ("kind", "positions", "taps", "error")
+        }
+        taps = tuple((layer, hook) for layer, hook in one["taps"])
+        found[name] = ReadoutResult(
+            one["kind"], one["positions"], taps, arrays, one.get("error")
+        )
+    return found
+
+
+def _array(key: str, value: Any) -> Array:
+    if isinstance(value, dict):
+        dtype = np.dtype(value["dtype"]).newbyteorder("<")
+        flat = np.frombuffer(base64.b64decode(value["data"]), dtype)
+        return flat.reshape(value["shape"])
+    return np.array(value, ARRAY_DTYPES.get(key, "float32"))
 
 
 def _tokenizer(name: str) -> Any:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where prompts are run: an engine in this process, or a server."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
+from vllm.capture_dataset.sources import digest
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.readouts.results import ReadoutResult
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -36,6 +39,9 @@ class Runner(Protocol):
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
         """Run a shard's prompts."""
+
+    def readout_modules(self) -> dict[str, Any]:
+        """The named probes, translators and SAEs, and what tells them apart."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -76,6 +82,7 @@ class EngineRunner:
                 temperature=0.0,
                 detokenize=False,
                 capture=capture,
+                readouts=dict(rows.readouts) or None,
             )
             ids = {"prompt_token_ids": prompt.token_ids}
             engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
@@ -83,10 +90,11 @@ class EngineRunner:
         ended: list[RequestOutput] = []
         while engine.has_unfinished_requests():
             outputs: Any = engine.step()
-            ended += [output for output in outputs if output.finished]
+            # Those of steps before this one: their rows came while it computed.
             if len(ended) >= COLLECTED_AT_ONCE:
                 yield from self._collect(ended, sent, tokens)
                 ended = []
+            ended += [output for output in outputs if output.finished]
         yield from self._collect(ended, sent, tokens)
 
     def _collect(
@@ -99,7 +107,20 @@ class EngineRunner:
             if result.status != "ok":
                 raise failed(prompt, result.error)
             generated = list(output.outputs[0].token_ids)
-            yield captured(prompt, result.payload, generated, tokens)
+            yield captured(prompt, result.payload, generated, tokens, output.readouts)
+
+    def readout_modules(self) -> dict[str, Any]:
+        """The modules, each with a digest of its files."""
+        from vllm.v1.capture.frontend.frontend import CaptureFrontend
+
+        frontend = self._llm.llm_engine.capture
+        modules = (
+            frontend.readouts.modules if isinstance(frontend, CaptureFrontend) else {}
+        )
+        return {
+            name: one.describe() | {"sha256": digest(Path(one.path), pattern="*")}
+            for name, one in modules.items()
+        }
 
     def close(self) -> None:
         """Stop the engine."""
@@ -107,16 +128,29 @@ class EngineRunner:
 
 
 def captured(
-    prompt: Prompt, payload: RowsByTap, generated: list[int], tokens: Tokens
+    prompt: Prompt,
+    payload: RowsByTap,
+    generated: list[int],
+    tokens: Tokens,
+    readouts: Mapping[str, ReadoutResult],
 ) -> Captured:
-    """A prompt with the rows that came for it."""
+    """A prompt with the rows and readouts that came for it.
+
+    Raises:
+        CaptureRunError: a readout has failed.
+
+    """
     positions = next(iter(payload.positions.values()))
+    for name, result in readouts.items():
+        if result.error is not None:
+            raise failed(prompt, f"readout {name!r}: {result.error}")
     return Captured(
         prompt,
         dict(payload),
         positions,
         prompt.token_ids + generated,
         tokens.continued(prompt, generated),
+        readouts,
     )
 
 

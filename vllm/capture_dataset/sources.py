@@ -44,11 +44,11 @@ def records(path: Path, split: str | None = None) -> Iterator[Record]:
     return reader(path)
 
 
-def digest(path: Path, split: str | None = None) -> str:
-    """SHA-256 of what the source holds."""
+def digest(path: Path, split: str | None = None, pattern: str = "*.arrow") -> str:
+    """SHA-256 of what a file holds, or the files of this pattern in a folder."""
     found = hashlib.sha256(str(split).encode())
-    files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
-    for file in files:
+    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    for file in filter(Path.is_file, files):
         with file.open("rb") as opened:
             while block := opened.read(1 << 20):
                 found.update(block)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a data set is made of: everything that decides which rows it holds."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class RowsSpec:
     """A selector of `SamplingParams.capture`."""
     max_tokens: int = 1
     values_dtype: str = "auto"
+    readouts: Mapping[str, Any] = field(default_factory=dict)
+    """As in `SamplingParams.readouts`; what is left out is taken from the rows."""
 
     @property
     def taps(self) -> list[Tap]:

@@ -6,8 +6,8 @@ each with the rows of all prompts in ascending sample and position, so that one 
 a shard is one run of the file.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,9 @@ import pyarrow as pa
 import torch
 
 from vllm.capture_dataset.prompts import Prompt, TokenText
+from vllm.capture_dataset.readouts import ReadoutColumn
 from vllm.capture_dataset.spec import Tap
+from vllm.v1.readouts.results import ReadoutResult
 
 ARROW_VALUES = {"float16": pa.float16(), "float32": pa.float32()}
 
@@ -34,6 +36,7 @@ class Captured:
     """Of prompt and answer."""
     text: TokenText
     """Of the same tokens."""
+    readouts: Mapping[str, ReadoutResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Shard:
     taps: Sequence[Tap]
     carried: dict[str, pa.DataType]
     stored_dtype: str
+    readouts: Sequence[ReadoutColumn] = ()
 
     @cached_property
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -58,7 +62,7 @@ class Shard:
 
     @cached_property
     def columns(self) -> dict[str, pa.Array]:
-        """All columns but layer, hook and values: `[num_rows]`, alike for every tap."""
+        """All columns that are alike for every tap: `[num_rows]` each."""
         entries = [item.prompt.entry for item in self.items]
         owner = np.repeat(np.arange(len(entries)), self.counts)
         positions = np.concatenate(
@@ -93,7 +97,17 @@ class Shard:
             "token_id": of_rows("token_ids", pa.int32()),
             "token": of_rows("tokens", pa.string()),
             "text_offset": of_rows("offsets", pa.int32()),
+            **{
+                one.name: one.of_tap(self.taps[0], self.items)
+                for one in self.readouts
+                if not one.taps
+            },
         }
+
+    @cached_property
+    def readouts_by_tap(self) -> list[ReadoutColumn]:
+        """The columns of readouts that are not."""
+        return [column for column in self.readouts if column.taps]
 
     def values(self, tap: Tap) -> torch.Tensor:
         """`[num_rows, hidden_size]` in the stored dtype.
@@ -118,6 +132,7 @@ class Shard:
         at = names.index("position")
         fields = [pa.field(name, columns[name].type) for name in names]
         fields[at:at] = [pa.field("layer", pa.int32()), pa.field("hook", pa.string())]
+        fields += [pa.field(one.name, one.type) for one in self.readouts_by_tap]
         values = pa.list_(ARROW_VALUES[self.stored_dtype], width)
         fields.append(pa.field("values", values))
         return pa.schema(fields, metadata=metadata)
@@ -132,6 +147,7 @@ class Shard:
             "layer": pa.array(np.full(count, layer, np.int32)),
             "hook": pa.array([hook]).take(pa.array(np.zeros(count, np.int32))),
             "values": pa.FixedSizeListArray.from_arrays(flat, values.shape[1]),
+            **{one.name: one.of_tap(tap, self.items) for one in self.readouts_by_tap},
         }
         return pa.RecordBatch.from_arrays(
             [made[n] for n in schema.names], schema=schema

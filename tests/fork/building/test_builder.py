@@ -79,6 +79,7 @@ def test_the_metadata_is_upstreams_and_ours(mini: Mini) -> None:
         "console_scripts",
         "vllm.general_plugins",
         "vllm.capture_consumers",
+        "inspect_ai",
     }
     assert (folder / "licenses/upstream/LICENSE").read_text() == "upstream's\n"
     assert (folder / "licenses/LICENSE").read_text() == "ours\n"

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
+from vllm.capture_dataset.readouts import beside
 from vllm.capture_dataset.table import Shard
 
 
@@ -31,7 +32,14 @@ def write_safetensors(shard: Shard, path: Path, facts: dict[str, Any]) -> list[P
 
 
 def write_columns(shard: Shard, path: Path) -> Path:
-    """`{path}.rows.parquet`: the columns that are alike for every tap."""
+    """`{path}.rows.parquet`: a line for the rows of all taps at a token.
+
+    What a readout has for each tap is in columns that end in `.{hook}.{layer}`.
+    """
     written = path.with_suffix(".rows.parquet")
-    pq.write_table(pa.table(shard.columns), written, compression="zstd")
+    columns = dict(shard.columns)
+    for column in shard.readouts_by_tap:
+        for tap in column.taps:
+            columns[beside(column, tap)] = column.of_tap(tap, shard.items)
+    pq.write_table(pa.table(columns), written, compression="zstd")
     return written

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of a sparse autoencoder, whatever file it came from."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -106,9 +107,23 @@ class SparseAutoencoder:
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        tensors = (self.w_enc, self.b_enc, self.w_dec, self.b_dec)
+        return sum(one.nbytes for one in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that there are."""
+        needed = (self.w_enc, self.b_enc, self.w_dec, self.b_dec)
         optional = (self.threshold, self.w_skip)
-        return sum(one.nbytes for one in (*tensors, *optional) if one is not None)
+        return (*needed, *(one for one in optional if one is not None))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides what it computes."""
+        said = (self.selection, self.k, self.input_norm, self.reads, self.writes)
+        found = hashlib.sha256(repr(said).encode())
+        for tensor in self.tensors:
+            found.update(repr((tensor.shape, tensor.dtype)).encode())
+            found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     @property
     def is_transcoder(self) -> bool:

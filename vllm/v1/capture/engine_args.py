@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
-from vllm.config.capture import CaptureConfig
+from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.capabilities import name_of, truncates
@@ -57,6 +57,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Honour the request fields of vllm-lens: adds the consumer vllm_lens and "
         "--enable-steering.",
+    )
+    group.add_argument(
+        "--interp-engine-api",
+        action="store_true",
+        default=False,
+        help="Mount the routes of interp-engine's server: adds the consumer inline, "
+        "--enable-steering and --enable-readouts.",
     )
     group.add_argument(
         "--capture-staging-bytes",
@@ -151,12 +158,15 @@ def capture_config(
             ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
         entries.append("vllm_lens")
+    if args.interp_engine_api and not any(map(_is_inline, entries)):
+        entries.append("inline")
     key = ""
     if ready:
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    reads = args.enable_readouts or bool(args.readout_modules)
+    reads = args.enable_readouts or args.interp_engine_api
+    reads = bool(reads or args.readout_modules)
     takes = bool(entries or ready or reads)
     if staging is None and takes and current_platform.is_cuda_alike():
         memory = current_platform.get_device_total_memory()
@@ -197,6 +207,11 @@ def capture_config(
     _check_graphsafe_keys(config.graphsafe_keys)
     _check_spill(config, chosen)
     return config
+
+
+def _is_inline(entry: str | dict[str, Any]) -> bool:
+    """Whether an entry is the consumer `inline` under its own name."""
+    return parse_consumer(entry).instance_name == "inline"
 
 
 def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:

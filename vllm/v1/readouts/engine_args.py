@@ -65,7 +65,7 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
             "sae",
             both[0],
         )
-    enabled = args.enable_readouts or bool(modules)
+    enabled = args.enable_readouts or args.interp_engine_api or bool(modules)
     if (enabled or saes) and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-readouts: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "

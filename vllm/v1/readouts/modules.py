@@ -52,6 +52,10 @@ class ModuleInfo:
     """How an SAE selects active features, see `SparseAutoencoder`."""
     active: int | None = None
     """Active features per row, for an SAE with a fixed number of them."""
+    is_transcoder: bool = False
+    """Whether an SAE writes at another place than it reads."""
+    fingerprint: str = ""
+    """SHA-256 of an SAE's weights and of how it uses them."""
 
     def describe(self) -> dict[str, Any]:
         """A JSON-serialisable description, without the path."""
@@ -137,6 +141,8 @@ def describe_module(
             model=module.model,
             selection=module.selection,
             active=module.k,
+            is_transcoder=module.is_transcoder,
+            fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path)) if metadata is None else metadata
     model = said.get("model", "")

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
 OpName: TypeAlias = Literal[
-    "replace", "add", "project_out", "swap", "rotate", "low_rank", "clamp"
+    "replace", "add", "project_out", "swap", "rotate", "low_rank", "feature", "clamp"
 ]
 
 OP_NAMES: tuple[OpName, ...] = (
@@ -27,6 +28,7 @@ OP_NAMES: tuple[OpName, ...] = (
     "swap",
     "rotate",
     "low_rank",
+    "feature",
     "clamp",
 )
 """In the order in which they are carried out at one hook point."""
@@ -47,6 +49,8 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
     when: Condition | None = None
     """If set, it acts where this is met."""
+    feature: FeatureUse | None = None
+    """Of `feature`, which has no vector of its own."""
 
     def array(self, name: str) -> npt.NDArray[np.float32] | None:
         """An array, flat; None if there is none of this name."""

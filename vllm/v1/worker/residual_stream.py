@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.copy_guard import guard_copies
 from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -325,7 +326,7 @@ def _open(
             vllm_config, stage, taps, width, dtype, device, readouts
         )
     if vllm_config.steering_config.enabled:
-        steering = WorkerSteering(vllm_config, taps, width, dtype, device)
+        steering = WorkerSteering(vllm_config, taps, width, dtype, device, modules.sae)
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
@@ -337,6 +338,7 @@ def _open(
         "no steering" if steering is None else steering.summary(),
     )
     ask_before_calls()
+    guard_copies()
     may_record = can_record(vllm_config)
     # The V1 runner records one set of graphs.
     one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
@@ -507,6 +509,37 @@ def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
         return {}
     rows, seconds = readouts.rows_read, readouts.seconds
     return {kind: {"rows": rows[kind], "seconds": seconds[kind]} for kind in rows}
+
+
+def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
+    """For `collective_rpc`: float32 logits of rows in float32, on the first rank.
+
+    None on ranks that get no logits or have no head.
+
+    Raises:
+        ValueError: the model has no head that can be asked.
+
+    """
+    runner = worker.model_runner
+    readouts = runner.residual.readouts
+    if readouts is None:
+        return None
+    if readouts.head.refusal:
+        raise ValueError(readouts.head.refusal)
+    given = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(count, -1)
+    with torch.inference_mode():
+        placed = given.to(runner.device, worker.vllm_config.model_config.dtype)
+        logits = readouts.head.logits(placed)
+    return None if logits is None else logits.float().cpu()
+
+
+def unembedding_rows(worker: Any, tokens: list[int]) -> Any:
+    """For `collective_rpc`: rows of the unembedding, and which are this rank's."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return None
+    rows, own = readouts.head.unembedding(tokens)
+    return rows.detach().cpu(), own.cpu()
 
 
 def hook_points_of(worker: Any) -> HookPoints:

@@ -149,3 +149,31 @@ def test_what_adds_nothing_changes_no_bit(steered: Any) -> None:
         assert tokens(plain[i]) == tokens(same[i])
         assert torch.equal(logprobs(plain[i]), logprobs(same[i]))
     assert not torch.equal(logprobs(plain[2]), logprobs(same[2]))
+
+
+def test_conditions_are_decided_in_compiled_code(steered: Any) -> None:
+    """At one place for another one, in prompts and where tokens are generated."""
+    llm, reference = steered
+    probe, place, acts = vector(6), (0, "post_block"), (1, "post_attn")
+    seen: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        seen.append(stream @ probe)
+        return stream
+
+    reference.logprobs(PROMPT, {place: look})
+    middle = seen[-1].sort().values[2:-2]
+    widest = int(middle.diff().argmax())
+    threshold = float(middle[widest : widest + 2].mean())
+
+    def act(stream: torch.Tensor) -> torch.Tensor:
+        fires = seen[-1] > threshold
+        return torch.where(fires[:, None], along(stream, V, -1), stream)
+
+    when = {"probe": probe, "layer": place[0], "hook": place[1], "above": threshold}
+    entry = {"vector": V, "op": "project_out", "when": when}
+    asked = params(steering_vectors={acts[1]: {acts[0]: entry}})
+    output, plain = generate(llm, [PROMPT] * 2, [asked, params()])
+    assert error(plain, reference, {}) < 1e-4
+    assert error(output, reference, {place: look, acts: act}) < 1e-4
+    assert error(output, reference, {}) > 1e-3

@@ -19,7 +19,8 @@ from vllm.v1.steering.frontend.engine_args import (
 def config(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_steering_arguments(parser)
-    parser.set_defaults(vllm_lens_api=False)  # declared with capture's
+    # Declared with capture's.
+    parser.set_defaults(vllm_lens_api=False, interp_engine_api=False)
     return steering_config(parser.parse_args(arguments))  # type: ignore[arg-type]
 
 
@@ -48,6 +49,7 @@ def test_modules_may_be_a_mapping() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        interp_engine_api=False,
         steering_modules={"a": "1.json"},
         steering_api_key=None,
     )
@@ -66,6 +68,7 @@ def test_a_key_without_its_list_is_one_key() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        interp_engine_api=False,
         steering_modules=None,
         steering_api_key="abc",
     )
@@ -100,6 +103,7 @@ def test_engines_that_join_later_are_refused() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        interp_engine_api=False,
         steering_modules=None,
         steering_api_key=None,
     )

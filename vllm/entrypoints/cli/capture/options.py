@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm.capture_dataset.readouts import parse_readouts
 from vllm.capture_dataset.spec import (
     FORMATS,
     VALUE_DTYPES,
@@ -17,6 +18,7 @@ from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.selectors import fail
 from vllm.v1.capture.types import HOOK_NAMES
+from vllm.v1.residual.addresses import hook_name
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 
@@ -98,6 +100,16 @@ def _add_rows(group: Any) -> None:
     group.add_argument(
         "--max-tokens", type=int, default=1, help="Generated per prompt, greedily."
     )
+    group.add_argument(
+        "--readout",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="A readout beside the rows, such as lens (all defaults) or "
+        'risk={"kind":"probe","probe":"risk"}; may be repeated. Layers, hook points '
+        "and positions are those of the rows where it names none. Probes and SAEs are "
+        "loaded with --readout-modules and --sae.",
+    )
 
 
 def _add_output(group: Any) -> None:
@@ -165,7 +177,8 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         if value is not None and value < least:
             option = f"--{name.replace('_', '-')}"
             raise fail(f"{name}: {option} must be at least {least}", name, value)
-    unknown = set(args.hook) - set(HOOK_NAMES)
+    unknown = {name for name in args.hook if hook_name(name) is None}
+    args.hook = tuple(hook_name(name) or name for name in args.hook)
     if unknown or not args.hook:
         raise fail(
             f"hook: there is no {sorted(unknown)}; there are {list(HOOK_NAMES)}",
@@ -193,6 +206,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         positions=args.positions,
         max_tokens=args.max_tokens,
         values_dtype=args.values_dtype,
+        readouts=parse_readouts(args.readout),
     )
     output = OutputSpec(
         folder=args.out or Path(),

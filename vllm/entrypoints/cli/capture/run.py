@@ -10,8 +10,9 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from vllm.capture_dataset.collect import Plan, begin, collect
+from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.manifest import NAME, Manifest
+from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
 from vllm.capture_dataset.runners import CaptureRunError, Runner
 from vllm.capture_dataset.spec import OutputSpec
@@ -89,6 +90,9 @@ def estimate(plan: Plan, runner: Runner) -> None:
     print(f"tokens      {tokens:,}" + (" at most" if plan.rows.max_tokens > 1 else ""))
     print(f"rows        {rows:,} of {plan.model.hidden_size} {plan.stored_dtype}")
     print(f"bytes       {human_bytes(rows * plan.row_bytes)} of values")
+    if plan.readouts:
+        read_out = rows // len(plan.rows.taps) * plan.readout_bytes
+        print(f"read out    {human_bytes(read_out)}, {len(plan.readouts)} columns")
     print(f"time        about {human_seconds(seconds * tokens / max(done, 1))}")
 
 
@@ -117,6 +121,7 @@ def _runner(args: argparse.Namespace) -> Any:
 
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.capture_consumers = [CONSUMER]
+    engine_args.enable_readouts |= bool(args.readout)
     return EngineRunner(LLM.from_engine_args(engine_args))
 
 

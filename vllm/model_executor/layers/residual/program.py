@@ -7,11 +7,15 @@ instruction's gate (1 where it has none) and n the norm of x that was saved last
 - `LINEAR`: x += g (c0 + c1 n + c2 (x . u) + c3 (clip(x . u, low, high) - x . u)) w;
 - `REPLACE`: x = (1 - m) x + m (c0 + c1 n) w, with m = g alpha times the mask, and
   exactly the second term where m is 1;
-- `LOW_RANK`: y = f(read x + bias); x += g sum_r (c0 + c1 y_r) w_r;
+- `LOW_RANK`: y = f(read x + bias); x += g sum_r (c0 + c1 y_r) w_r, where each
+  direction may have a c0 and a c1 of its own, which are added; with `COSINE` read x is
+  divided by |x|, with `STANDARD` by x's deviation d + 1e-5, and what is added is
+  multiplied by |x|, by d;
 - `ROTATE`: the part of x in the plane of u and w, which are orthonormal, keeps its
   length and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (over |x| where `COSINE` is set) + c0, z = c3 (v - c2); the gate
-  becomes 1 where z > 0 and 0 elsewhere, or sigmoid(c1 z) where c1 is not 0.
+  becomes 1 where z > 0 and 0 elsewhere, or sigmoid(c1 z) where c1 is not 0; with `KEEP`
+  it stays what it was where that is more.
 
 This module has the form that kernels read and the arithmetic in plain PyTorch, which
 is what a CPU runs and what the kernel is compared with.
@@ -52,7 +56,11 @@ class Flag(IntFlag):
     ONLY_ACTIVE = 16
     """Directions whose y is 0 write nothing."""
     COSINE = 32
-    """A probe that divides by |x|."""
+    """What it reads is divided by |x|."""
+    KEEP = 128
+    """A probe that leaves a gate open that was."""
+    STANDARD = 64
+    """What it reads is divided by the standard deviation of x's numbers."""
 
 
 class Activation(IntEnum):
@@ -71,6 +79,10 @@ class Activation(IntEnum):
 WORDS = 32
 """Of 4 bytes, that an instruction takes, and the head of a program too."""
 NO_GATE = -1
+SMALLEST = 1.1754943508222875e-38
+"""What a norm is at least, where something is divided by it."""
+DEVIATION = 1e-5
+"""What is added to a deviation, as SAELens does in `layer_norm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,8 @@ class Instruction:
     bias: torch.Tensor | None = None  # [r]
     threshold: torch.Tensor | None = None  # [r]
     mask: torch.Tensor | None = None  # [H]
+    own_c0: torch.Tensor | None = None  # [r]
+    own_c1: torch.Tensor | None = None  # [r]
     gate: int = NO_GATE
     """The column of the gates that it multiplies by, or that a probe writes."""
     offset: int | None = None
@@ -118,7 +132,13 @@ class Instruction:
         longs[3] = 0 if self.offset is None else bytes_of_row
         longs[4] = self.read.data_ptr() + shift
         longs[5] = self.written.data_ptr() + shift
-        for place, tensor in ((6, self.mask), (7, self.bias), (8, self.threshold)):
+        for place, tensor in (
+            (6, self.mask),
+            (7, self.bias),
+            (8, self.threshold),
+            (13, self.own_c0),
+            (14, self.own_c1),
+        ):
             longs[place] = 0 if tensor is None else tensor.data_ptr()
         floats[18:25] = (
             self.c0,
@@ -156,7 +176,10 @@ def run(
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
         if one.kind == Kind.PROBE:
-            gates[tokens, one.gate] = _gate(one, stream)
+            decided = _gate(one, stream)
+            if one.flags & Flag.KEEP:
+                decided = torch.maximum(decided, gates[tokens, one.gate])
+            gates[tokens, one.gate] = decided
             continue
         gate = torch.ones_like(norm)
         if one.gate != NO_GATE:
@@ -228,10 +251,19 @@ def _low_rank(
     gate: torch.Tensor,
 ) -> Outcome:
     read = stream @ one.read.T
+    size = torch.ones_like(norm)
+    if one.flags & Flag.COSINE:
+        size = stream.norm(dim=-1, keepdim=True)
+        read = read / size.clamp(min=SMALLEST)
+    elif one.flags & Flag.STANDARD:
+        size = stream.std(dim=-1, keepdim=True)
+        read = read / (size + DEVIATION)
     if one.bias is not None:
         read = read + one.bias
     active = _activated(one, read)
-    amount = gate * (one.c0 + one.c1 * active)
+    c0 = one.c0 if one.own_c0 is None else one.c0 + one.own_c0
+    c1 = one.c1 if one.own_c1 is None else one.c1 + one.own_c1
+    amount = gate * size * (c0 + c1 * active)
     if one.flags & Flag.ONLY_ACTIVE:
         amount = torch.where(active != 0, amount, 0.0)
     return stream + amount @ one.written, (amount != 0).any(-1, keepdim=True)
@@ -278,7 +310,7 @@ def _gate(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
     # must not depend on how many tokens the step has.
     value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
-        value = value / stream.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        value = value / stream.norm(dim=-1).clamp(min=SMALLEST)
     beyond = one.c3 * (value + one.c0 - one.c2)
     if one.c1:
         return torch.sigmoid(one.c1 * beyond)

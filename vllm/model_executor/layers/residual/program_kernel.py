@@ -30,6 +30,8 @@ if HAS_TRITON:
     _MASK = tl.constexpr(int(Flag.MASK))
     _ONLY_ACTIVE = tl.constexpr(int(Flag.ONLY_ACTIVE))
     _COSINE = tl.constexpr(int(Flag.COSINE))
+    _KEEP = tl.constexpr(int(Flag.KEEP))
+    _STANDARD = tl.constexpr(int(Flag.STANDARD))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
@@ -166,13 +168,25 @@ if HAS_TRITON:
                 activation = tl.load(at + 3)
                 biases = tl.load(longs + 7)
                 thresholds = tl.load(longs + 8)
+                c0s = tl.load(longs + 13)
+                c1s = tl.load(longs + 14)
+                size = tl.full([], 1.0, tl.float32)
+                by = size
+                if (flags & _COSINE) != 0:
+                    size = tl.sqrt(tl.sum(x * x))
+                    by = tl.maximum(size, 1.1754944e-38)
+                if (flags & _STANDARD) != 0:
+                    off = tl.where(mask, x - tl.sum(x) / width, 0.0)
+                    size = tl.sqrt(tl.sum(off * off) / (width - 1))
+                    by = size + 1e-5
                 total = tl.zeros([BLOCK], tl.float32)
                 for place in range(rank):
                     direction = _vector(read_at, column, mask, ALIGNED)
-                    value = tl.sum(x * direction) + _number(biases, place, 0.0)
+                    value = tl.sum(x * direction) / by + _number(biases, place, 0.0)
                     threshold = _number(thresholds, place, 0.0)
                     active = _activated(value, threshold, activation, low, high)
-                    amount = gate * (c0 + c1 * active)
+                    own = (c1 + _number(c1s, place, 0.0)) * active
+                    amount = gate * size * (c0 + _number(c0s, place, 0.0) + own)
                     if (flags & _ONLY_ACTIVE) != 0:
                         amount = tl.where(active != 0.0, amount, 0.0)
                     total += amount * _vector(write_at, column, mask, ALIGNED)
@@ -198,6 +212,8 @@ if HAS_TRITON:
                 decided = tl.where(beyond > 0.0, 1.0, 0.0)
                 if c1 != 0.0:
                     decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
+                if (flags & _KEEP) != 0:
+                    decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)
                 tl.debug_barrier()  # What follows in this program may read it.
             # The next one's, while this one's are still at work.

@@ -3,12 +3,19 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.readouts.errors import fail
+from vllm.v1.steering.core.saes import uses_of
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
 def load_module(
-    core: "EngineCore", name: str, path: str, tap: tuple[int, str] | None = None
+    core: "EngineCore",
+    name: str,
+    path: str,
+    tap: tuple[int, str] | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Load a module on all ranks, or on none if one of them fails.
 
@@ -17,24 +24,48 @@ def load_module(
         name: the name to register.
         path: a file or folder that all workers can read.
         tap: `(layer, hook)` for an SAE that does not state its own.
+        fingerprint: of an SAE's weights.
+
+    Raises:
+        ReadoutValidationError: it would replace an SAE that somebody steers by.
 
     """
     from vllm.v1.worker import residual_stream
 
+    _check_unused(core, name)
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
         rpc(residual_stream.load_module, args=(name, path, place))
     except Exception:
         rpc(residual_stream.unload_module, args=(name,))
+        _saes(core).pop(name, None)
         raise
+    _saes(core)[name] = fingerprint
 
 
 def unload_module(core: "EngineCore", name: str) -> None:
-    """Unload a module on all ranks."""
+    """Unload a module on all ranks.
+
+    Raises:
+        ReadoutValidationError: it is an SAE that somebody steers by.
+
+    """
     from vllm.v1.worker import residual_stream
 
+    _check_unused(core, name)
+    _saes(core).pop(name, None)
     core.model_executor.collective_rpc(residual_stream.unload_module, args=(name,))
+
+
+def _saes(core: "EngineCore") -> dict[str, str]:
+    found: dict[str, str] = core.scheduler.steering.saes  # type: ignore[attr-defined]
+    return found
+
+
+def _check_unused(core: "EngineCore", name: str) -> None:
+    if users := uses_of(core, name):
+        raise fail(f"name: {name!r} is steered by: {users}", "name", name)
 
 
 def status(core: "EngineCore") -> dict[str, Any]:
@@ -48,3 +79,63 @@ def status(core: "EngineCore") -> dict[str, Any]:
             for name, value in counts.items():
                 own[name] += value
     return total
+
+
+def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
+    """Logits `[count, vocabulary]` of rows that were sent as float32.
+
+    Raises:
+        ValueError: readouts are off, or the model has no head that can be asked.
+
+    """
+    from vllm.v1.worker import residual_stream
+
+    _check_enabled(core)
+    ranks = core.model_executor.collective_rpc(
+        residual_stream.decode_rows, args=(rows, count)
+    )
+    return _sent(next(logits for logits in ranks if logits is not None))
+
+
+def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
+    """The unembedding's rows of tokens, `[tokens, hidden_size]`.
+
+    Args:
+        core: the engine core.
+        tokens: ids that the vocabulary has.
+
+    Raises:
+        ValueError: readouts are off, or the weights are not kept as they are.
+
+    """
+    from vllm.v1.worker import residual_stream
+
+    _check_enabled(core)
+    ranks = core.model_executor.collective_rpc(
+        residual_stream.unembedding_rows, args=(tokens,)
+    )
+    # Each rank has the rows of its own tokens, and zeros for the others'.
+    found = [rows for rows in ranks if rows is not None]
+    whole = found[0][0]
+    for rows, own in found[1:]:
+        whole[own] = rows[own]
+    return _sent(whole)
+
+
+def _check_enabled(core: "EngineCore") -> None:
+    if not core.vllm_config.readout_config.enabled:
+        raise ValueError(
+            "this engine reads nothing out; start it with --enable-readouts"
+        )
+
+
+def _sent(tensor: Any) -> dict[str, Any]:
+    """A tensor as the engine core's messages carry it."""
+    import torch
+
+    plain = tensor.contiguous()
+    return {
+        "dtype": str(plain.dtype).removeprefix("torch."),
+        "shape": list(plain.shape),
+        "data": plain.view(torch.uint8).numpy().tobytes(),
+    }

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods of `LLM` and `AsyncLLM` that manage readout modules."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.engine_args import described_file
@@ -46,7 +48,14 @@ def register(
     """
     engine = self.llm_engine
     info = _checked(engine, name, path, _tap(layer, hook), replace)
-    _call(engine.engine_core, "load_readout_module", name, path, info.tap)
+    _call(
+        engine.engine_core,
+        "load_readout_module",
+        name,
+        path,
+        info.tap,
+        info.fingerprint,
+    )
     _put(engine, info)
     return info.describe()
 
@@ -60,8 +69,8 @@ def unregister(self: "LLM", name: str) -> None:
     """
     engine = self.llm_engine
     _known(engine, name)
-    _remove(engine, name)
     _call(engine.engine_core, "unload_readout_module", name)
+    _remove(engine, name)
 
 
 def get(self: "LLM") -> dict[str, Any]:
@@ -81,9 +90,11 @@ async def async_register(
 ) -> dict[str, Any]:
     """As `register`; `kind` may restrict the module to `sae` or `module`."""
     info = _checked(self, name, path, _tap(layer, hook), replace, kind)
-    await self.engine_core.call_utility_async(
-        "load_readout_module", name, path, info.tap
-    )
+    core = self.engine_core
+    with _refused():
+        await core.call_utility_async(
+            "load_readout_module", name, path, info.tap, info.fingerprint
+        )
     _put(self, info)
     return info.describe()
 
@@ -91,8 +102,9 @@ async def async_register(
 async def async_unregister(self: "AsyncLLM", name: str) -> None:
     """As `unregister`."""
     _known(self, name)
+    with _refused():
+        await self.engine_core.call_utility_async("unload_readout_module", name)
     _remove(self, name)
-    await self.engine_core.call_utility_async("unload_readout_module", name)
 
 
 async def async_get(self: "AsyncLLM") -> dict[str, Any]:
@@ -105,6 +117,18 @@ def _call(core: Any, method: str, *args: Any) -> Any:
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """A refusal by the engine core, of which another process gets the text only."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("_readout_module method failed: ")[2]
+        if not text.startswith("name: "):
+            raise
+        raise fail(text.partition(" (parameter=")[0], "name", None) from error
 
 
 def _admission(engine: Any) -> ReadoutAdmission | None:

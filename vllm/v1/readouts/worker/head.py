@@ -97,6 +97,33 @@ class Head:
         found: torch.Tensor | None = self._model.compute_logits(normed)
         return found
 
+    def unembedding(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the unembedding, and which of them this rank has.
+
+        Args:
+            tokens: ids below the vocabulary's size.
+
+        Returns:
+            `[tokens, hidden_size]` in the weights' dtype, zeros where another rank has
+            the row, and booleans `[tokens]`.
+
+        Raises:
+            ValueError: the weights are not kept as they are.
+
+        """
+        weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
+        if weight is None or not weight.dtype.is_floating_point:
+            raise ValueError(
+                "the model keeps no unembedding as rows of floating-point numbers"
+            )
+        shard = getattr(self._model.lm_head, "shard_indices", None)
+        ids = torch.tensor(tokens, device=weight.device)
+        first = shard.org_vocab_start_index if shard is not None else 0
+        end = shard.org_vocab_end_index if shard is not None else len(weight)
+        own = (ids >= first) & (ids < end)
+        rows = weight[torch.where(own, ids - first, 0)]
+        return torch.where(own[:, None], rows, torch.zeros_like(rows)), own
+
 
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
     """The module that has the list of layers, and so also the final norm."""

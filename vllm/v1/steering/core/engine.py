@@ -11,6 +11,7 @@ from vllm.v1.residual.kept_memory import is_on_the_host
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash
 from vllm.v1.steering.core.refusals import refuse
+from vllm.v1.steering.core.saes import missing
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
 from vllm.v1.steering.errors import SteeringChangeError, fail
 from vllm.v1.steering.global_vectors import merged
@@ -175,6 +176,9 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     tiers = tiers_of(request)
     if tiers is None:
         return False
+    if (lacking := missing(tiers, _steering(core).saes)) is not None:
+        refuse(core, request, lacking)
+        return True
     dtype, possible = (
         torch_dtype(core.vllm_config.model_config),
         _steering(core).possible,

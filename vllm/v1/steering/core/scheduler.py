@@ -51,6 +51,8 @@ class SteeringScheduling:
         self.held: HeldChange | None = None
         """A change of them that several engines are about to make together."""
         self.names = NamesLog()
+        self.saes: dict[str, str] = {}
+        """The fingerprints of the SAEs that the workers have, by name."""
         self._step = SteeringStep()
         self._blocked = False
 

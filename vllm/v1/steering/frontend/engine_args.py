@@ -87,7 +87,7 @@ def steering_config(
             `--enable-steering`.
 
     """
-    enabled = args.enable_steering or args.vllm_lens_api
+    enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
     if not enabled:

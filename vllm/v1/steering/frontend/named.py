@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.readouts.modules import ModuleInfo, ProbeModule, load_module
 from vllm.v1.residual.bounds import listed
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.named import NamedProbe
+from vllm.v1.steering.spec.named import NamedProbe, NamedSAE
 
 
 class NamedFiles:
@@ -67,6 +67,32 @@ class NamedFiles:
             if name not in self._probes:
                 self._probes[name] = _loaded(info)
             return self._probes[name]
+
+    def sae(self, name: str, at: str) -> NamedSAE:
+        """An SAE by name.
+
+        Raises:
+            SteeringValidationError: there is none of this name.
+
+        """
+        with self._lock:
+            info = self._infos.get(name)
+            if info is None or info.kind != "sae":
+                saes = [n for n, one in self._infos.items() if one.kind == "sae"]
+                raise fail(
+                    f"{at}: no SAE is named {name!r}; there are {listed(saes)}. Name "
+                    "it with --sae NAME=PATH, or register it",
+                    at,
+                    name,
+                )
+        return NamedSAE(
+            info.fingerprint,
+            info.width,
+            info.size,
+            info.selection,
+            info.tap,
+            info.is_transcoder,
+        )
 
 
 def _loaded(info: ModuleInfo) -> NamedProbe:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
 from vllm.v1.steering.positions import told
@@ -50,7 +51,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "max": manner.high,
         "norm_match": manner.norm_match,
         "positions": told(manner.positions),
-        **_when(manner.when),
+        **_more(manner.when, manner.feature),
     }
 
 
@@ -77,9 +78,13 @@ def _operation(one: Operation) -> dict[str, Any]:
         "max": one.high,
         "norm_match": one.norm_match,
         "positions": told(one.positions),
-        **_when(one.details.when),
+        **_more(one.details.when, one.details.feature),
     }
 
 
-def _when(condition: Condition | None) -> dict[str, Any]:
-    return {} if condition is None else {"when": condition.told()}
+def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:
+    """What only some entries have."""
+    found: dict[str, Any] = {}
+    if feature is not None:
+        found |= feature.told()
+    return found if when is None else {**found, "when": when.told()}

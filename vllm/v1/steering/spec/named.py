@@ -20,6 +20,22 @@ class NamedProbe:
     """The place that it was made for, if it says one."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedSAE:
+    """What an entry must know of an SAE; the weights are the workers'."""
+
+    fingerprint: str
+    """Of its weights."""
+    width: int
+    size: int
+    """Number of features."""
+    selection: str
+    """Which features are active, as `vllm.steering.sae` has it."""
+    tap: Tap | None
+    """The place that it was trained at, if it says one."""
+    is_transcoder: bool
+
+
 class Named(Protocol):
     """The probes and SAEs of a server, by name."""
 
@@ -36,6 +52,10 @@ class Named(Protocol):
         """
         ...
 
+    def sae(self, name: str, at: str) -> NamedSAE:
+        """An SAE; as `probe`."""
+        ...
+
 
 class NoneNamed:
     """A server without any."""
@@ -45,6 +65,14 @@ class NoneNamed:
         raise fail(
             f"{at}: no probe is named {name!r} here; register one with "
             "--readout-modules, or give its vector",
+            at,
+            name,
+        )
+
+    def sae(self, name: str, at: str) -> NamedSAE:
+        """Refuse."""
+        raise fail(
+            f"{at}: no SAE is named {name!r} here; name one with --sae NAME=PATH",
             at,
             name,
         )

@@ -31,6 +31,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
 from vllm.v1.steering.worker.gates import (
     GATES,
     Gate,
@@ -42,6 +43,8 @@ from vllm.v1.steering.worker.gates import (
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
 
+LAST = ("feature", "clamp")
+"""Operations in the order in which they come after all others."""
 FIRST_ROW = 0
 """The offset of instructions with a row for each position, until these are known."""
 
@@ -221,8 +224,14 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 
 
 def _read_by(gate: Gate | None) -> frozenset[Tap]:
-    """Where the probe of a gate reads."""
-    return frozenset() if gate is None else frozenset({gate.condition.tap})
+    """Where the probe of a gate reads that the tokens decide on which it acts."""
+    if gate is None or gate.condition.scope == "prompt":
+        return frozenset()
+    return frozenset({gate.condition.tap})
+
+
+def _is_latched(gate: Gate | None) -> bool:
+    return gate is not None and gate.condition.scope == "rest"
 
 
 class Kept:
@@ -242,8 +251,15 @@ class Bank:
     configuration allows while the engine measures how much there is.
     """
 
-    def __init__(self, width: int, device: torch.device, num_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        num_bytes: int = 0,
+        saes: SAEs | None = None,
+    ) -> None:
         self._width = width
+        self._saes = saes
         self._device = device
         self._kept: WeakValueDictionary[str, Kept] = WeakValueDictionary()
         self._reserved: torch.Tensor | None = torch.empty(
@@ -258,7 +274,7 @@ class Bank:
         vectors = _Vectors(self._width)
         found = {one.digest: self._kept.get(one.digest) for one in operations}
         drafts = {
-            one.digest: _draft(one, vectors)
+            one.digest: self._drafted(one, vectors)
             for one in operations
             if found[one.digest] is None
         }
@@ -266,6 +282,13 @@ class Bank:
         made = {digest: Kept(draft(table)) for digest, draft in drafts.items()}
         self._kept.update(made)
         return [found[one.digest] or made[one.digest] for one in operations]
+
+    def _drafted(self, one: Operation, vectors: _Vectors) -> Draft:
+        if one.details.feature is None:
+            return _draft(one, vectors)
+        assert self._saes is not None, "admission knows the SAEs"
+        made = feature_instruction(one, self._saes)
+        return lambda table: made
 
 
 class Together(NamedTuple):
@@ -287,6 +310,7 @@ class Phase:
         device: torch.device,
         bank: Bank | None = None,
         gates: Sequence[Gate | None] = (),
+        deciding: Sequence[Gate] = (),
     ) -> None:
         """Put it on the device.
 
@@ -298,6 +322,7 @@ class Phase:
             device: of the stream.
             bank: where vectors of operations are; None for one of its own.
             gates: of each operation; empty if none has any.
+            deciding: gates of later tokens that this phase decides.
 
         """
         pairs = zip(operations, gates or [None] * len(operations), strict=True)
@@ -306,8 +331,10 @@ class Phase:
         self.operations = [one for one, _ in here]
         """Numbered from 0."""
         self._gates = [gate for _, gate in here]
+        self._deciding = [one for one in deciding if one.condition.tap in taps]
         self.taps = frozenset(one.tap for one in self.operations).union(
-            *(_read_by(gate) for gate in self._gates)
+            *(_read_by(gate) for gate in self._gates),
+            (gate.condition.tap for gate in self._deciding),
         )
         """Where programs also add what is added."""
         self.device = device
@@ -315,7 +342,8 @@ class Phase:
         self._kept = bank.fetch(self.operations)
         vectors = _Vectors(width)
         probes = {
-            gate: vectors.add(gate.condition.vector) for gate in in_columns(self._gates)
+            gate: vectors.add(gate.condition.vector)
+            for gate in in_columns([*self._gates, *self._deciding])
         }
         sums = {
             tap: _draft_sum(vector, vectors)
@@ -333,6 +361,13 @@ class Phase:
             number for number, one in enumerate(self.operations) if one.num_rows
         )
         """Those with a vector for each position."""
+        self.deciding = tuple(gate.column for gate in self._deciding)
+        """The columns that the last token of a prompt decides for later ones."""
+        held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
+        self.held = tuple(gate.column for gate in held)
+        """The columns in which decisions of earlier tokens count."""
+        self.latched = tuple(gate.column for gate in held if _is_latched(gate))
+        """Those of them that stay open once they are."""
         self.fixed = self._placed(self.taps, frozenset())
         """What tokens go through at which none of the positioned ones acts."""
         self._special: dict[frozenset[int], Programs] = {}
@@ -382,8 +417,14 @@ class Phase:
         ]
         probes = [
             (-1, self._probes[gate])
-            for gate in in_columns(self._gates[number] for number in numbers)
-            if gate.condition.tap == tap
+            for gate in in_columns(
+                [
+                    *(self._gates[number] for number in numbers),
+                    *(gate for gate in self._gates if _is_latched(gate)),
+                    *self._deciding,
+                ]
+            )
+            if gate.condition.tap == tap and self._decides(gate)
         ]
         acting = [
             (number, self._instruction(number))
@@ -397,12 +438,20 @@ class Phase:
         if any(made.c1 for _, made in adds):
             number, first = adds[0]
             adds[0] = number, replace(first, flags=first.flags | Flag.SAVE_NORM)
-        others = [
-            a
-            for a, op in zip(acting, kinds, strict=True)
-            if op not in ("replace", "add")
-        ]
-        return [*probes, *replaces, *adds, *others]
+        others = list(zip(acting, kinds, strict=True))
+        before = [a for a, op in others if op not in ("replace", "add", *LAST)]
+        features = [(self._sae_of(a[0]), a) for a, op in others if op == "feature"]
+        clamps = [a for a, op in others if op == "clamp"]
+        return [*probes, *replaces, *adds, *before, *together(features), *clamps]
+
+    def _sae_of(self, number: int) -> str:
+        use = self.operations[number].details.feature
+        assert use is not None
+        return use.sae
+
+    def _decides(self, gate: Gate) -> bool:
+        """Whether the gate is decided in this phase."""
+        return gate.condition.scope != "prompt" or gate in self._deciding
 
     def _instruction(self, number: int) -> Instruction:
         made, gate = self._kept[number].instruction, self._gates[number]

@@ -25,7 +25,8 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.worker.gates import gated
+from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.gates import Gate, deciding, gated
 from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
 
@@ -59,6 +60,7 @@ class SteeringTables:
         device: torch.device,
         num_tokens: int,
         bank_bytes: int = 0,
+        saes: SAEs | None = None,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
@@ -76,7 +78,7 @@ class SteeringTables:
         """The global vectors."""
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
         """What is done beyond adding vectors, by the same rows."""
-        self.bank = Bank(width, device, bank_bytes)
+        self.bank = Bank(width, device, bank_bytes, saes)
         """The vectors of that."""
         self.phases: dict[int, Phase] = {}
         """Of the rows that do anything beyond that."""
@@ -171,11 +173,17 @@ class SteeringTables:
         sums = total([*ours, *theirs])
         added = {tap: v for tap, v in sums.items() if tap in self._columns}
         pairs = [*gated(shared, ours, 0), *gated(own, theirs, MAX_CONDITIONS)]
-        if not pairs:
+        later: list[Gate] = []
+        if phase == "prefill":
+            later += deciding(gated(shared, [shared.decode], 0))
+            later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
+        if not pairs and not later:
             return Row(added, NO_PHASE)
-        operations, gates = zip(*pairs, strict=True)
+        operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         width, device = self._table.shape[2], self._table.device
-        made = Phase(operations, added, self._columns, width, device, self.bank, gates)
+        made = Phase(
+            operations, added, self._columns, width, device, self.bank, gates, later
+        )
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 
 

@@ -92,6 +92,22 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
                 activation=Activation.RELU,
             ),
         ),
+        **{
+            f"features, {flags!r}": (
+                Instruction(
+                    Kind.LOW_RANK,
+                    rows,
+                    write=writes,
+                    flags=flags,
+                    activation=Activation.JUMPRELU,
+                    bias=bias,
+                    threshold=bias.abs(),
+                    own_c0=4 * bias,
+                    own_c1=bias - 1,
+                ),
+            )
+            for flags in (Flag.NONE, Flag.COSINE, Flag.STANDARD | Flag.ONLY_ACTIVE)
+        },
         "gated": (
             Instruction(Kind.PROBE, u, c3=1.0, gate=1),
             Instruction(Kind.LINEAR, v, c0=3.0, gate=1),
@@ -140,7 +156,11 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
             z = one.c3 * (v + one.c0 - one.c2)
             gates[one.gate] = torch.sigmoid(one.c1 * z) if one.c1 else (z > 0).double()
         else:
-            y = wide(one.read) @ x
+            y, size = wide(one.read) @ x, 1.0
+            if one.flags & Flag.COSINE:
+                size, y = x.norm(), y / x.norm()
+            elif one.flags & Flag.STANDARD:
+                size, y = x.std(), y / (x.std() + 1e-5)
             y = y if one.bias is None else y + wide(one.bias)
             t = 0.0 if one.threshold is None else wide(one.threshold)
             f = {
@@ -150,7 +170,9 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
                 Activation.STEP: (y > t).double(),
                 Activation.CLIP: y.clamp(one.low, one.high),
             }[one.activation]
-            amount = one.c0 + one.c1 * f
+            c0 = one.c0 if one.own_c0 is None else one.c0 + wide(one.own_c0)
+            c1 = one.c1 if one.own_c1 is None else one.c1 + wide(one.own_c1)
+            amount = size * (c0 + c1 * f)
             amount = amount * (f != 0) if one.flags & Flag.ONLY_ACTIVE else amount
             x = x + g * amount @ wide(one.written)
     return x
@@ -207,6 +229,27 @@ def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
         torch.testing.assert_close(gates[1], gates[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
         assert torch.equal((found != stream).any(1), changed), name
+
+
+def test_a_gate_that_was_open_stays_open() -> None:
+    torch.manual_seed(0)
+    tokens, width = 8, 64
+    program = (
+        Instruction(Kind.PROBE, unit(width), flags=Flag.KEEP, c3=1.0, gate=1),
+        Instruction(Kind.LINEAR, unit(width), c0=3.0, gate=1),
+    )
+    index, _kept = index_of(program)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    stream, before = randn(tokens, width), torch.zeros(tokens, 4, device=DEVICE)
+    before[::2] = 1.0
+    gates = [before.clone() for _ in range(2)]
+    every = torch.arange(tokens, device=DEVICE)
+    expected, _ = run(program, stream.clone(), every, gates[0])
+    found = stream.clone()
+    launch_programs(found, found, None, index, rows, gates[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gates[1], gates[0])
+    assert gates[0][::2, 1].all() and not gates[0][1::2, 1].all()
 
 
 def test_what_acts_on_nothing_changes_no_bit() -> None:

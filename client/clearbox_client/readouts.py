@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was read out of rows on the server, as numpy arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from clearbox_client import notebook
+from clearbox_client.payloads import packed_values
+from numpy.typing import NDArray
+
+_FACTS = ("kind", "positions", "taps", "error")
+_INTEGERS = ("token_ids", "features")
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The result of one readout, or what a chunk of a stream brings of it.
+
+    `arrays` have a line per entry of `positions`, and in it one per entry of `taps`
+    where the kind has a result for each (`lens`, `norm`, `rows`); reduced rows have
+    only the latter.
+    """
+
+    kind: str
+    """`probe`, `lens`, `sae`, `norm`, `rows` or `custom`."""
+    positions: list[int]
+    taps: list[tuple[int, str]]
+    """`(layer, hook point)`."""
+    arrays: dict[str, NDArray[Any]]
+    error: str | None = None
+    """What spoiled it, or a part of it."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "Readout":
+        """A result as the server sends it; null becomes NaN."""
+        return cls(
+            kind=told["kind"],
+            positions=list(told["positions"]),
+            taps=[(layer, hook) for layer, hook in told["taps"]],
+            arrays={
+                name: _array(name, value)
+                for name, value in told.items()
+                if name not in _FACTS
+            },
+            error=told.get("error"),
+        )
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.arrays[name]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def _repr_html_(self) -> str:
+        return notebook.readout_of(self)
+
+
+def readouts_of(told: Mapping[str, Any] | None) -> dict[str, Readout]:
+    """All results of one choice."""
+    return {name: Readout.of(one) for name, one in (told or {}).items()}
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, Mapping):
+        return packed_values(value)
+    return np.array(value, np.int64 if name in _INTEGERS else np.float32)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm capture` as it is typed: sources, formats and options, on one engine."""
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.capture_dataset._collecting import ROOT, contents
+from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset.formats import WRITERS
+from vllm.capture_dataset.runners import EngineRunner
+from vllm.entrypoints.cli.capture import run as command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MODEL = ROOT / "examples/demo_model/weights"
+LINES = [
+    {"text": f"Anna went home {'again ' * i}and slept.", "label": i % 2, "key": f"k{i}"}
+    for i in range(9)
+]
+PLAIN = ("--model", str(MODEL), "--layers", "1,4")
+
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(runner: EngineRunner, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
+    """Runs the command; what it says, after its status has been checked."""
+    from vllm.entrypoints.cli.main import main
+
+    def run(*words: Any, status: int = 0) -> str:
+        typed = ["vllm", "capture", *map(str, words)]
+        with mock.patch.object(sys, "argv", typed), pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == status, err[-2000:]
+        return out + err
+
+    with (
+        mock.patch.object(command, "_runner", lambda _args: runner),
+        mock.patch.object(EngineRunner, "close"),
+    ):
+        yield run
+
+
+def jsonl(path: Path, lines: list[Any] = LINES) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def sources(folder: Path) -> dict[str, Path]:
+    import pandas
+    from datasets import Dataset
+
+    frame = pandas.DataFrame(LINES)
+    frame.to_csv(folder / "in.csv", index=False)
+    frame.to_csv(folder / "in.tsv", index=False, sep="\t")
+    frame.to_parquet(folder / "in.parquet")
+    Dataset.from_list(LINES).save_to_disk(folder / "disk")
+    (folder / "in.txt").write_text("\n".join(line["text"] for line in LINES))
+    jsonl(folder / "in.jsonl")
+    names = ("in.jsonl", "in.csv", "in.tsv", "in.parquet", "in.txt", "disk")
+    return {name: folder / name for name in names}
+
+
+def test_every_source_gives_the_same_rows(call: Call, tmp_path: Path) -> None:
+    found = {}
+    for name, source in sources(tmp_path).items():
+        carry = () if name == "in.txt" else ("--carry", "label", "--id", "key")
+        told = call(source, *PLAIN, "--out", tmp_path / "out" / name, *carry)
+        assert "9 prompts" in told
+        data = load_dataset(tmp_path / "out" / name)
+        found[name] = data.layer(4).to_torch()
+        if carry:
+            table = data.samples
+            assert table.column("label").to_pylist() == [i % 2 for i in range(9)]
+            assert table.column("prompt_id").to_pylist()[3] == "k3"
+    assert all(torch.equal(rows, found["in.jsonl"]) for rows in found.values())
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_every_format_is_whole_and_resumes_to_nothing(
+    call: Call, tmp_path: Path, format: str
+) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    words = (source, *PLAIN, "--out", out, "--format", format, "--context-size", 4)
+    call(*words, "--shard-size", "64K")
+    before = contents(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["complete"] and len(manifest["shards"]) > 1
+    assert manifest["counts"]["num_prompts"] == 9
+    assert manifest["facts"]["model"]["weights"] and manifest["about"]["version"]
+    assert "holds a data set already" in call(*words, status=1)
+    call(*words, "--shard-size", "64K", "--resume")
+    assert contents(out) == before
+    said = call(*words, "--shard-size", "64K", "--resume", "--max-tokens", 2, status=1)
+    assert "was begun with max_tokens 1" in said
+
+
+def test_options_choose_prompts_rows_and_types(call: Call, tmp_path: Path) -> None:
+    repeated = [*LINES, LINES[0] | {"text": "Max ran."}]
+    source, out = jsonl(tmp_path / "in.jsonl", repeated), tmp_path / "out"
+    words = [source, "--model", MODEL, "--out", out, "--id", "key", "--layers", "0-2,5"]
+    assert "line 10 repeats the id 'k0'" in call(*words, status=1)
+    words += ["--on-repeated-id", "replace", "--truncate", 5, "--values-dtype"]
+    words += ["float16", "--hook", "pre_attn,post_attn", "--positions", "[0,6]"]
+    call(*words, "--max-tokens", 3, "--compression", "zstd")
+    data = load_dataset(out)
+    assert len(data) == 9 and len(data.taps) == 8
+    assert data.layer(5, "post_attn")[3].shape == (2, 192)
+    assert data.layer(0).to_torch().dtype == torch.float16
+    assert data.samples.column("prompt_id").to_pylist()[-1] == "k0"
+    assert data.columns.column("is_prompt").to_pylist()[:2] == [True, False]
+
+
+def test_chats_and_limits(call: Call, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl")
+    for name, chat in (("plain", ()), ("chat", ("--chat",))):
+        words = (source, *PLAIN, "--out", tmp_path / name, "--limit", 2)
+        call(*words, "--column", "text", "--positions", "last_prompt", *chat)
+    plain, chat_ = (load_dataset(tmp_path / name) for name in ("plain", "chat"))
+    assert len(plain) == len(chat_) == 2
+    longer = [d.columns.column("position").to_pylist()[0] for d in (plain, chat_)]
+    assert longer[0] < longer[1]
+
+
+def test_readouts_are_taken_and_refused(call: Call, tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    spec = 'top={"kind":"lens","top_k":2}'
+    words = (source, *PLAIN, "--out", out)
+    call(*words, "--readout", "norm", "--readout", spec)
+    view = load_dataset(out).layer(4)
+    sizes = np.linalg.norm(view.to_numpy(), axis=1)
+    assert np.allclose(view.readout("norm.norm"), sizes, rtol=1e-4)
+    other = (source, *PLAIN, "--out", tmp_path / "other")
+    for readout, said in (
+        ("probe", "must be a name, or an object with vectors"),
+        ("nothing", "must be one of"),
+        ('x={"kind":"lens","layers":[3]}', "whose rows are not taken"),
+        ('x={"kind":"sae","sae":"gone"}', "no sae 'gone'"),
+    ):
+        assert said in call(*other, "--readout", readout, status=1)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_dry_run_tells_and_writes_nothing(call: Call, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl")
+    told = call(source, *PLAIN, "--dry-run", "--readout", "lens")
+    names = [line.split()[0] for line in told.splitlines() if line]
+    wanted = ["prompts", "tokens", "rows", "bytes", "read", "time"]
+    assert [name for name in names if name in wanted] == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_disk_that_is_full_leaves_what_is_there_and_says_what_to_do(
+    call: Call, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for the disk: writes fail in the system."""
+    source = tmp_path / "in.jsonl"
+    jsonl(
+        source, [{"prompt": [20 + i] * 10} for i in range(9)] + [{"prompt": [9] * 200}]
+    )
+    words = (source, *PLAIN, "--out", tmp_path / "out", "--shard-size", "30K")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 << 10, hard))
+    try:
+        said = call(*words, status=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "could not be written" in said and "--resume" in said
+    data = load_dataset(tmp_path / "out")
+    data.verify()
+    assert 0 < len(data) < 10 and not data.manifest.complete
+    call(*words, "--resume")
+    call(source, *PLAIN, "--out", tmp_path / "whole", "--shard-size", "30K")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_interrupt_leaves_what_is_there(
+    call: Call, tmp_path: Path, runner: EngineRunner
+) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": [20 + i] * 10} for i in range(9)])
+    words = (source, *PLAIN, "--out", tmp_path / "out", "--shard-size", "30K")
+    runs, real = [], EngineRunner.run
+
+    def interrupted(self: Any, *arguments: Any) -> Iterator[Any]:
+        runs.append(0)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        yield from real(self, *arguments)
+
+    with mock.patch.object(EngineRunner, "run", interrupted):
+        said = call(*words, status=command.INTERRUPTED)
+    assert "is readable, go on with --resume" in said
+    assert 0 < len(load_dataset(tmp_path / "out")) < 9
+    call(*words, "--resume")
+    assert len(load_dataset(tmp_path / "out")) == 9
+
+
+def test_a_folder_of_another_model_is_refused(call: Call, tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    call(source, *PLAIN, "--out", out)
+    path = out / "manifest.json"
+    told = json.loads(path.read_text())
+    told["facts"]["model"]["weights"] = "of another"
+    path.write_text(json.dumps(told))
+    said = call(source, *PLAIN, "--out", out, "--resume", status=1)
+    assert "begun with model" in said and "choose another folder" in said

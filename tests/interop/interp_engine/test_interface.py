@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""interp-engine's own protocol, classes and server over an engine here."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("interp_engine", reason="make test-interop")
+
+import torch
+from fastapi.testclient import TestClient
+from interp_engine import api
+from interp_engine.address import Address
+from interp_engine.server.app import create_app
+from interp_engine.server.config import ServerConfig
+from interp_engine.server.schemas import decode_tensor, encode_tensor
+from interp_engine.steer_specs import (
+    AblateSpec,
+    AddSpec,
+    NormScaledAddSpec,
+    OrthogonalDecompSpec,
+    ProjectionCapSpec,
+    SteeringSpec,
+    SwapSpec,
+)
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import llama
+from vllm.interop.interp_engine import types, wire
+from vllm.interop.interp_engine.model import ServedModel
+from vllm.interop.interp_engine.steering import vectors_of
+
+pytestmark = pytest.mark.interop
+
+PROMPT = [5, 70, 300, 41, 9, 18]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[TestClient]:
+    """Its server, whose model is ours."""
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+    app = create_app(
+        ServerConfig(hf_model_id=str(folder)),
+        loader=lambda: ServedModel.load(
+            str(folder), gpu_memory_utilization=0.2, **options
+        ),
+    )
+    with TestClient(app) as opened:
+        while opened.get("/health").json()["status"] == "loading":
+            pass
+        told = opened.get("/health").json()
+        assert told["status"] == "ready", told
+        yield opened
+
+
+def test_the_class_has_all_of_the_protocol() -> None:
+    names = [name for name in vars(api.EngineAPI) if not name.startswith("_")]
+    for name in names:
+        theirs, ours = getattr(api.EngineAPI, name), getattr(ServedModel, name)
+        if inspect.isfunction(theirs):
+            wanted = inspect.signature(theirs).parameters
+            found = inspect.signature(ours).parameters
+            assert list(wanted) == list(found)[: len(wanted)], name
+            for one in wanted.values():
+                assert found[one.name].default == one.default, (name, one)
+                assert found[one.name].kind == one.kind, (name, one)
+
+
+@pytest.mark.parametrize(
+    "name", ["DirectionSet", "LensSpec", "LensStep", "EngineDescription"]
+)
+def test_records_have_the_same_fields(name: str) -> None:
+    theirs = [one.name for one in dataclasses.fields(getattr(api, name))]
+    assert [one.name for one in dataclasses.fields(getattr(types, name))] == theirs
+
+
+def test_its_steering_specs_are_entries_here() -> None:
+    v, w = torch.randn(64), torch.randn(64)
+    spec = SteeringSpec.at(
+        "resid_post.1",
+        AddSpec(v, 2.0),
+        OrthogonalDecompSpec(w, 0.5),
+        AblateSpec(v),
+        SwapSpec(v, w),
+        ProjectionCapSpec(v, max=1.0),
+    )
+    other = SteeringSpec.at("resid_pre.0", NormScaledAddSpec(v, 0.5, normalize=True))
+    vectors = vectors_of([spec, other], 64)
+    ops = [entry.get("op", "add") for entry in vectors["post_block"][1]]
+    assert ops == ["add", "project_out", "project_out", "swap", "clamp"]
+    assert vectors["pre_attn"][0][0]["norm_match"] is True
+
+
+def test_tensors_are_the_same_on_the_wire() -> None:
+    values = torch.randn(2, 5)
+    for dtype in ("float32", "float16", "bfloat16"):
+        theirs = encode_tensor(values, dtype)
+        assert theirs.model_dump() == wire.encode_tensor(values, dtype)
+        assert torch.equal(
+            decode_tensor(theirs), wire.decode_tensor(theirs.model_dump())
+        )
+
+
+def test_its_server_captures_projects_and_reads_lenses(client, reference) -> None:
+    with torch.no_grad():
+        states = reference(torch.tensor([PROMPT]), output_hidden_states=True)
+    rows = states.hidden_states[2][0]
+    body = {"prompt_token_ids": PROMPT, "points": ["resid_post.1"]}
+    answer = client.post("/v1/capture", json=body).json()["activations"]
+    found = wire.decode_tensor(answer[str(Address("resid_post", 1))])
+    torch.testing.assert_close(found, rows, rtol=0, atol=1e-4)
+
+    v = torch.linspace(-1, 1, 64)
+    wanted = {"point": "resid_post.1", "vectors": [v.tolist()]}
+    body = {"prompt_token_ids": PROMPT, "directions": [wanted]}
+    (values,) = client.post("/v1/project", json=body).json()["values"]
+    torch.testing.assert_close(
+        wire.decode_tensor(values)[:, 0], rows @ v, rtol=1e-4, atol=1e-3
+    )
+
+    lens = {"prompt_token_ids": PROMPT, "lenses": [{"layers": [1]}], "stream": False}
+    steps = client.post("/v1/lens", json=lens).json()["steps"]
+    best = reference.lm_head(reference.model.norm(rows)).argmax(-1).tolist()
+    assert [step["lenses"][0]["top_ids"][0][0] for step in steps] == best
+
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 3, "temperature": 0}
+    told = client.post("/v1/generate", json={**body, "stream": False}).json()
+    expected = reference.generate(
+        torch.tensor([PROMPT]), max_new_tokens=3, do_sample=False
+    )
+    assert told["token_ids"] == expected[0, 6:].tolist()
+
+
+def test_its_server_steers(client, reference) -> None:
+    v = torch.linspace(-1, 1, 64)
+    ops = [{"method": "additive", "vector": v.tolist(), "scale": 3.0}]
+    body = {"prompt_token_ids": PROMPT, "points": ["resid_pre.1", "resid_post.0"]}
+    body["steering"] = [{"point": "resid_post", "layers": {"0": ops}}]
+    answer = client.post("/v1/capture", json=body).json()["activations"]
+    with torch.no_grad():
+        states = reference(torch.tensor([PROMPT]), output_hidden_states=True)
+    expected = states.hidden_states[1][0] + 3 * v
+    for rows in answer.values():
+        torch.testing.assert_close(
+            wire.decode_tensor(rows), expected, rtol=0, atol=1e-4
+        )

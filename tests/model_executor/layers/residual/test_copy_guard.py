@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled code writes to a copy of the rows that a layer has, and of no others."""
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._inductor.fx_passes import post_grad
+
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.copy_guard import guard_copies
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.program import Instruction, Kind
+from vllm.model_executor.layers.residual.program_op import Rows, StepPrograms
+
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    with (
+        patch.object(post_grad, "same_meta", post_grad.same_meta),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_copy_of_a_view_is_one_of_its_own_rows(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows the view's base in memory is another tensor's."""
+    width = 32
+    index, rows = torch.tensor([0, 1]), torch.ones(tokens, dtype=torch.int32)
+    gates = torch.zeros(tokens, 4)
+    tap = ResidualTap(index=index, program_rows=rows, gates=gates)
+    program = (Instruction(Kind.LINEAR, torch.randn(1, width), c0=1.0),)
+    steered = torch.arange(0, tokens, 2)
+    at = {index.data_ptr(): [Rows(program, steered)]}
+    monkeypatch.setattr(StepPrograms, "at", at)
+    monkeypatch.setattr(Launch, "taps", frozenset({index.data_ptr()}))
+    weight, given = torch.randn(width, width), torch.randn(3, tokens, width)
+
+    def layer(three: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return tap(three[0] @ weight, three[1].clone())
+
+    guard_copies()
+    guard_copies()  # As another engine of the process does.
+    with torch.no_grad():
+        expected, found = layer(given), torch.compile(layer, fullgraph=True)(given)
+    for eager, compiled in zip(expected, found, strict=True):
+        torch.testing.assert_close(compiled, eager)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of SAEs are set, added to and scaled as hooks in transformers do it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.steering.sae import _layouts
+from tests.v1.steering import _engine, _models
+from tests.v1.steering._engine import generate, logprobs, params, tokens
+from vllm.steering.sae import SparseAutoencoder, encode, load_sae
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPT = [(5 * i + 3) % _models.VOCAB for i in range(41)]
+SIZE = len(PROMPT)
+GENERATED = 6
+FEATURES = 200
+TAP = (1, "post_block")
+NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
+PLACE = {"hook_name": "blocks.1.hook_resid_post"}
+
+
+def write_saes(folder: Path) -> dict[str, str]:
+    parts = _layouts.parts(3, _models.HIDDEN, FEATURES)
+    jump, standard = (
+        _layouts.chosen(parts, *NAMES, *more) for more in (["threshold"], [])
+    )
+    options: dict[str, Any] = {"metadata": PLACE, "d_in": _models.HIDDEN}
+    _layouts.saelens(folder / "jump", jump, architecture="jumprelu", **options)
+    _layouts.saelens(folder / "topk", standard, architecture="topk", k=6, **options)
+    for norm in ("constant_norm_rescale", "layer_norm"):
+        _layouts.saelens(
+            folder / norm,
+            standard,
+            architecture="standard",
+            normalize_activations=norm,
+            **options,
+        )
+    return {path.name: str(path) for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module", params=_models.matrix())
+def steered(
+    request: Any, tmp_path_factory: Any
+) -> Iterator[tuple[Any, _models.Reference, dict[str, SparseAutoencoder]]]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    path = _models.save(request.param, folder / "model")
+    (folder / "saes").mkdir()
+    paths = write_saes(folder / "saes")
+    llm = _engine.engine(
+        path, max_num_batched_tokens=32, max_num_seqs=4, sae=paths, max_steering_ops=12
+    )
+    saes = {name: load_sae(one) for name, one in paths.items()}
+    yield llm, _models.Reference(path), saes
+    llm.llm_engine.engine_core.shutdown()
+
+
+Wanted = dict[int, tuple[str, float, bool]]
+"""By feature: the mode, the value, and whether only where it is active."""
+
+
+def changed(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Tensor:
+    """The difference that the wanted activations make, in float64."""
+    x = x.double()
+    activations = encode(sae, x).double()
+    size = torch.ones(len(x), 1).double()
+    if sae.input_norm == "constant_norm_rescale":
+        size = x.norm(dim=-1, keepdim=True) / sae.d_in**0.5
+    elif sae.input_norm == "layer_norm":
+        size = x.std(dim=-1, keepdim=True)
+    change = torch.zeros_like(x)
+    for feature, (mode, value, only) in wanted.items():
+        a = activations[:, feature]
+        new = {"set": torch.full_like(a, value), "add": a + value, "scale": a * value}
+        amount = new[mode] - a
+        amount = amount * (a != 0) if only else amount
+        change += size * amount[:, None] * sae.w_dec[feature].double()
+    return x + change
+
+
+def entries(name: str, wanted: Wanted) -> dict[str, Any]:
+    layer, hook = TAP
+    made = [
+        {
+            "op": "feature",
+            "sae": name,
+            "feature": feature,
+            "value": value,
+            "mode": mode,
+            "only_if_active": only,
+        }
+        for feature, (mode, value, only) in wanted.items()
+    ]
+    return {hook: {layer: made}}
+
+
+def active(reference: Any, sae: SparseAutoencoder) -> list[int]:
+    """Features that are active at some of the prompt's tokens, and not at others."""
+    found: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        found.append(encode(sae, stream))
+        return stream
+
+    reference.logprobs(PROMPT, {TAP: look})
+    share = (found[0] != 0).double().mean(dim=0)
+    order = (share - 0.5).abs().argsort()
+    return [int(feature) for feature in order[:3]]
+
+
+def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
+    llm, reference, saes = steered
+    cases: list[tuple[str, Wanted]] = []
+    for name, sae in saes.items():
+        if name == "topk":
+            cases.append((name, {7: ("add", 3.0, False)}))
+            continue
+        first, second, third = active(reference, sae)
+        cases += [
+            (name, {first: ("set", 5.0, False)}),
+            (name, {first: ("set", 0.0, False), second: ("add", 3.0, True)}),
+            (name, {third: ("scale", -2.0, False), first: ("set", 4.0, False)}),
+            (name, {second: ("add", 2.0, False), third: ("set", 3.0, True)}),
+        ]
+    sampling = [
+        params(GENERATED, steering_vectors=entries(name, wanted))
+        for name, wanted in cases
+    ]
+    outputs = generate(llm, [PROMPT] * len(cases), sampling)
+    for (name, wanted), output in zip(cases, outputs, strict=True):
+        ids = PROMPT + tokens(output)
+
+        def change(x: torch.Tensor, name: str = name, wanted: Any = wanted) -> Any:
+            several = wanted
+            if len({only for _, _, only in wanted.values()}) == 1:
+                return changed(saes[name], several, x).to(x.dtype)
+            for one in several.items():  # One after another, as they are written.
+                x = changed(saes[name], dict([one]), x).to(x.dtype)
+            return x
+
+        expected = reference.logprobs(ids[:-1], {TAP: change})[SIZE - 1 :]
+        plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
+        largest = expected.abs().max()
+        assert (logprobs(output) - expected).abs().max() / largest < 1e-4, (
+            name,
+            wanted,
+        )
+        assert (plain - expected).abs().max() / largest > 1e-3, (name, wanted)
+
+
+def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(steered: Any) -> None:
+    llm, reference, saes = steered
+    (feature, *_) = active(reference, saes["jump"])
+    wanted: Wanted = {feature: ("set", 4.0, False)}
+    (asked,) = generate(
+        llm, [PROMPT], [params(GENERATED, steering_vectors=entries("jump", wanted))]
+    )
+    told = llm.set_steering(entries("jump", wanted))
+    try:
+        (one,) = told["applied"]
+        assert (one["sae"], one["feature"], one["mode"]) == ("jump", feature, "set")
+        (found,) = generate(llm, [PROMPT], [params(GENERATED)])
+        assert torch.equal(logprobs(found), logprobs(asked))
+        with pytest.raises(ValueError, match="clear them first"):
+            llm.unregister_readout_module("jump")
+    finally:
+        llm.clear_steering()
+
+
+def test_an_sae_is_registered_while_serving(steered: Any, tmp_path: Path) -> None:
+    llm, _, _ = steered
+    parts = _layouts.parts(5, _models.HIDDEN, FEATURES)
+    folder = _layouts.saelens(
+        tmp_path / "later",
+        _layouts.chosen(parts, *NAMES),
+        architecture="standard",
+        metadata=PLACE,
+        d_in=_models.HIDDEN,
+    )
+    asked = params(2, steering_vectors=entries("later", {3: ("set", 4.0, False)}))
+    with pytest.raises(ValueError, match="no SAE is named 'later'"):
+        generate(llm, [PROMPT], [asked])
+    llm.register_readout_module("later", str(folder))
+    (steered_output,) = generate(llm, [PROMPT], [asked])
+    (plain,) = generate(llm, [PROMPT], [params(2)])
+    assert not torch.equal(logprobs(steered_output), logprobs(plain))
+    llm.unregister_readout_module("later")
+    with pytest.raises(ValueError, match="no SAE is named 'later'"):
+        generate(llm, [PROMPT], [asked])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"sae": "unheard"}, "no SAE is named"),
+    ({"sae": 3}, "the name of an SAE"),
+    ({"feature": FEATURES}, "features 0 to 199"),
+    ({"feature": -1}, "features 0 to 199"),
+    ({"feature": True}, "features 0 to 199"),
+    ({"value": float("nan")}, "finite"),
+    ({"value": "much"}, "finite"),
+    ({"mode": "multiply"}, "not one of"),
+    ({"only_if_active": 1}, "true or false"),
+    ({"scale": 2}, "goes with"),
+    ({"sae": "topk"}, "depends on all 200"),
+    ({"sae": "topk", "mode": "add", "only_if_active": True}, "depends on all 200"),
+]
+
+
+def test_bad_features_are_refused_before_anything_is_scheduled(steered: Any) -> None:
+    llm, _, _ = steered
+    good = {"op": "feature", "sae": "jump", "feature": 3, "value": 1.0}
+    for change, said in BAD:
+        spec = {"post_block": {1: {**good, **change}}}
+        with pytest.raises(ValueError, match=said):
+            generate(llm, [PROMPT], [params(1, steering_vectors=spec)])
+    for place in ({"post_block": {2: good}}, {"pre_attn": {1: good}}):
+        with pytest.raises(ValueError, match="was trained at post_block of layer 1"):
+            generate(llm, [PROMPT], [params(1, steering_vectors=place)])

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set that can be collected: what is wanted, checked against the model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from vllm.capture_dataset.manifest import LAYER_CONVENTION
+from vllm.capture_dataset.prompts import Prompt, Tokens
+from vllm.capture_dataset.readouts import ReadoutColumn, columns_of, completed
+from vllm.capture_dataset.runners import Runner
+from vllm.capture_dataset.shards import groups
+from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
+from vllm.capture_dataset.survey import Survey
+from vllm.v1.capture.selectors import POSITION_NAMES, fail
+
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(slots=True)
+class Plan:
+    """A data set that can be collected: everything has been checked."""
+
+    survey: Survey
+    rows: RowsSpec
+    output: OutputSpec
+    model: ModelFacts
+    tokens: Tokens
+    readouts: tuple[ReadoutColumn, ...] = ()
+    modules: dict[str, Any] = field(default_factory=dict)
+    """The probes, translators and SAEs that readouts name."""
+
+    @classmethod
+    def of(
+        cls, survey: Survey, rows: RowsSpec, output: OutputSpec, runner: Runner
+    ) -> "Plan":
+        """Check what is wanted against the model.
+
+        Raises:
+            CaptureValidationError: nothing has been written or run.
+
+        """
+        tokens = Tokens(runner.tokenizer, survey.spec.chat, survey.spec.truncate)
+        model = replace(runner.model, tokenizer=tokens.digest())
+        rows = replace(rows, layers=_layers(rows, model))
+        plan = cls(survey, rows, output, model, tokens)
+        plan._check_lengths()
+        if rows.readouts:
+            plan._take_readouts(runner)
+        return plan
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of stored values."""
+        return self.rows.stored_dtype(self.model.dtype, self.output.format)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the values of one row of one tap."""
+        return self.model.hidden_size * ITEM_SIZES[self.stored_dtype]
+
+    @property
+    def readout_bytes(self) -> int:
+        """Of what is read out for one token."""
+        return sum(column.row_bytes for column in self.readouts if not column.reduced)
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the rows, for the manifest."""
+        source, rows, output = self.survey.spec, self.rows, self.output
+        readouts = {
+            "specs": dict(rows.readouts),
+            "modules": self.modules,
+            "columns": {column.name: column.told() for column in self.readouts},
+        }
+        return {
+            "model": self.model.told(),
+            "source_sha256": self.survey.digest,
+            "column": self.survey.column,
+            "id_column": source.id_column,
+            "on_repeated_id": "replace" if source.replace_repeated else "refuse",
+            "carry": {name: str(kind) for name, kind in self.survey.carried.items()},
+            "chat": source.chat,
+            "limit": source.limit,
+            "truncate": source.truncate,
+            "hooks": list(rows.hooks),
+            "layers": sorted(rows.layers),
+            "layer_convention": LAYER_CONVENTION,
+            "positions": rows.positions,
+            "max_tokens": rows.max_tokens,
+            "values_dtype": self.stored_dtype,
+            "format": output.format,
+            "compression": output.compression,
+            "context_size": output.context_size,
+            "shard_bytes": output.shard_bytes,
+            **({"readouts": readouts} if rows.readouts else {}),
+        }
+
+    def rows_of(self, num_tokens: int) -> int:
+        """Rows of one tap that a prompt has at most."""
+        generated = self.rows.max_tokens - 1
+        counts = {
+            "last_prompt": 1,
+            "all_prompt": num_tokens,
+            "all_generated": generated,
+            "all": num_tokens + generated,
+        }
+        positions = self.rows.positions
+        if isinstance(positions, str) and positions in counts:
+            return counts[positions]
+        if isinstance(positions, list):
+            return len(positions)
+        return num_tokens + generated
+
+    def prompts(self, first_sample: int = 0) -> Iterator[Prompt]:
+        """The prompts from a sample on, as tokens."""
+        return self.tokens.prompts(self.survey.entries(first_sample))
+
+    def shards(self, first_sample: int = 0) -> Iterator[list[Prompt]]:
+        """The prompts of each shard."""
+        token_bytes = self.row_bytes * len(self.rows.taps) + self.readout_bytes
+        max_rows = max(self.output.shard_bytes // token_bytes, 1)
+        return groups(self.prompts(first_sample), self.rows_of, max_rows)
+
+    def _take_readouts(self, runner: Runner) -> None:
+        """Learn from the first prompt which columns readouts make.
+
+        Raises:
+            CaptureValidationError: they cannot be computed, or not be stored.
+
+        """
+        if self.output.format == "saelens":
+            raise fail(
+                "readout: the format saelens has no columns for readouts; choose "
+                "another --format",
+                "readout",
+                sorted(self.rows.readouts),
+            )
+        self.rows = replace(self.rows, readouts=completed(self.rows))
+        first = list(islice(self.prompts(), 1))
+        (item,) = runner.run(first, self.rows, self.tokens)
+        self.readouts = columns_of(item.readouts, self.rows)
+        taken = {column.name for column in self.readouts} & self.survey.carried.keys()
+        if taken:
+            raise fail(
+                f"readout: {min(taken)!r} is a carried column too; choose another "
+                "name for the readout",
+                "readout",
+                min(taken),
+            )
+        named = {str(v) for spec in self.rows.readouts.values() for v in spec.values()}
+        having = runner.readout_modules()
+        self.modules = {name: having[name] for name in sorted(named & having.keys())}
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that the model cannot take, before any is run.
+
+        A token stands for a byte at least, so mostly nothing need be tokenized here.
+        """
+        room = self.model.max_model_len - self.rows.max_tokens
+        survey, positions = self.survey, self.rows.positions
+        truncate = survey.spec.truncate
+        fits = truncate is not None and truncate <= room
+        fits = fits or (not survey.has_chats and survey.longest_bytes + 8 <= room)
+        listed = not (isinstance(positions, str) and positions in POSITION_NAMES)
+        if fits and not listed:
+            return
+        for prompt in self.prompts():
+            count = len(prompt.token_ids)
+            if count > room:
+                raise fail(
+                    f"source: {prompt.entry.where} has {count} tokens; with "
+                    f"--max-tokens {self.rows.max_tokens} the model takes {room}. "
+                    f"Shorten it, or say --truncate {room}",
+                    "source",
+                    count,
+                )
+            last = max(positions) if listed and isinstance(positions, list) else 0
+            if last >= count + self.rows.max_tokens - 1:
+                raise fail(
+                    f"positions: {last} is behind the end of {prompt.entry.where}, "
+                    f"which has {count} tokens; leave it out, or choose a name",
+                    "positions",
+                    positions,
+                )
+
+
+def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
+    """The layers that are wanted, all if none is named.
+
+    Raises:
+        CaptureValidationError: one has not the hook points.
+
+    """
+    layers = rows.layers or tuple(range(model.num_layers))
+    for layer in layers:
+        for hook in rows.hooks:
+            if hook not in model.hook_points.get(layer, ()):
+                raise fail(
+                    f"layers: layer {layer} of this model of {model.num_layers} layers "
+                    f"has no hook point {hook!r}; layer 0 has "
+                    f"{list(model.hook_points.get(0, ()))}",
+                    "layers",
+                    layer,
+                )
+    return layers

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one layer of a data set, read lazily."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from vllm.capture_dataset.readouts import ReadoutColumn
+from vllm.v1.capture.consumers.filesystem.store import Statistics
+
+if TYPE_CHECKING:
+    from vllm.capture_dataset.dataset import CaptureDataset
+
+BLOCK_ROWS = 4096
+"""So many rows are in memory at once while statistics are computed."""
+
+
+class LayerView:
+    """The rows of one tap over all samples: `[sample, position, hidden]`, read lazily.
+
+    `view[i]` is a sample's rows; with `len` that is what `torch.utils.data.DataLoader`
+    wants. `view[i:j]` is padded where samples have different numbers of rows.
+    """
+
+    def __init__(self, dataset: "CaptureDataset", tap: int) -> None:
+        """View a tap of a data set, by its index."""
+        self._dataset = dataset
+        self._tap = tap
+        self._first_rows = np.cumsum([0, *(s.num_rows for s in dataset.shards)])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Samples, the most rows that one has, width."""
+        counts = np.diff(self._dataset._starts)
+        return len(self), int(counts.max(initial=0)), self._width
+
+    @property
+    def _width(self) -> int:
+        width: int = self._dataset.facts["model"]["hidden_size"]
+        return width
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int]) -> torch.Tensor: ...
+    def __getitem__(self, index: int | slice | Sequence[int]) -> torch.Tensor:
+        """A sample's `[position, hidden]`, or several `[sample, position, hidden]`."""
+        if isinstance(index, int):
+            return self._rows(*self._span(index))
+        chosen = range(len(self))[index] if isinstance(index, slice) else index
+        return self.padded(chosen)[0]
+
+    def _span(self, index: int) -> tuple[int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        starts, index = self._dataset._starts, index % len(self)
+        return int(starts[index]), int(starts[index + 1])
+
+    def positions(self, index: int) -> list[int]:
+        """The token positions of a sample's rows."""
+        start, stop = self._span(index)
+        column = self._dataset.columns.column("position")
+        found: list[int] = column.slice(start, stop - start).to_pylist()
+        return found
+
+    def padded(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples side by side.
+
+        Returns:
+            Rows `[sample, position, hidden]`, zero where a sample has fewer, and a mask
+            `[sample, position]` of those that it has.
+
+        """
+        found = [self[int(index)] for index in indices]
+        if not found:
+            return torch.empty(0, 0, self._width), torch.empty(0, 0, dtype=torch.bool)
+        most = max(map(len, found))
+        rows = found[0].new_zeros(len(found), most, self._width)
+        mask = torch.zeros(len(found), most, dtype=torch.bool)
+        for number, one in enumerate(found):
+            rows[number, : len(one)] = one
+            mask[number, : len(one)] = True
+        return rows, mask
+
+    def readout(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+        """What was read out beside all rows `[rows, ...]`, such as `lens.logprobs`.
+
+        A sample's only value, of a readout that reduces, is at its last row; the others
+        are NaN, or 0 in a column of integers.
+
+        Raises:
+            KeyError: there is no such column, or not at this layer and hook point.
+
+        """
+        data = self._dataset
+        column = data.readouts.get(name)
+        if column is None:
+            raise KeyError(f"{name!r} was not read out; {sorted(data.readouts)} were")
+        if column.taps and data.taps[self._tap] not in column.taps:
+            raise KeyError(f"{name!r} was read out at {list(column.taps)} only")
+        parts = [shard.readout(self._tap, column) for shard in data.shards]
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        arrays = [_as_numpy(chunk, column) for chunk in chunks]
+        return np.concatenate(arrays or [np.empty((0, *column.shape), column.dtype)])
+
+    def blocks(self, num_rows: int = BLOCK_ROWS) -> Iterator[torch.Tensor]:
+        """All rows of all samples, at most `num_rows` at a time."""
+        for shard in self._dataset.shards:
+            for first in range(0, shard.num_rows, num_rows):
+                stop = min(first + num_rows, shard.num_rows)
+                yield shard.values(self._tap, first, stop)
+
+    def to_torch(self) -> torch.Tensor:
+        """All rows `[rows, hidden]`; `columns` of the data set tells what they are."""
+        parts = [s.values(self._tap, 0, s.num_rows) for s in self._dataset.shards]
+        return torch.cat(parts) if parts else torch.empty(0, self._width)
+
+    def to_numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """As `to_torch`; bfloat16, which numpy does not have, becomes float32."""
+        rows = self.to_torch()
+        return (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
+
+    def means(self) -> torch.Tensor:
+        """The mean row of each sample `[samples, hidden]`, float32."""
+        starts = self._dataset._starts
+        owner = np.repeat(np.arange(len(self)), np.diff(starts))
+        total = torch.zeros(len(self), self._width, dtype=torch.float64)
+        first = 0
+        for block in self.blocks():
+            index = torch.from_numpy(owner[first : first + len(block)])
+            total.index_add_(0, index, block.double())
+            first += len(block)
+        counts = torch.from_numpy(np.diff(starts)).clamp(min=1)
+        return (total / counts[:, None]).float()
+
+    def statistics(self) -> Statistics:
+        """Over all rows.
+
+        Raises:
+            ValueError: there are none.
+
+        """
+        count, norms, largest = 0, 0.0, 0.0
+        total = torch.zeros(self._width, dtype=torch.float64)
+        squares = torch.zeros_like(total)
+        for block in self.blocks():
+            values = block.double()
+            count += len(values)
+            total += values.sum(dim=0)
+            squares += values.square().sum(dim=0)
+            norms += values.norm(dim=1).sum().item()
+            largest = max(largest, values.abs().max().item())
+        if not count:
+            raise ValueError("the data set has no row yet")
+        mean = total / count
+        std = (squares / count - mean.square()).clamp(min=0).sqrt()
+        return Statistics(count, mean, std, norms / count, largest)
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        shard = int(np.searchsorted(self._first_rows, start, "right")) - 1
+        shard = min(shard, len(self._dataset.shards) - 1)
+        offset = int(self._first_rows[shard])
+        return self._dataset.shards[shard].values(
+            self._tap, start - offset, stop - offset
+        )
+
+
+def _as_numpy(chunk: pa.Array, column: ReadoutColumn) -> np.ndarray[Any, np.dtype[Any]]:
+    """`[rows, *shape]`; what is null becomes NaN or 0."""
+    missing = chunk.is_null().to_numpy(zero_copy_only=False)
+    flat = chunk
+    for _ in column.shape:
+        # Unlike `flatten`, `values` has an entry for null too.
+        start, size = flat.offset * flat.type.list_size, len(flat) * flat.type.list_size
+        flat = flat.values.slice(start, size)
+    found: np.ndarray[Any, np.dtype[Any]] = np.array(
+        flat.fill_null(0).to_numpy(zero_copy_only=False), column.dtype
+    ).reshape(len(chunk), *column.shape)
+    if missing.any():
+        found[missing] = np.nan if found.dtype.kind == "f" else 0
+    return found

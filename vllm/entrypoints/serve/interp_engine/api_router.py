@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""interp-engine's routes under `/v1` and, where names may collide, `/v1/interp-engine`.
+
+They follow the server's key, as all of `/v1` does. A mistake is HTTP 422 with `detail`.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+
+from vllm.entrypoints.serve.interp_engine import schema
+from vllm.entrypoints.serve.interp_engine.answers import (
+    description,
+    finish_of,
+    lens_step,
+    token_step,
+)
+from vllm.interop.interp_engine.model import ServedModel
+from vllm.interop.interp_engine.types import DirectionSet, LensSpec
+from vllm.interop.interp_engine.wire import decode_tensor, encode_tensor
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Answer = dict[str, Any]
+Lines = AsyncIterator[Answer]
+
+
+class _Route(APIRoute):
+    """Answers a value that is refused as interp-engine's server does."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handler = super().get_route_handler()
+
+        async def answered(request: Request) -> Response:
+            try:
+                response: Response = await handler(request)
+            except ValueError as error:
+                status = HTTPStatus.UNPROCESSABLE_ENTITY
+                return JSONResponse({"detail": str(error)}, status_code=status)
+            return response
+
+        return answered
+
+
+router = APIRouter(route_class=_Route)
+
+
+def _model(request: Request) -> ServedModel:
+    """The served model, made when it is first asked for."""
+    state = request.app.state
+    if "interp_engine" not in state._state:
+        state.interp_engine = ServedModel(state.engine_client)
+    model: ServedModel = state.interp_engine
+    return model
+
+
+@router.get("/describe")
+async def describe(request: Request) -> Answer:
+    """What the model can serve."""
+    return description(_model(request))
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: schema.Tokenize) -> Answer:
+    """Token ids of text or of a conversation, and each token's text."""
+    model = _model(request)
+    if body.text is not None:
+        ids = model.to_tokens(body.text, body.prepend_bos)[0].tolist()
+    else:
+        ids = model.tokenizer.apply_chat_template(
+            body.messages,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            **body.template_kwargs,
+        )
+    return {"token_ids": ids, "str_tokens": model.to_str_tokens(ids), "spans": None}
+
+
+@router.post("/serves")
+async def serves(request: Request, body: schema.Serves) -> Answer:
+    """Why points cannot be read; null where they can."""
+    model = _model(request)
+    return {"refusals": {point: model.refuses(point) for point in body.points}}
+
+
+@router.post("/capture")
+async def capture(request: Request, body: schema.Capture) -> Answer:
+    """Rows of a prompt, by address."""
+    found = await _model(request).capture(
+        body.prompt_token_ids,
+        body.points,
+        steering_spec=body.steering,
+        rows=body.rows,
+    )
+    sent = {
+        str(at): encode_tensor(rows, body.output_dtype) for at, rows in found.items()
+    }
+    return {"activations": sent}
+
+
+@router.post("/project")
+async def project(request: Request, body: schema.Project) -> Answer:
+    """Products of a prompt's rows with directions, per set."""
+    directions = [
+        DirectionSet(
+            one.point,
+            decode_tensor(one.vectors),
+            None if one.bias is None else decode_tensor(one.bias),
+            one.nonlinearity,
+        )
+        for one in body.directions
+    ]
+    values = await _model(request).project(
+        body.prompt_token_ids, directions, steering_spec=body.steering
+    )
+    return {"values": [encode_tensor(one, body.output_dtype) for one in values]}
+
+
+@router.post("/unembed_rows")
+async def unembed_rows(request: Request, body: schema.UnembedRows) -> Answer:
+    """Rows of the unembedding."""
+    rows = await _model(request).unembed_rows(body.token_ids)
+    return {"tensor": encode_tensor(rows, body.output_dtype)}
+
+
+@router.post("/decode_residuals")
+async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Answer:
+    """Logits of rows, or the `top_k` largest."""
+    logits = await _model(request).decode_residuals(decode_tensor(body.residuals))
+    if body.top_k is None:
+        return {"tensor": encode_tensor(logits, body.output_dtype)}
+    top = torch.topk(logits, min(body.top_k, logits.shape[-1]), dim=-1)
+    return {"token_ids": top.indices.tolist(), "logits": top.values.tolist()}
+
+
+@router.post("/generate")
+async def generate(request: Request, body: schema.Generate) -> Response:
+    """A generation, as lines of JSON or whole."""
+    model = _model(request)
+    knobs = body.model_dump(
+        include={"temperature", "top_k", "top_p", "presence_penalty"}
+    )
+    steps = model.generate_steps(
+        body.prompt_token_ids,
+        max_tokens=body.max_tokens,
+        stop_at_eos=body.stop_at_eos,
+        n_logprobs=body.n_logprobs,
+        seed=body.seed,
+        steering_spec=body.steering,
+        steer_generated=body.steer_generated,
+        **knobs,
+    )
+    lines = _opened(token_step(step) async for step in steps)
+    first = await anext(lines, None)
+    sampling = model.sampling_settings(**knobs).as_dict()
+    stop = model.tokenizer.eos_token_id
+    if body.stream:
+        start = {"type": "start", "sampling": sampling}
+        return _streamed(
+            start,
+            first,
+            lines,
+            lambda seen: {
+                "type": "done",
+                "finish": finish_of(seen, body.max_tokens, stop),
+                "n_tokens": len(seen),
+            },
+        )
+    seen = await _all(first, lines)
+    return JSONResponse(
+        {
+            "text": "".join(one["token_str"] for one in seen),
+            "token_ids": [one["token_id"] for one in seen],
+            "steps": _untyped(seen),
+            "sampling": sampling,
+            "finish": finish_of(seen, body.max_tokens, stop),
+        }
+    )
+
+
+@router.post("/lens")
+async def lens(request: Request, body: schema.Lenses) -> Response:
+    """Lenses at every position, as lines of JSON or whole."""
+    model = _model(request)
+    steps = model.generate_with_lens(
+        body.prompt_token_ids,
+        [LensSpec(one.layers, one.jacobian) for one in body.lenses],
+        point=body.point,
+        top_n=body.top_n,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        seed=body.seed,
+        skip_before=body.skip_before,
+        stream_reduce=body.stream_reduce,
+        stream_index=body.stream_index,
+        steering_spec=body.steering,
+    )
+    lines = _opened(lens_step(model, step) async for step in steps)
+    first = await anext(lines, None)
+    if body.stream:
+        start = {"type": "start", "jacobian_layers": model.jacobians.get("default", [])}
+        return _streamed(
+            start, first, lines, lambda seen: {"type": "done", "n_steps": len(seen)}
+        )
+    return JSONResponse({"steps": _untyped(await _all(first, lines))})
+
+
+async def _opened(lines: Any) -> Lines:
+    """The same lines; the engine's request ends with them."""
+    async with aclosing(lines):
+        async for line in lines:
+            yield line
+
+
+async def _all(first: Answer | None, lines: Lines) -> list[Answer]:
+    begun = [] if first is None else [first]
+    return begun + [line async for line in lines]
+
+
+def _untyped(lines: list[Answer]) -> list[Answer]:
+    return [{k: v for k, v in line.items() if k != "type"} for line in lines]
+
+
+def _streamed(
+    start: Answer,
+    first: Answer | None,
+    lines: Lines,
+    done: Callable[[list[Answer]], Answer],
+) -> StreamingResponse:
+    """Lines of JSON: the first tells what holds for all, the last how it ended."""
+
+    async def written() -> AsyncIterator[str]:
+        seen: list[Answer] = []
+        yield json.dumps(start) + "\n"
+        try:
+            if first is not None:
+                seen.append(first)
+                yield json.dumps(first) + "\n"
+            async for line in lines:
+                seen.append(line)
+                yield json.dumps(line) + "\n"
+            yield json.dumps(done(seen)) + "\n"
+        except Exception as error:
+            logger.exception("A stream of interp-engine's routes failed")
+            told = {"type": "error", "detail": f"{type(error).__name__}: {error}"}
+            yield json.dumps(told) + "\n"
+
+    return StreamingResponse(written(), media_type="application/x-ndjson")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model providers of Inspect AI: `clearbox/MODEL` and `vllm-lens/MODEL`."""

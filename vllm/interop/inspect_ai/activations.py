@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of a response as `ModelOutput.metadata` has them.
+
+They are there for scorers and never in a log: Inspect writes null for values of
+classes that it does not know.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm.interop.vllm_lens import tensors
+from vllm.interop.vllm_lens.responses import RESIDUAL_STREAM
+
+KINDS = {
+    "pre_attn": "resid_pre",
+    "post_attn": "resid_mid",
+    "post_block": "resid_post",
+    "attn_out": "attn_out",
+    "mlp_out": "mlp_out",
+    "q": "q",
+    "k": "k",
+    "v": "v",
+    "z": "z",
+}
+"""Our hook points by the kinds that TransformerLens' providers name."""
+
+
+class TensorPayload(Mapping[str, Any]):
+    """A tensor as `{"data": base64, "dtype", "shape"}`, encoded when it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        """`[tokens, width]`, in the model's dtype."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "data":
+            plain = self.tensor.contiguous().view(torch.uint8)
+            return base64.b64encode(plain.numpy().tobytes()).decode()
+        if name == "dtype":
+            return str(self.tensor.dtype).removeprefix("torch.")
+        if name == "shape":
+            return list(self.tensor.shape)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("data", "dtype", "shape"))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def activations_of(
+    response: Mapping[str, Any], layers: Sequence[int] | None
+) -> dict[str, Any]:
+    """The activations of a response's JSON.
+
+    Args:
+        response: with `activations` or rows in `capture_results`, or neither.
+        layers: which layers `output_residual_stream` named, ascending; None is all.
+
+    Returns:
+        `residual_stream` `[layers, tokens, hidden_size]` where there is one, and
+        `"<layer>:<kind>"` -> `TensorPayload`.
+
+    """
+    found: dict[str, Any] = {}
+    for name, raw in (response.get("activations") or {}).items():
+        stack = tensors.decode(raw)
+        found[name] = stack
+        if name == RESIDUAL_STREAM:
+            numbers = range(len(stack)) if layers is None else layers
+            for layer, rows in zip(numbers, stack):
+                found[f"{layer}:resid_post"] = TensorPayload(rows)
+    for result in (response.get("capture_results") or {}).values():
+        for entry in _entries(result.get("payload")):
+            kind = KINDS.get(entry["hook"], entry["hook"])
+            found.setdefault(f"{entry['layer']}:{kind}", TensorPayload(_rows(entry)))
+    return found
+
+
+def without_rows(capture_results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results by instance, without payloads that are rows."""
+    return {
+        name: {
+            key: value
+            for key, value in result.items()
+            if key != "payload" or not _entries(value)
+        }
+        for name, result in capture_results.items()
+    }
+
+
+def _entries(payload: Any) -> list[dict[str, Any]]:
+    if not isinstance(payload, list):
+        return []
+    return [one for one in payload if isinstance(one, dict) and "data" in one]
+
+
+def _rows(entry: Mapping[str, Any]) -> torch.Tensor:
+    return tensors.decode(
+        {
+            "data": entry["data"],
+            "original_dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "compression": entry.get("encoding"),
+        }
+    )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The providers, over Inspect's own one for vLLM."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
+from inspect_ai.model._model_call import ModelCall
+from inspect_ai.model._providers.vllm import VLLMAPI
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from vllm.interop.inspect_ai.activations import activations_of, without_rows
+from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
+
+CLIENT_SECONDS = 3600.0
+"""How long a request may take, unless `client_timeout` says otherwise."""
+
+TAKEN = ("activations", "hook_results", "prompt_token_ids", "capture_results")
+"""Fields of a response that go to the output's metadata and not to the log."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """What one call of `generate` sends and takes beside what Inspect logs."""
+
+    body: dict[str, Any] = field(default_factory=dict)
+    layers: list[int] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+_CALL: ContextVar[_Call] = ContextVar("clearbox_call")
+
+
+class LensAPI(VLLMAPI):
+    """`vllm-lens/MODEL`: starts, or connects to, a server with `--vllm-lens-api`.
+
+    `GenerateConfig.extra_body["extra_args"]` has vllm-lens' keys; other keys of
+    `extra_body` are fields of the request, such as `capture` and `readouts`.
+    """
+
+    server_defaults: ClassVar[dict[str, Any]] = {"vllm_lens_api": True}
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        port: int | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 (as Inspect's own)
+        client_timeout: float | None = CLIENT_SECONDS,
+        **server_args: Any,
+    ) -> None:
+        """As Inspect's provider `vllm`; `server_args` are options of `vllm serve`."""
+        super().__init__(
+            model_name,
+            base_url=base_url,
+            port=port,
+            api_key=api_key,
+            config=config,
+            client_timeout=client_timeout,
+            **{**self.server_defaults, **server_args},
+        )
+
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        """Generate; the output's metadata has what the response has beside text."""
+        call = _Call()
+        token = _CALL.set(call)
+        try:
+            answer = await super().generate(input, tools, tool_choice, config)
+        finally:
+            _CALL.reset(token)
+        output = answer[0] if isinstance(answer, tuple) else answer
+        if isinstance(output, ModelOutput):
+            output.metadata = {**(output.metadata or {}), **call.metadata}
+        return answer
+
+    def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
+        """The request as a log has it; what it leaves out is sent all the same."""
+        params: dict[str, Any] = super().completion_params(config, tools)
+        extra = params.get("extra_body") or {}
+        call = _CALL.get()
+        call.body, call.layers = body_of(extra), layers_of(extra)
+        params["extra_body"] = shown(call.body)
+        if (name := lora_name(extra)) is not None:
+            params["model"] = name
+        return params
+
+    async def _generate_completion(
+        self, request: dict[str, Any], config: GenerateConfig
+    ) -> Any:
+        call = _CALL.get()
+        sent = {**request, "extra_body": call.body}
+        completion = await super()._generate_completion(sent, config)
+        call.metadata = _taken(completion, call.layers)
+        return completion
+
+
+class ClearboxAPI(LensAPI):
+    """`clearbox/MODEL`: the same, with rows in responses and readouts.
+
+    `extra_body` has `capture`, `steering_vectors`, `readouts` and the like, besides
+    what `vllm-lens/MODEL` takes.
+    """
+
+    server_defaults: ClassVar[dict[str, Any]] = {
+        "vllm_lens_api": True,
+        "enable_readouts": True,
+        "capture_consumers": "inline",
+    }
+
+
+def _taken(completion: Any, layers: list[int] | None) -> dict[str, Any]:
+    """What goes to the metadata; it is taken out of the completion."""
+    extra = completion.__pydantic_extra__ or {}
+    response = {name: extra.pop(name) for name in TAKEN if name in extra}
+    found: dict[str, Any] = {}
+    if activations := activations_of(response, layers):
+        found["activations"] = activations
+    if (results := response.get("capture_results")) is not None:
+        found["capture_results"] = without_rows(results)
+    for name in ("hook_results", "prompt_token_ids"):
+        if response.get(name) is not None:
+            found[name] = response[name]
+    for name in ("readouts", "steering"):
+        if extra.get(name) is not None:
+            found[name] = extra[name]
+    token_ids = [
+        (choice.__pydantic_extra__ or {}).pop("token_ids", None)
+        for choice in completion.choices
+    ]
+    if any(ids is not None for ids in token_ids):
+        found["token_ids"] = token_ids[0] if len(token_ids) == 1 else token_ids
+    return found

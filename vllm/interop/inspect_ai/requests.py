@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From `GenerateConfig.extra_body` to the body of a request."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ARGS = "extra_args"
+SHOWN = 60
+"""Characters of a value that a log may have."""
+
+
+def body_of(extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that travel: `extra_args` become `vllm_xargs`, tensors become JSON.
+
+    `return_token_ids` is always on. A `lora_request` is not among them: its name is
+    the request's model, see `lora_name`.
+    """
+    body = {k: v for k, v in extra_body.items() if k not in (ARGS, "lora_request")}
+    args = {**(body.pop("vllm_xargs", None) or {}), **(extra_body.get(ARGS) or {})}
+    if args:
+        body["vllm_xargs"] = {name: _text(value) for name, value in args.items()}
+    body = {name: plain(value) for name, value in body.items()}
+    return {**body, "return_token_ids": True}
+
+
+def lora_name(extra_body: Mapping[str, Any]) -> str | None:
+    """The adapter that a request names, which a server knows as a model."""
+    given = extra_body.get("lora_request")
+    name = given.get("lora_name") if isinstance(given, Mapping) else None
+    return None if name is None else str(name)
+
+
+def layers_of(extra_body: Mapping[str, Any]) -> list[int] | None:
+    """Which layers `output_residual_stream` names, ascending; None is all."""
+    wanted = None
+    for name in ("vllm_xargs", ARGS):
+        wanted = (extra_body.get(name) or {}).get("output_residual_stream", wanted)
+    if isinstance(wanted, str):
+        try:
+            wanted = json.loads(wanted)
+        except ValueError:
+            return None  # the server says what is wrong with it
+    return sorted(set(wanted)) if isinstance(wanted, list) else None
+
+
+def shown(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body as a log has it: long lists and texts are named by their size."""
+    return {name: _short(value) for name, value in body.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; tensors and arrays become lists."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if hasattr(value, "model_dump"):  # a SteeringVector, ours or vllm-lens' own
+        return plain(value.model_dump())
+    if hasattr(value, "tolist"):  # an array or a tensor
+        return value.tolist()
+    return value
+
+
+def _text(value: Any) -> Any:
+    """`vllm_xargs` has texts, numbers and lists of these: the rest is JSON text."""
+    value = plain(value)
+    return json.dumps(value) if isinstance(value, (bool, list, dict)) else value
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return value if len(str(value)) <= SHOWN else f"<list of {len(value)}>"
+    if isinstance(value, str) and len(value) > SHOWN:
+        return f"<text of {len(value)} characters>"
+    return value

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a served model is and can serve: no forward pass is needed for it."""
+
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.interop.interp_engine.types import (
+    NAMES,
+    EngineDescription,
+    SamplingSettings,
+    tap_of,
+)
+
+
+class ModelFacts:
+    """Properties of a model, its tokenizer, and its hook points.
+
+    Args:
+        config: the engine's.
+        tokenizer: a Hugging Face tokenizer.
+
+    """
+
+    def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+
+    @property
+    def hf_model_id(self) -> str:
+        """The model's name or path."""
+        return str(self.config.model_config.model)
+
+    @property
+    def n_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config.model_config.get_total_num_hidden_layers())
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.model_config.get_hidden_size())
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of the whole model."""
+        return int(self.config.model_config.model_arch_config.total_num_attention_heads)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key and value heads of the whole model."""
+        return int(self.config.model_config.get_total_num_kv_heads())
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return int(self.config.model_config.get_head_size())
+
+    @property
+    def default_prepend_bos(self) -> bool:
+        """Whether `to_tokens` begins with BOS unless told otherwise."""
+        return self.tokenizer.bos_token_id is not None
+
+    @property
+    def tokenizer_prepends_bos(self) -> bool:
+        """Whether the tokenizer itself puts BOS in front."""
+        ids = self.tokenizer("a")["input_ids"]
+        return bool(ids) and ids[0] == self.tokenizer.bos_token_id
+
+    def to_tokens(self, text: str, prepend_bos: bool | None = None) -> torch.Tensor:
+        """Token ids `[1, tokens]`, int64."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        wanted = self.default_prepend_bos if prepend_bos is None else prepend_bos
+        if wanted and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id, *ids]
+        return torch.tensor([ids], dtype=torch.int64)
+
+    def to_str_tokens(self, tokens: Any) -> list[str]:
+        """Each token's text."""
+        ids = torch.as_tensor(tokens).flatten().tolist()
+        return [self.tokenizer.decode([one]) for one in ids]
+
+    def describe(self) -> EngineDescription:
+        """What can be served, without a forward pass."""
+        points = self.config.capture_config.hook_points or {}
+        names = sorted(
+            {NAMES.get(name, name) for own in points.values() for name in own}
+        )
+        return EngineDescription(
+            backend="clearbox",
+            hf_model_id=self.hf_model_id,
+            n_layers=self.n_layers,
+            d_model=self.d_model,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            hooks_available=True,
+            graph_replay=False,
+            static_points=[],
+            static_writes=[],
+            capture_points=names,
+            residual_readable="resid_post" in names,
+            attention=False,
+        )
+
+    def refuses(self, point: Any, layer: int | None = None) -> str | None:
+        """Why a point cannot be read; None if it can."""
+        try:
+            at, hook = tap_of(point, layer)
+        except ValueError as error:
+            return str(error)
+        points = self.config.capture_config.hook_points or {}
+        if at not in points:
+            return f"the model has the layers 0 to {self.n_layers - 1}, not {at}"
+        if hook not in points[at]:
+            return f"layer {at} has {sorted(points[at])}, not {hook}"
+        return None
+
+    def serves(self, point: Any, layer: int | None = None) -> bool:
+        """Whether a point can be read."""
+        return self.refuses(point, layer) is None
+
+    def sampling_settings(
+        self,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        presence_penalty: float | None = None,
+    ) -> SamplingSettings:
+        """Each knob as given, else as the checkpoint recommends, else neutral."""
+        recommended = self.config.model_config.get_diff_sampling_param()
+        k = top_k if top_k is not None else recommended.get("top_k")
+        p = top_p if top_p is not None else recommended.get("top_p")
+        heat = (
+            temperature if temperature is not None else recommended.get("temperature")
+        )
+        return SamplingSettings(
+            temperature=1.0 if heat is None else float(heat),
+            top_k=None if k is None or int(k) < 1 else int(k),
+            top_p=None if p is None else float(p),
+            presence_penalty=float(presence_penalty or 0.0),
+        )

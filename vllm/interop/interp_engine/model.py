@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""interp-engine's `EngineAPI` over an `AsyncLLM`."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+
+from vllm.inputs import TokensPrompt
+from vllm.interop.head import received
+from vllm.interop.interp_engine.facts import ModelFacts
+from vllm.interop.interp_engine.lens import read_lenses
+from vllm.interop.interp_engine.reading import readable_tap
+from vllm.interop.interp_engine.steering import vectors_of
+from vllm.interop.interp_engine.types import (
+    GenStep,
+    LensStep,
+    address_of,
+    tap_of,
+)
+from vllm.interop.interp_engine.wire import decode_tensor
+from vllm.interop.prompt_rows import capture_spec, rows_of
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+ENGINE: dict[str, Any] = {"interp_engine_api": True}
+"""What the engine must be started with, as `AsyncEngineArgs` takes it."""
+
+DIRECTIONS_AT_ONCE = 4096
+"""Vectors that one readout may have."""
+
+
+class ServedModel(ModelFacts):
+    """A model that an engine serves, with the methods that interp-engine's have.
+
+    Args:
+        engine: started with `interp_engine_api=True`, or with the consumer `inline`,
+            `enable_steering` and `enable_readouts`.
+
+    Raises:
+        ValueError: if the engine lacks what the methods need.
+
+    """
+
+    def __init__(self, engine: "AsyncLLM") -> None:
+        config = engine.vllm_config
+        consumers = [entry.instance_name for entry in config.capture_config.consumers]
+        ready = config.steering_config.enabled and config.readout_config.enabled
+        if "inline" not in consumers or not ready:
+            raise ValueError(
+                "the engine cannot return rows, steer and read out: start it with "
+                "--interp-engine-api (interp_engine_api=True)"
+            )
+        super().__init__(config, engine.get_tokenizer())
+        self.engine = engine
+        self.jacobians: dict[str, list[int]] = {}
+        """Layers by name of a set that `set_lens_jacobians` has installed."""
+
+    @classmethod
+    def load(cls, model: str, **options: Any) -> "ServedModel":
+        """Start an engine; options are those of `AsyncEngineArgs`."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(model=model, **ENGINE | options)
+        return cls(AsyncLLM.from_engine_args(args))
+
+    async def capture(
+        self,
+        prompt_token_ids: Sequence[int],
+        points: Sequence[Any],
+        *,
+        steering_spec: Any = None,
+        detach: bool = True,
+        rows: Sequence[int] | None = None,
+    ) -> dict[Any, torch.Tensor]:
+        """Rows of a prompt: `[tokens, width]` by address, in the model's dtype.
+
+        With steering, those behind it. `rows` names prompt positions.
+
+        Raises:
+            ValueError: names what cannot be carried out.
+
+        """
+        if not detach:
+            raise ValueError("detach=False: an engine keeps no gradients; leave it out")
+        vectors = vectors_of(steering_spec, self.d_model)
+        taps = {address_of(p, tap_of(p)): self._tap(p, vectors) for p in points}
+        positions: Any = "all_prompt"
+        wanted = None
+        if rows is not None:
+            wanted = [self._position(row, len(prompt_token_ids)) for row in rows]
+            positions = sorted(set(wanted))
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            capture=capture_spec(sorted(set(taps.values())), positions),
+            steering_vectors=vectors,
+        )
+        found = rows_of(await self._last(prompt_token_ids, params))
+        if wanted is not None:
+            order = [positions.index(position) for position in wanted]
+            found = {tap: values[order] for tap, values in found.items()}  # type: ignore[assignment]
+        return {address: found[tap] for address, tap in taps.items()}
+
+    async def project(
+        self,
+        prompt_token_ids: Sequence[int],
+        directions: Sequence[Any],
+        *,
+        steering_spec: Any = None,
+    ) -> list[torch.Tensor]:
+        """Products of a prompt's rows with directions, `[tokens, k]` float32 per set.
+
+        They are computed where the rows are.
+
+        Raises:
+            ValueError: names what cannot be carried out.
+
+        """
+        vectors = vectors_of(steering_spec, self.d_model)
+        readouts: dict[str, Any] = {}
+        for number, one in enumerate(directions):
+            readouts |= self._probes(number, one, vectors)
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            readouts=readouts,
+            steering_vectors=vectors,
+        )
+        output = await self._last(prompt_token_ids, params)
+        results = output.outputs[0].readouts or {}
+        values: list[list[torch.Tensor]] = [[] for _ in directions]
+        for name in readouts:
+            result = results[name]
+            if result.error is not None:
+                raise RuntimeError(f"directions {name}: {result.error}")
+            number = int(name.partition(".")[0])
+            values[number].append(torch.from_numpy(result["values"]))
+        return [torch.cat(parts, dim=1) for parts in values]
+
+    def _probes(self, number: int, one: Any, vectors: Any) -> dict[str, Any]:
+        """The readouts of one set of directions, by `<set>.<first row>`."""
+        matrix = decode_tensor(one.vectors)
+        if matrix.dim() != 2:
+            raise ValueError(
+                f"directions {number}: vectors must be [k, {self.d_model}], not "
+                f"{list(matrix.shape)}"
+            )
+        if one.nonlinearity not in ("none", "relu"):
+            raise ValueError(
+                f"directions {number}: nonlinearity={one.nonlinearity!r}; use 'none' "
+                "or 'relu', or register a probe with jumprelu"
+            )
+        bias = torch.zeros(len(matrix)) if one.bias is None else decode_tensor(one.bias)
+        layer, hook = self._tap(one.point, vectors)
+        common = {"kind": "probe", "layer": layer, "hook": hook}
+        common |= {"positions": "all_prompt", "activation": one.nonlinearity}
+        return {
+            f"{number}.{first}": {
+                **common,
+                "vectors": matrix[first : first + DIRECTIONS_AT_ONCE].tolist(),
+                "bias": bias[first : first + DIRECTIONS_AT_ONCE].tolist(),
+            }
+            for first in range(0, len(matrix), DIRECTIONS_AT_ONCE)
+        }
+
+    async def unembed_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The unembedding's rows of tokens, `[tokens, d_model]`, in its own dtype.
+
+        Raises:
+            ValueError: the model keeps none, or a token is not in the vocabulary.
+
+        """
+        tokens = [int(one) for one in token_ids]
+        size = self.config.model_config.get_vocab_size()
+        for token in tokens:
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"token {token} is outside of the vocabulary of {size}"
+                )
+        return await self._asked("unembedding_rows", tokens)
+
+    async def decode_residuals(
+        self, residuals: torch.Tensor, *, detach: bool = True
+    ) -> torch.Tensor:
+        """Logits `[rows, vocabulary]` of rows `[rows, d_model]`, float32.
+
+        By the model's own final norm and head.
+
+        Raises:
+            ValueError: of another shape, or the model has no such head.
+
+        """
+        if not detach:
+            raise ValueError("detach=False: an engine keeps no gradients; leave it out")
+        rows = decode_tensor(residuals)
+        if rows.dim() != 2 or rows.shape[1] != self.d_model:
+            raise ValueError(
+                f"residuals must be [rows, {self.d_model}], not {list(rows.shape)}"
+            )
+        sent = rows.contiguous().numpy().tobytes()
+        return await self._asked("decoded_rows", sent, len(rows))
+
+    async def set_lens_jacobians(
+        self, jacobians: Mapping[int, torch.Tensor] | None, *, name: str = "default"
+    ) -> int:
+        """Install a map `[d_model, d_model]` per layer; None removes the set.
+
+        Returns:
+            The bytes that a rank holds.
+
+        """
+        module = jacobian_module(name)
+        if jacobians is None:
+            if self.jacobians.pop(name, None) is not None:
+                await self.engine.unregister_readout_module(module)
+            return 0
+        from vllm.v1.readouts.modules import save_translator
+
+        maps = {int(layer): one.float().cpu() for layer, one in jacobians.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "jacobians.safetensors"
+            await asyncio.to_thread(save_translator, path, maps)
+            await self.engine.register_readout_module(module, str(path), replace=True)
+        self.jacobians[name] = sorted(maps)
+        return sum(one.nbytes for one in maps.values())
+
+    async def generate_with_lens(
+        self,
+        prompt_token_ids: Sequence[int],
+        lenses: Sequence[Any],
+        *,
+        point: str = "resid_post",
+        top_n: int = 10,
+        max_tokens: int = 0,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        word_mask: torch.Tensor | None = None,
+        skip_before: int = 0,
+        stream_reduce: str = "none",
+        stream_index: int | None = None,
+        jacobians: Mapping[int, torch.Tensor] | None = None,
+        softcap: float | None = None,
+        steering_spec: Any = None,
+    ) -> AsyncIterator[LensStep]:
+        """Read lenses at every position of a prompt and of what is generated.
+
+        `softcap` is the model's own here, whatever is given.
+
+        Raises:
+            ValueError: names the argument that cannot be carried out.
+
+        """
+        del softcap
+        if word_mask is not None:
+            raise ValueError(
+                "word_mask: all tokens are ranked here; ask for a larger top_n and "
+                "leave out what is no word"
+            )
+        if stream_reduce != "none" or stream_index is not None:
+            raise ValueError("stream_reduce, stream_index: models here have one stream")
+        if jacobians is not None:
+            raise ValueError(
+                "jacobians: install them once with set_lens_jacobians, and name the "
+                "set in LensSpec.jacobian_set"
+            )
+        vectors = vectors_of(steering_spec, self.d_model)
+        params = SamplingParams(
+            # A row exists for what is fed back: one token more than is wanted.
+            max_tokens=max_tokens + 1,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=True,
+            detokenize=False,
+            steering_vectors=vectors,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        async for step in read_lenses(
+            self, list(prompt_token_ids), lenses, point, top_n, skip_before, params
+        ):
+            yield step
+
+    async def generate_steps(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 64,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        presence_penalty: float | None = None,
+        stop_at_eos: bool = True,
+        n_logprobs: int = 0,
+        seed: int | None = None,
+        steering_spec: Any = None,
+        steer_generated: bool = True,
+    ) -> AsyncIterator[GenStep]:
+        """One step per generated token, the stop token included.
+
+        `steer_generated=False` steers the prompt only.
+        """
+        settings = self.sampling_settings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            presence_penalty=presence_penalty,
+        )
+        vectors = vectors_of(steering_spec, self.d_model)
+        tier = "steering_vectors" if steer_generated else "prefill_steering_vectors"
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=settings.temperature,
+            top_k=-1 if settings.top_k is None else settings.top_k,
+            top_p=1.0 if settings.top_p is None else settings.top_p,
+            presence_penalty=settings.presence_penalty,
+            seed=seed,
+            ignore_eos=not stop_at_eos,
+            logprobs=n_logprobs or None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            **{tier: vectors},  # type: ignore[arg-type]
+        )
+        async for output in self._outputs(prompt_token_ids, params):
+            part = output.outputs[0]
+            listed = part.logprobs or [None] * len(part.token_ids)
+            for token, choices in zip(part.token_ids, listed):
+                text = self.tokenizer.decode([token])
+                yield GenStep(token, text, None, _ranked(choices, n_logprobs))
+
+    async def warmup(self) -> None:
+        """An engine is warm once it is started."""
+
+    async def shutdown(self) -> None:
+        """Stop the engine."""
+        self.engine.shutdown()
+
+    async def _asked(self, method: str, *arguments: Any) -> torch.Tensor:
+        """A tensor from the engine core."""
+        core = self.engine.engine_core
+        try:
+            answer = await core.call_utility_async(method, *arguments)
+        except Exception as error:
+            # What a core's method raises comes as its text.
+            if type(error) is Exception:
+                raise ValueError(str(error)) from error
+            raise
+        return received(answer)
+
+    def _tap(self, point: Any, vectors: Any) -> tuple[int, str]:
+        if (refusal := self.refuses(point)) is not None:
+            raise ValueError(refusal)
+        return readable_tap(tap_of(point), vectors, self.n_layers)
+
+    def _position(self, row: int, count: int) -> int:
+        if not -count <= row < count:
+            raise ValueError(f"rows: {row} is outside of the prompt's {count} tokens")
+        return row % count
+
+    def _outputs(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncIterator["RequestOutput"]:
+        ids = [int(one) for one in prompt_token_ids]
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        return self.engine.generate(prompt, params, f"interp-{uuid4().hex}")
+
+    async def _last(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> "RequestOutput":
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        last = None
+        async for output in self._outputs(prompt_token_ids, params):
+            last = output
+        assert last is not None, "an engine gives at least one output"
+        return last
+
+
+def jacobian_module(name: str) -> str:
+    """The readout module of a set of Jacobians."""
+    return f"interp-engine-jacobians-{name}"
+
+
+def _ranked(choices: Any, count: int) -> list[dict[str, float | int]] | None:
+    """The `count` likeliest tokens; the sampled one may be listed besides."""
+    if choices is None:
+        return None
+    ranked = sorted(choices.items(), key=lambda item: -item[1].logprob)[:count]
+    return [{"token_id": token, "logprob": one.logprob} for token, one in ranked]

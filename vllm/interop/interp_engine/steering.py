@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From interp-engine's steering operations to entries of `steering_vectors`.
+
+There, operations at one site compose in the order in which they are written. Here one
+hook point has an order of kinds. What is written in another order is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm.interop.interp_engine.types import Tap, tap_of
+from vllm.interop.interp_engine.wire import decode_tensor
+
+ORDER = (
+    "additive",
+    "norm_scaled_add",
+    "orthogonal",
+    "ablate",
+    "swap",
+    "projection_cap",
+)
+"""The methods; each is carried out after those before it."""
+
+_RANKS = {"additive": 0, "norm_scaled_add": 0, "orthogonal": 1, "ablate": 1}
+_RANKS |= {"swap": 2, "projection_cap": 3}
+
+_CLASSES = {
+    "AddSpec": "additive",
+    "OrthogonalDecompSpec": "orthogonal",
+    "ProjectionCapSpec": "projection_cap",
+    "NormScaledAddSpec": "norm_scaled_add",
+    "AblateSpec": "ablate",
+    "SwapSpec": "swap",
+}
+"""interp-engine's classes of operations."""
+
+Vectors = dict[str, dict[int, list[dict[str, Any]]]]
+"""Hook point -> layer -> entries, as `SamplingParams.steering_vectors` has them."""
+
+
+def vectors_of(steering: Any, width: int) -> Vectors | None:
+    """The entries that a spec, or a list of specs, stands for; None for nothing.
+
+    Args:
+        steering: interp-engine's `SteeringSpec`s or their form in JSON.
+        width: of the model's stream.
+
+    Raises:
+        ValueError: says what cannot be carried out, and what to use.
+
+    """
+    if steering is None:
+        return None
+    specs = steering if isinstance(steering, (list, tuple)) else [steering]
+    methods: dict[Tap, list[str]] = {}
+    vectors: Vectors = {}
+    for spec in specs:
+        for tap, method, fields in _operations(spec):
+            methods.setdefault(tap, []).append(method)
+            layer, hook = tap
+            entry = _entry(method, fields, width)
+            vectors.setdefault(hook, {}).setdefault(layer, []).append(entry)
+    for tap, written in methods.items():
+        _check_order(tap, written)
+    return vectors or None
+
+
+def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
+    """Of one spec: the tap, the method and the operation's fields."""
+    if isinstance(spec, Mapping):
+        if unknown := sorted(spec.keys() - {"point", "stream", "layers"}):
+            raise ValueError(f"steering has no field {unknown[0]!r}")
+        point, stream = spec.get("point", "resid_post"), spec.get("stream")
+        layers = spec.get("layers")
+        if not isinstance(layers, Mapping):
+            raise ValueError("steering.layers must map layers to lists of operations")
+    else:
+        point, stream, layers = spec.point, spec.stream, spec.layers
+    if stream is not None:
+        raise ValueError(f"steering.stream={stream}: models here have one stream")
+    for layer, operations in layers.items():
+        if not isinstance(layer, int) and not str(layer).isdigit():
+            raise ValueError(f"steering.layers: {layer!r} is not a layer from 0")
+        tap = tap_of(point, int(layer))
+        for operation in getattr(operations, "operations", operations):
+            method, fields = _method(operation)
+            yield tap, method, fields
+
+
+def _method(operation: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(operation, Mapping):
+        method = operation.get("method")
+        if method not in _RANKS:
+            raise ValueError(
+                f"steering: method {method!r} is unknown; use one of {list(ORDER)}"
+            )
+        return str(method), operation
+    name = type(operation).__name__
+    if name not in _CLASSES:
+        raise ValueError(f"steering: {name} is no operation; use {list(_CLASSES)}")
+    return _CLASSES[name], vars(operation)
+
+
+def _entry(method: str, fields: Mapping[str, Any], width: int) -> dict[str, Any]:
+    vector = _vector(fields, "vector", method, width)
+    match method:
+        case "additive":
+            if fields.get("normalize"):
+                vector = _unit(vector, method)
+            return {"vector": vector, "scale": _number(fields, "scale", None)}
+        case "norm_scaled_add":
+            return _norm_scaled(fields, vector, method)
+        case "orthogonal":
+            scale = 1.0 - _number(fields, "coeff", 1.0)
+            return {"op": "project_out", "vector": vector, "scale": scale}
+        case "ablate":
+            return {"op": "project_out", "vector": vector}
+        case "swap":
+            target = _vector(fields, "target", method, width)
+            return {"op": "swap", "vector": vector, "target": target}
+        case _:
+            bounds = {
+                k: float(fields[k]) for k in ("min", "max") if fields.get(k) is not None
+            }
+            if not bounds:
+                raise ValueError("steering: projection_cap needs min or max")
+            return {"op": "clamp", "vector": vector, **bounds}
+
+
+def _norm_scaled(
+    fields: Mapping[str, Any], vector: torch.Tensor, method: str
+) -> dict[str, Any]:
+    """`strength * |h| * v`, its length at most `max_fraction * |h|`."""
+    length = 1.0 if fields.get("normalize") else float(vector.norm())
+    strength = _number(fields, "strength", None) * length
+    most = _number(fields, "max_fraction", 1.0)
+    share = max(-most, min(most, strength))
+    if not length:
+        return {"vector": vector, "scale": 0.0}
+    return {"vector": _unit(vector, method), "scale": share, "norm_match": True}
+
+
+def _check_order(tap: Tap, written: Sequence[str]) -> None:
+    ranks = [_RANKS[method] for method in written]
+    later = "norm_scaled_add" in written[1:] and ranks.count(0) > 1
+    if ranks != sorted(ranks) or later:
+        raise ValueError(
+            f"steering: at {tap[1]} of layer {tap[0]} the operations are written as "
+            f"{list(written)}; at one point they are carried out in the order "
+            f"{list(ORDER)}, and norm_scaled_add measures the stream before any "
+            "addition. Write them so, or put them at different points"
+        )
+
+
+def _vector(
+    fields: Mapping[str, Any], name: str, method: str, width: int
+) -> torch.Tensor:
+    given = fields.get(name)
+    if given is None:
+        raise ValueError(f"steering: {method} needs a {name}")
+    vector = decode_tensor(given).flatten()
+    if vector.numel() != width:
+        raise ValueError(
+            f"steering: {method} {name} has {vector.numel()} values; the model's "
+            f"stream has {width}"
+        )
+    return vector
+
+
+def _unit(vector: torch.Tensor, method: str) -> torch.Tensor:
+    length = vector.norm()
+    if not float(length):
+        raise ValueError(f"steering: the vector of {method} has no direction")
+    return vector / length
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
+    value = fields.get(name, default)
+    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"steering: {name} must be a number, not {value!r}")
+    return float(value)

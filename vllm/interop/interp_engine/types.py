@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls take and give: addresses, directions, lenses, steps, the description.
+
+Objects of interp-engine's own classes are taken wherever these are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.v1.residual.addresses import parse_address
+
+NAMES = {
+    "pre_attn": "resid_pre",
+    "post_attn": "resid_mid",
+    "post_block": "resid_post",
+}
+"""Our hook points that have another canonical name there."""
+
+Tap = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Which rows: a point's canonical name, and the layer."""
+
+    name: str
+    layer: int | None = None
+    stream: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.name] if self.layer is None else [self.name, str(self.layer)]
+        return ".".join(
+            parts if self.stream is None else [*parts, f"stream-{self.stream}"]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionSet:
+    """Directions that are read at one point."""
+
+    point: Any
+    vectors: torch.Tensor
+    """`[k, width]`"""
+    bias: torch.Tensor | None = None
+    """`[k]`, added to the products."""
+    nonlinearity: str = "none"
+    """`none` or `relu`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LensSpec:
+    """One lens that is read at every position."""
+
+    layers: list[int]
+    jacobian: bool = False
+    """Whether a layer with a map is carried through it first."""
+    jacobian_set: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class LensStep:
+    """What the lenses read at one position."""
+
+    position: int
+    token_id: int
+    is_generated: bool
+    top_ids: list[torch.Tensor]
+    """Per lens `[layers, k]`, best first."""
+    top_probs: list[torch.Tensor]
+    """Per lens `[layers, k]` float32, over the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenStep:
+    """One generated token."""
+
+    token_id: int
+    token_str: str
+    logits: None = None
+    logprobs: list[dict[str, float | int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """What a generation runs with."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    presence_penalty: float
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """As JSON has it."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What a model can serve."""
+
+    backend: str
+    hf_model_id: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hooks_available: bool
+    graph_replay: bool
+    static_points: list[Any]
+    static_writes: list[Any]
+    capture_points: list[str]
+    residual_readable: bool
+    attention: bool
+
+
+def tap_of(point: Any, layer: int | None = None) -> Tap:
+    """`(layer, hook)` of an address, its text, or a point's name with a layer.
+
+    Raises:
+        ValueError: there is no such hook point here.
+
+    """
+    if isinstance(point, tuple) and len(point) == 2:
+        point, layer = point
+    text = str(point) if layer is None else f"{point}.{layer}"
+    tap = parse_address(text)
+    if tap is None:
+        raise ValueError(
+            f"{text!r} is not served here: use resid_pre.L, resid_mid.L, resid_post.L "
+            "or, with --mlp-hook-points, mlp_in.L, mlp_out.L, for a layer L"
+        )
+    return tap
+
+
+def address_of(point: Any, tap: Tap) -> Any:
+    """The key that results have: the caller's own address, or one for its text."""
+    if not isinstance(point, (str, tuple)):
+        return point
+    return Address(NAMES.get(tap[1], tap[1]), tap[0])

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as interp-engine sends them: `{"dtype", "shape", "data"}`.
+
+`data` is base64 of the row-major, little-endian bytes.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any]:
+    """A tensor as JSON, converted to `dtype`.
+
+    Raises:
+        ValueError: there is no such dtype.
+
+    """
+    plain = tensor.detach().to("cpu", _dtype(dtype)).contiguous()
+    data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    encoded = base64.b64encode(data).decode()
+    return {"dtype": dtype, "shape": list(plain.shape), "data": encoded}
+
+
+def decode_tensor(value: Any) -> torch.Tensor:
+    """A float32 tensor from JSON: an object as above, or nested lists.
+
+    Raises:
+        ValueError: says what does not fit.
+
+    """
+    if torch.is_tensor(value):
+        tensor: torch.Tensor = value
+        return tensor.detach().float().cpu()
+    if not isinstance(value, Mapping):
+        try:
+            return torch.as_tensor(value, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a tensor must be lists of numbers: {error}") from error
+    dtype, shape = _dtype(value.get("dtype")), value.get("shape")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("shape must be a list of whole numbers from 0")
+    try:
+        data = base64.b64decode(value.get("data") or "", validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise ValueError("data must be base64") from error
+    if len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"data has {len(data)} bytes; shape and dtype make "
+            f"{prod(shape) * dtype.itemsize}"
+        )
+    if not data:
+        return torch.empty(shape)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).float()
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r}: use one of {list(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an entry with `"op": "feature"` to what it does to an SAE's feature."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.features import MODES, FeatureUse
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.spec.named import NamedSAE
+
+if TYPE_CHECKING:
+    from vllm.v1.steering.spec.parse import SteeredModel
+
+
+def parse_feature(
+    entry: Mapping[str, Any], tap: Tap, model: "SteeredModel", at: str
+) -> FeatureUse:
+    """What an entry does to a feature, if the SAE fits the model and the place.
+
+    Args:
+        entry: with keys that go with `feature`.
+        tap: where it acts.
+        model: what the SAE must fit.
+        at: the entry's name in messages.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    name = entry["sae"]
+    if not isinstance(name, str):
+        raise fail(f"{at}.sae must be the name of an SAE", f"{at}.sae", name)
+    sae = model.named.sae(name, f"{at}.sae")
+    _check_place(name, sae, tap, model, at)
+    feature = entry["feature"]
+    is_index = isinstance(feature, (int, np.integer)) and not isinstance(feature, bool)
+    if not is_index or not 0 <= feature < sae.size:
+        raise fail(
+            f"{at}.feature: the SAE {shown(name)} has the features 0 to {sae.size - 1}",
+            f"{at}.feature",
+            feature,
+        )
+    mode = entry.get("mode", "set")
+    if mode not in MODES:
+        raise fail(
+            f"{at}.mode: {shown(mode)} is not one of {list(MODES)}", f"{at}.mode", mode
+        )
+    only = entry.get("only_if_active", False)
+    if not isinstance(only, bool):
+        raise fail(
+            f"{at}.only_if_active is true or false", f"{at}.only_if_active", only
+        )
+    use = FeatureUse(name, sae.fingerprint, int(feature), _value(entry, at), mode, only)
+    _check_selection(use, sae, at)
+    return use
+
+
+def _check_place(
+    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
+) -> None:
+    if sae.width != model.hidden_size:
+        raise fail(
+            f"{at}.sae: {shown(name)} is for rows of width {sae.width}, and this "
+            f"model's have {model.hidden_size}; it belongs to another model",
+            f"{at}.sae",
+            name,
+        )
+    if sae.is_transcoder:
+        raise fail(
+            f"{at}.sae: {shown(name)} is a transcoder, which reads in one place and "
+            "writes in another; steer by its decoder row with "
+            '"op": "add" where it writes',
+            f"{at}.sae",
+            name,
+        )
+    if sae.tap is not None and sae.tap != tap:
+        raise fail(
+            f"{at}.sae: {shown(name)} was trained at {sae.tap[1]} of layer "
+            f"{sae.tap[0]}, and the entry is at {tap[1]} of layer {tap[0]}; move the "
+            "entry there",
+            f"{at}.sae",
+            name,
+        )
+
+
+def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:
+    """Refuse what needs all features of a token to be known."""
+    if use.needs_activation and sae.selection != "threshold":
+        raise fail(
+            f"{at}: whether a feature of {shown(use.sae)} is active depends on all "
+            f"{sae.size} of them ({sae.selection}), which are not computed here; use "
+            '"mode": "add" without only_if_active, or an SAE with thresholds',
+            f"{at}.mode",
+            use.mode,
+        )
+
+
+def _value(entry: Mapping[str, Any], at: str) -> float:
+    value = entry["value"]
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(
+        value, bool
+    )
+    try:
+        fits = is_number and abs(float(value)) <= np.finfo(np.float32).max
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise fail(f"{at}.value must be a finite number", f"{at}.value", value)
+    return float(value)
