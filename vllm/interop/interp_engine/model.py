@@ -11,6 +11,7 @@ from uuid import uuid4
 import torch
 
 from vllm.inputs import TokensPrompt
+from vllm.interop.head import received
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.lens import read_lenses
 from vllm.interop.interp_engine.reading import readable_tap
@@ -353,9 +354,7 @@ class ServedModel(ModelFacts):
             if type(error) is Exception:
                 raise ValueError(str(error)) from error
             raise
-        dtype = getattr(torch, answer["dtype"])
-        values = torch.frombuffer(bytearray(answer["data"]), dtype=dtype)
-        return values.view(answer["shape"])
+        return received(answer)
 
     def _tap(self, point: Any, vectors: Any) -> tuple[int, str]:
         if (refusal := self.refuses(point)) is not None:

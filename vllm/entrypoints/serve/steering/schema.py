@@ -7,11 +7,11 @@ the key, and validate them in full at admission.
 
 from typing import Any
 
-from vllm.v1.steering.conditions import SCOPES
+from vllm.v1.residual.addresses import ALIASES
 from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
-from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
+from vllm.v1.steering.spec.entry import ACTIVATIONS, ALL_GENERATED, KEYS
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
@@ -65,23 +65,14 @@ RANGE: Schema = {
 POSITIONS: Schema = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {"enum": list(NAMED)},
+        {"enum": [*NAMED, ALL_GENERATED]},
         _only(last={"type": "integer", "minimum": 1}),
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
 }
 WHEN: Schema = {
     "type": "object",
-    "properties": {
-        "probe": {"anyOf": [{"type": "string", "minLength": 1}, ARRAY]},
-        "index": {"type": "integer", "minimum": 0},
-        "layer": {"type": "integer"},
-        "hook": {"enum": list(HOOKS)},
-        "scope": {"enum": list(SCOPES)},
-        "cosine": {"type": "boolean"},
-        **dict.fromkeys(("bias", "above", "below", "sharpness"), NUMBER),
-    },
-    "required": ["probe"],
+    "properties": {key: {} for key in WHEN_KEYS},
     "additionalProperties": False,
 }
 ENTRY: Schema = {
@@ -104,12 +95,13 @@ ENTRY: Schema = {
     },
     "additionalProperties": False,
 }
+AT_LAYER: Schema = {
+    "anyOf": [NUMBERS, ENTRY, {"type": "array", "items": ENTRY, "minItems": 1}]
+}
 BY_LAYER: Schema = {
     "type": "object",
     "patternProperties": {
-        "^[0-9]{1,9}$": {
-            "anyOf": [NUMBERS, ENTRY, {"type": "array", "items": ENTRY, "minItems": 1}]
-        }
+        "^(all|[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*)$": AT_LAYER
     },
     "additionalProperties": False,
     "minProperties": 1,
@@ -133,7 +125,9 @@ PACKED: Schema = {
 }
 VECTORS: Schema = {
     "type": "object",
-    "properties": {hook: {"anyOf": [BY_LAYER, PACKED]} for hook in HOOKS},
+    "properties": {hook: {"anyOf": [BY_LAYER, PACKED]} for hook in (*HOOKS, *ALIASES)},
+    # Addresses, which name a layer, too.
+    "patternProperties": {r"^[a-z_]+\.[a-z0-9_.]+$": AT_LAYER},
     "additionalProperties": False,
     "minProperties": 1,
 }
@@ -154,7 +148,6 @@ METADATA: Schema = {
 FLAG: Schema = {"type": "boolean", "default": False}
 
 assert set(ENTRY["properties"]) == set(KEYS), "the schema knows other keys"
-assert set(WHEN["properties"]) == set(WHEN_KEYS), "the schema knows other keys"
 
 
 def body(*required: str, **properties: Schema) -> Schema:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of our nnbench backend against hooks on the Transformers library.
+
+nnbench's package `isb` is not on a registry: the few names that a backend uses have
+stand-ins here.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import llama
+
+pytestmark = pytest.mark.interop
+
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "nnbench" / "clearbox"
+PROMPT, OTHER = "Anna went home.", "Peter ran away."
+TARGET = 700
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    modules = {
+        name: ModuleType(name)
+        for name in (
+            "isb",
+            "isb.backends",
+            "isb.backends.base",
+            "isb.jobs",
+            "isb.jobs.worker",
+            "isb.methodologies",
+            "isb.methodologies.registry",
+            "isb.methodologies.steering",
+            "isb.runs",
+        )
+    }
+    cells: dict[str, Callable[..., Any]] = {}
+
+    def cell(name: str, family: str, backend: str):
+        assert (family, backend) == ("llama", "clearbox")
+        return lambda function: cells.setdefault(name, function)
+
+    registry = modules["isb.methodologies.registry"]
+    registry.cell, registry.Unsupported, registry.cells = cell, RuntimeError, cells
+    modules["isb.methodologies.steering"]._resolve_token = lambda _tokenizer, _text: (
+        TARGET
+    )
+    modules["isb.backends.base"].Backend = object
+    worker = modules["isb.jobs.worker"]
+    worker.merge_requirements = lambda wanted, given: {**wanted, **given}
+    worker.options = dict
+    modules["isb.runs"].EngineConfig = modules["isb.runs"].RunConfig = SimpleNamespace
+    return modules
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        f"nnbench_{name}", FOLDER / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def bench(folder: Path) -> Iterator[SimpleNamespace]:
+    modules = stand_ins()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        loaded("cells")
+        backend = loaded("backend").ClearboxBackend(
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            gpu_memory_utilization=0.2,
+        )
+        model = backend.load(str(folder))
+        backend.vanilla(model, PROMPT, new_tokens=2)
+        cells = modules["isb.methodologies.registry"].cells
+        yield SimpleNamespace(model=model, backend=backend, cells=cells)
+        backend.teardown(model)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def ids_of(bench, prompt: str) -> list[int]:
+    return bench.model.tokenizer(prompt)["input_ids"]
+
+
+def run(reference, ids: list[int], layer: int | None = None, change=None, mlp=False):
+    """Logits `[tokens, vocabulary]` and what leaves each layer; one may be changed."""
+    found = []
+
+    def keep(_module, _inputs, output):
+        found.append(output[0])
+
+    handles = []
+    if layer is not None:
+        block = reference.model.layers[layer]
+        handles.append(
+            (block.mlp if mlp else block).register_forward_hook(
+                lambda _module, _inputs, output: change(output)
+            )
+        )
+    handles += [one.register_forward_hook(keep) for one in reference.model.layers]
+    try:
+        with torch.no_grad():
+            return reference(torch.tensor([ids])).logits[0], found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-4)
+
+
+def test_the_lens_reads_every_layer(bench, reference) -> None:
+    _, streams = run(reference, ids_of(bench, PROMPT))
+    for layers, wanted in (("all", [0, 1, 2]), ([-1, 0], [2, 0])):
+        found = bench.cells["logit_lens"](
+            bench.backend, bench.model, [PROMPT], layers=layers
+        )
+        assert found.shape == (len(wanted), 1, 1280)
+        with torch.no_grad():
+            for row, layer in zip(found, wanted):
+                normed = reference.model.norm(streams[layer][-1:])
+                close(row, reference.lm_head(normed))
+
+
+@pytest.mark.parametrize("scale_by", ["mean_norm", "token_norm"])
+def test_steering_adds_the_targets_direction(bench, reference, scale_by) -> None:
+    direction = reference.lm_head.weight[TARGET].detach()
+    direction = direction / direction.norm()
+
+    def change(h: torch.Tensor) -> torch.Tensor:
+        norms = h.norm(dim=-1, keepdim=True)
+        scale = norms.mean() if scale_by == "mean_norm" else norms
+        return h + 0.5 * scale * direction
+
+    logits, _ = run(reference, ids_of(bench, PROMPT), 1, change)
+    options = {"layer": 1, "alpha": 0.5, "scale_by": scale_by}
+    found = bench.cells["steering"](bench.backend, bench.model, [PROMPT], **options)
+    close(found, logits[-1:])
+    plain, _ = run(reference, ids_of(bench, PROMPT))
+    found = bench.cells["steering"](bench.backend, bench.model, [PROMPT], alpha=0)
+    close(found, plain[-1:])
+
+
+def test_generated_tokens_are_steered_too(bench, reference) -> None:
+    direction = reference.lm_head.weight[TARGET].detach()
+    direction = direction / direction.norm()
+    ids = ids_of(bench, PROMPT)
+    count = len(ids)
+
+    def change(h: torch.Tensor) -> torch.Tensor:
+        norms = h.norm(dim=-1, keepdim=True)
+        # The prompt is one forward pass, each generated token another.
+        scale = torch.cat(
+            [
+                norms[:, :count].mean(dim=1, keepdim=True).expand(-1, count, -1),
+                norms[:, count:],
+            ],
+            dim=1,
+        )
+        return h + 0.5 * scale * direction
+
+    found = bench.cells["gen_steering"](
+        bench.backend, bench.model, [PROMPT], layer=1, alpha=0.5, new_tokens=4
+    )
+    assert found.shape == (4, 1280)
+    tokens = [*ids, *found.argmax(-1).tolist()][:-1]
+    logits, _ = run(reference, tokens, 1, change)
+    close(found, logits[count - 1 :])
+
+
+@pytest.mark.parametrize("positions", ["all", "last"])
+def test_clean_rows_replace_corrupt_ones(bench, reference, positions) -> None:
+    clean, corrupt = ids_of(bench, PROMPT), ids_of(bench, OTHER)
+    size = min(len(clean), len(corrupt))
+    texts = [bench.model.tokenizer.decode(one[-size:]) for one in (clean, corrupt)]
+    clean, corrupt = (ids_of(bench, text) for text in texts)
+    assert len(clean) == len(corrupt)
+    _, streams = run(reference, clean)
+
+    def change(h: torch.Tensor) -> torch.Tensor:
+        at = slice(None) if positions == "all" else slice(-1, None)
+        changed = h.clone()
+        changed[0, at] = streams[1][at]
+        return changed
+
+    logits, _ = run(reference, corrupt, 1, change)
+    patching = bench.cells["activation_patching"]
+    found = patching(bench.backend, bench.model, texts, layer=1, positions=positions)
+    close(found, logits[-1:])
+    plain, _ = run(reference, corrupt)
+    close(patching(bench.backend, bench.model, texts, patch=False), plain[-1:])
+
+
+def test_an_mlp_is_silenced(bench, reference) -> None:
+    logits, _ = run(reference, ids_of(bench, PROMPT), 1, torch.zeros_like, mlp=True)
+    ablation = bench.cells["ablation"]
+    close(ablation(bench.backend, bench.model, [PROMPT], layer=1), logits[-1:])
+    with pytest.raises(RuntimeError, match="no hook point"):
+        ablation(bench.backend, bench.model, [PROMPT], layer=1, target="attn")
