@@ -69,6 +69,7 @@ def test_of_several_modules_a_wrong_one_is_named(
         ),
         parallel_config=ParallelConfig(),
         readout_config=ReadoutConfig(),
+        num_speculative_tokens=0,
         steering_config=SteeringConfig(modules={"fine": str(good), name: str(bad)}),
     )
     text: Any = SimpleNamespace(architectures=None, model_type="", num_hidden_layers=1)
