@@ -198,16 +198,18 @@ def columns_of(results: Results, rows: RowsSpec) -> tuple[ReadoutColumn, ...]:
 
 def from_facts(facts: Mapping[str, Any]) -> dict[str, ReadoutColumn]:
     """The columns that a manifest lists, by name."""
-    return {
-        name: ReadoutColumn(
-            *name.rsplit(".", 1),
-            told["dtype"],
-            tuple(told["shape"]),
-            tuple((layer, hook) for layer, hook in told["taps"]),
-            told["reduced"],
+    found = {}
+    for name, told in facts.get("readouts", {}).get("columns", {}).items():
+        readout, _, array = name.rpartition(".")
+        found[name] = ReadoutColumn(
+            readout=readout,
+            array=array,
+            dtype=told["dtype"],
+            shape=tuple(told["shape"]),
+            taps=tuple((layer, hook) for layer, hook in told["taps"]),
+            reduced=told["reduced"],
         )
-        for name, told in facts.get("readouts", {}).get("columns", {}).items()
-    }
+    return found
 
 
 def beside(column: ReadoutColumn, tap: Tap) -> str:
