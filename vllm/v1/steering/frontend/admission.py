@@ -31,6 +31,7 @@ from vllm.v1.steering.spec.parse import (
     together,
 )
 from vllm.v1.steering.spec.scaling import NamedScale, parse_names, scaled
+from vllm.v1.steering.spec.scopes import by_tier
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -205,8 +206,10 @@ def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTi
     """The form that travels."""
     return SteeringTiers(
         **{
-            tier: pack(one.vectors, one.operations, keep_zeros)
-            for tier, one in parsed.items()
+            tier: pack(
+                parsed[tier].vectors if tier in parsed else {}, operations, keep_zeros
+            )
+            for tier, operations in by_tier(parsed).items()
         }
     )
 
