@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {BASE: edited([BIG])},
-        "at least one token position",
+        "whole number",
         "steering_vectors.post_attn.1.positions",
     ),
     (
