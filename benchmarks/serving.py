@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -122,6 +123,36 @@ def names_of(modules: str) -> list[str]:
     return [f"{modules}{number}" for number in range(CONFIGS)]
 
 
+OPERATIONS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "projected": ({"op": "project_out", "scale": 0.1}, "one", ("post_block",)),
+    "projectedall": ({"op": "project_out", "scale": 0.1}, "all", ("post_block",)),
+    "projectedpoints": ({"op": "project_out", "scale": 0.1}, "all", HOOKS),
+    "clampedall": ({"op": "clamp", "min": -1.0, "max": 1.0}, "all", ("post_block",)),
+    "matched": ({"norm_match": True, "scale": 0.01}, "one", ("post_block",)),
+}
+"""Entries of modules with operations: at one layer or at all, and at which points."""
+
+
+def write_operations(width: int, layers: int) -> list[str]:
+    """Write named configurations with operations; arguments of the server."""
+    draw = random.Random(0)
+    arguments = []
+    for kind, (entry, where, hooks) in OPERATIONS.items():
+        layer = "all" if where == "all" else str(layers // 2)
+        for name in names_of(kind):
+            vector = [draw.gauss(0.0, 1.0) for _ in range(width)]
+            spec = {hook: {layer: {**entry, "vector": vector}} for hook in hooks}
+            path = WORK / f"{name}.json"
+            path.write_text(json.dumps({"vectors": spec}))
+            arguments.append(f"{name}={path}")
+    return arguments
+
+
+def one_of_32(modules: str) -> list[dict[str, Any]]:
+    """Request fields of which every 32nd names a module."""
+    return [{"steering_name": names_of(modules)[0]}, *({} for _ in range(31))]
+
+
 def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
     """The cases by name; `plain` follows captures, as on a server with other users.
 
@@ -135,11 +166,22 @@ def cases(layers: int, chosen: Sequence[str] = ()) -> dict[str, Case]:
         "plain": Case("decode"),
         "steered, one layer": Case("decode", steer("one")),
         "steered, all layers and hooks": Case("decode", steer("all")),
+        "one of 32 clamps at all layers": Case("decode", one_of_32("clampedall")),
+        "one of 32 projects out at all layers": Case(
+            "decode", one_of_32("projectedall")
+        ),
+        "all project out, one layer": Case("decode", steer("projected")[:1]),
+        "all project out, all layers": Case("decode", steer("projectedall")[:1]),
+        "all project out, all points": Case("decode", steer("projectedpoints")),
+        "all norm-match, one layer": Case("decode", steer("matched")[:1]),
         ALONE: Case("alone"),
         NAMED: Case("alone", steer("one")),
         "captured, one layer": Case("decode", capture("all_generated", [middle])),
         "captured, all layers": Case("decode", capture("all_generated", "all")),
         "plain prompts": Case("prefill"),
+        "prompts that project out, all layers": Case(
+            "prefill", steer("projectedall")[:1]
+        ),
         "captured prompts": Case("prefill", capture("all_prompt", "all")),
     }
     return {name: case for name, case in known.items() if name in (chosen or known)}
@@ -231,7 +273,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     common += ["--max-num-seqs", "256", "--no-enable-prefix-caching", *options.serve]
     features = ["--capture-consumers", HOST_MEMORY, "--enable-steering"]
     features += ["--max-steering-configs", str(CONFIGS), "--steering-modules"]
-    features += write_modules(width, layers)
+    features += write_modules(width, layers) + write_operations(width, layers)
     loads = {
         "decode": Load(64, options.output_len, options.requests, options.at_once),
         "prefill": Load(options.model_len - 8, 1, options.requests // 2, 8),

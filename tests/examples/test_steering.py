@@ -86,6 +86,15 @@ def test_a_mixed_batch_leaves_the_unsteered_alone(run: Any) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_ablating_and_rotating_change_what_is_said(run: Any) -> None:
+    plain, ablated = (line[12:] for line in run("ablate").splitlines()[-2:])
+    assert plain and ablated and plain != ablated
+    turned = [line.partition(": ")[2] for line in run("rotate").splitlines()[-4:]]
+    assert all(turned) and len(set(turned)) > 1
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_condition_leaves_cheerful_stories_alone(run: Any) -> None:
     stories = [line[27:] for line in run("conditional").splitlines()]
     assert len(stories) == 4

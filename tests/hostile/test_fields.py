@@ -33,7 +33,7 @@ MEANT = {
     "steering_scale": '"scale"',
     "vectors": "steering_vectors",
     "steering": "steering_vectors",
-    "steering_clamps": "clamp",
+    "clamps": "steering_clamps",
     "patch": "patching",
     "patch_vectors": "patching",
     "conversation_id": "conversations",

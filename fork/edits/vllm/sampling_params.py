@@ -36,8 +36,16 @@ prefill_steering_vectors: dict[str, Any] | None = None
 """Further vectors to add at prompt tokens."""
 decode_steering_vectors: dict[str, Any] | None = None
 """Further vectors to add at generated tokens."""
-steering_name: str | None = None
-"""Name of a registered set of vectors to add."""
+steering_name: Any = None
+"""Registered sets of vectors to add: a name, `{"name", "scale"}`, or a list of them."""
+steering_module_ref: Any = None
+"""One more registered set, as `(name, scale)`."""
+steering_clamps: dict[str, Any] | None = None
+"""Clamps at every token: hook point -> layer -> list of clamps."""
+prefill_steering_clamps: dict[str, Any] | None = None
+"""Further clamps at prompt tokens."""
+decode_steering_clamps: dict[str, Any] | None = None
+"""Further clamps at generated tokens."""
 _steering: SteeringTiers | None = None
 ''',
         why="Capture is requested per request; admission resolves it to a plan.",
@@ -132,13 +140,57 @@ _steering: SteeringTiers | None = None
     ),
     add_parameter(
         scope="SamplingParams.from_optional",
-        parameter="steering_name: str | None = None",
+        parameter="steering_name: Any = None",
         why="The HTTP requests build their parameters here.",
     ),
     add_argument(
         scope="SamplingParams.from_optional",
         call="SamplingParams",
         argument="steering_name=steering_name",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering_module_ref: Any = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering_module_ref=steering_module_ref",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering_clamps: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering_clamps=steering_clamps",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="prefill_steering_clamps: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="prefill_steering_clamps=prefill_steering_clamps",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="decode_steering_clamps: dict[str, Any] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="decode_steering_clamps=decode_steering_clamps",
         why="Passes the request's steering on.",
     ),
 ]

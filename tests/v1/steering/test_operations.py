@@ -443,6 +443,95 @@ def test_each_position_has_a_row_of_its_own(steered: Any, positions: Any) -> Non
     check(*steered, "steering_vectors", (1, "post_attn"), cases)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_clamps_have_fields_of_their_own(steered: Any, packed: bool) -> None:
+    """The form of an earlier public fork, for a request and for all."""
+    llm, reference = steered
+    bounds, strengths = [[None, 0.5], [3.0, 3.0]], [1.0, 0.5]
+    rows = torch.stack([V, W])
+    unit = W.double() / W.norm()
+    clamps: Any = {
+        1: [
+            {"vector": V, "max": 0.5},
+            {"vector": W, "value": 3.0, "strength": 0.5},
+        ]
+    }
+    if packed:
+        clamps = {
+            "dtype": "float64",
+            "shape": [2, _models.HIDDEN],
+            "layer_indices": [1, 1],
+            "data": base64.b64encode(rows.double().numpy().tobytes()).decode(),
+            "bounds": bounds,
+            "strengths": strengths,
+        }
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        x = along(x + V.double(), lambda c: c.clamp(max=0.5))
+        return x + 0.5 * (3 - x @ unit) * unit
+
+    spec = {"post_block": clamps}
+    fields = {"prefill_steering_clamps": spec, "decode_steering_clamps": spec}
+    vectors = {"post_block": {1: V}}
+    sampling = params(steering_vectors=vectors, **fields)
+    (output,) = generate(llm, [PROMPT], [sampling])
+    ids = PROMPT + tokens(output)
+    change = {(1, "post_block"): at_rows(changed, lambda position: True)}
+    expected = reference.logprobs(ids[:-1], change)[SIZE - 1 :]
+    assert (logprobs(output) - expected).abs().max() < 1e-4 * expected.abs().max()
+    llm.set_steering(vectors, clamps=spec)
+    try:
+        (same,) = generate(llm, [PROMPT], [params()])
+    finally:
+        llm.clear_steering()
+    torch.testing.assert_close(logprobs(same), logprobs(output), rtol=1e-5, atol=1e-4)
+
+
+def test_several_modules_at_their_scales(steered: Any) -> None:
+    llm, _ = steered
+    frontend = llm.llm_engine.steering.frontend
+    halved = {"vector": W, "op": "project_out"}
+    modules = {
+        "one": {"vectors": {"post_block": {1: V}}},
+        "two": {
+            "vectors": {"post_block": {1: halved}},
+            "clamps": {"pre_attn.2": [{"vector": V, "max": 0.1}]},
+        },
+        "turn": {"vectors": {"pre_attn.1": {"op": "swap", "vector": V, "target": W}}},
+    }
+    written = {
+        "post_block": {1: [{"vector": V, "scale": 3.0}, {**halved, "scale": 0.5}]},
+        "pre_attn": {2: {"op": "clamp", "vector": V, "max": 0.1, "strength": 0.5}},
+    }
+    for name, raw in modules.items():
+        frontend.register(name, raw)
+    half = {"name": "two", "scale": 0.5}
+    asked = [
+        {"steering_name": ["one", half, {"name": "one", "scale": 2}]},
+        {"steering_name": half, "steering_module_ref": ("one", 3.0)},
+        {"steering_vectors": written},
+    ]
+    try:
+        outputs = generate(llm, [PROMPT] * 3, [params(**fields) for fields in asked])
+        for one in map(logprobs, outputs[:2]):
+            torch.testing.assert_close(one, logprobs(outputs[2]), rtol=1e-5, atol=1e-5)
+        for fields, said in (
+            ({"steering_name": []}, "1 to 16"),
+            ({"steering_name": ["none"]}, "no steering module"),
+            ({"steering_name": [{"name": "one", "scale": "x"}]}, "finite number"),
+            ({"steering_name": {"name": "turn", "scale": 2}}, "no strength"),
+            ({"steering_module_ref": ("none", 1.0)}, "steering_module_ref: there is"),
+            ({"steering_module_ref": "one"}, "is .name, scale."),
+            ({"steering_clamps": {"post_block": {1: [[1.0]]}}}, "a clamp is an object"),
+            ({"steering_clamps": {"post_block": {1: [{"vector": V}]}}}, "min or max"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                generate(llm, [PROMPT], [params(**fields)])
+    finally:
+        for name in modules:
+            frontend.unregister(name)
+
+
 BAD_MATRICES: list[tuple[dict[str, Any], str]] = [
     ({"positions": None}, "one for each of its 3 rows"),
     ({"positions": [1, 2]}, "2 positions for 3 rows"),

@@ -142,7 +142,11 @@ def _error_in(output: "RequestOutput", params: Any) -> LostStreamError:
             "steering_vectors",
             "prefill_steering_vectors",
             "decode_steering_vectors",
+            "steering_clamps",
+            "prefill_steering_clamps",
+            "decode_steering_clamps",
             "steering_name",
+            "steering_module_ref",
         )
         if getattr(params, name) is not None
     )

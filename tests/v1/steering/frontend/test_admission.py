@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend.admission import SteeringAdmission
+from vllm.v1.steering.frontend.admission import FIELDS, SteeringAdmission
 from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
@@ -35,7 +35,7 @@ def admission(**modules: Any) -> SteeringAdmission:
 
 
 def admit(admission: SteeringAdmission, max_tokens: int = 4, **fields: Any) -> Any:
-    names = (BASE, PREFILL, DECODE, "steering_name")
+    names = FIELDS
     params: Any = SimpleNamespace(**dict.fromkeys(names), max_tokens=max_tokens)
     params._steering = None
     for name, value in fields.items():
@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {BASE: edited([BIG])},
-        "at least one token position",
+        "whole number",
         "steering_vectors.post_attn.1.positions",
     ),
     (
@@ -220,10 +220,9 @@ def test_numpy_integers_are_positions() -> None:
     assert tiers.base.operations[0].positions == ((0, 2),)
 
 
-@pytest.mark.parametrize("name", [BASE, PREFILL, DECODE, "steering_name"])
+@pytest.mark.parametrize("name", FIELDS)
 def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
-    names = (BASE, PREFILL, DECODE, "steering_name")
-    params: Any = SimpleNamespace(**dict.fromkeys(names))
+    params: Any = SimpleNamespace(**dict.fromkeys(FIELDS))
     NO_STEERING_FRONTEND.admit(params, PROMPT)
     setattr(params, name, {})
     with pytest.raises(ValueError, match="--enable-steering") as found:
@@ -233,9 +232,7 @@ def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
 
 
 def test_a_session_whose_prompt_comes_in_parts_is_refused_with_the_remedy() -> None:
-    params: Any = SimpleNamespace(
-        **dict.fromkeys((BASE, PREFILL, "steering_name")), **{DECODE: at(ONE)}
-    )
+    params: Any = SimpleNamespace(**{**dict.fromkeys(FIELDS), DECODE: at(ONE)})
     with pytest.raises(SteeringValidationError, match="in one piece") as caught:
         admission().admit(params, PROMPT, resumable=True)
     assert caught.value.parameter == DECODE

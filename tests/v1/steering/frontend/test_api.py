@@ -46,7 +46,7 @@ def test_an_offline_engine_is_steered(replace: bool) -> None:
     assert LLM.set_steering(llm, *GIVEN, replace=replace) == {"said": "set"}
     assert LLM.clear_steering(llm) == {"said": "clear"}
     assert LLM.get_steering(llm) == {"said": "get"}
-    assert control.calls == [(*GIVEN, replace)]
+    assert control.calls == [(*GIVEN, replace, (None, None, None))]
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -63,7 +63,7 @@ def test_a_serving_engine_is_steered(replace: bool) -> None:
 
     said = [answer["said"] for answer in asyncio.run(use())]
     assert said == ["set", "clear", "get"]
-    assert control.calls == [(*GIVEN, replace)]
+    assert control.calls == [(*GIVEN, replace, (None, None, None))]
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncLLM])

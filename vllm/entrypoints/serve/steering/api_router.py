@@ -16,7 +16,9 @@ from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import UnknownModuleError, fail
+from vllm.v1.steering.frontend.admission import GLOBAL_FIELDS
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
+from vllm.v1.steering.frontend.frontend import Clamps
 
 logger = init_logger(__name__)
 
@@ -84,11 +86,13 @@ async def get_modules(request: Request) -> JSONResponse:
 @mutating.post("/set", openapi_extra=schema.SET)
 async def set_steering(request: Request) -> JSONResponse:
     """Set global vectors, on all ranks or on none."""
-    names = ("vectors", "prefill_vectors", "decode_vectors")
+    names = tuple(GLOBAL_FIELDS.values())
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        base, prefill, decode = map(body.get, names)
-        told = await control.set(base, prefill, decode, _flag(body, "replace"))
+        base, prefill, decode, *clamps = map(body.get, names)
+        told = await control.set(
+            base, prefill, decode, _flag(body, "replace"), Clamps(*clamps)
+        )
         return {**_done(told["applied"]), **told}
 
     return await _change(request, (*names, "replace"), change)
@@ -107,7 +111,7 @@ async def clear_steering(request: Request) -> JSONResponse:
 @mutating.post("/modules/register", openapi_extra=schema.REGISTER)
 async def register_module(request: Request) -> JSONResponse:
     """Register a named module of vectors."""
-    names = ("vectors", "prefill_vectors", "decode_vectors")
+    names = tuple(GLOBAL_FIELDS.values())
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()

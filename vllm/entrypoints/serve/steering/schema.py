@@ -135,6 +135,29 @@ NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 128}
 TIERS: dict[str, Schema] = dict.fromkeys(
     ("vectors", "prefill_vectors", "decode_vectors"), VECTORS
 )
+CLAMP: Schema = {
+    "type": "object",
+    "properties": {
+        "vector": ARRAY,
+        **dict.fromkeys(("min", "max", "value", "strength"), NUMBER),
+        "positions": POSITIONS,
+    },
+    "required": ["vector"],
+}
+CLAMPS: Schema = {
+    "type": "object",
+    "properties": {
+        hook: {
+            "type": "object",
+            "patternProperties": {
+                "^[0-9]{1,9}$": {"type": "array", "items": CLAMP, "minItems": 1}
+            },
+        }
+        for hook in HOOKS
+    },
+    "minProperties": 1,
+}
+TIERS |= dict.fromkeys(("clamps", "prefill_clamps", "decode_clamps"), CLAMPS)
 METADATA: Schema = {
     "type": "object",
     "properties": {

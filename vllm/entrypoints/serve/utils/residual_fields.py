@@ -36,7 +36,6 @@ HONOURED_ARGS: frozenset[str] = frozenset(
 )
 """Supported keys of `vllm_xargs` and `extra_args`."""
 
-_CLAMP = 'put {"vector": [...], "op": "clamp", "min": a, "max": b} into '
 _NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
@@ -45,21 +44,20 @@ _LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
 FOREIGN: dict[str, str] = {
     # Fields of an earlier public fork that are not supported.
-    "steering_clamps": _CLAMP + "steering_vectors",
-    "prefill_steering_clamps": _CLAMP + "prefill_steering_vectors",
-    "decode_steering_clamps": _CLAMP + "decode_steering_vectors",
     "steering": "conditional steering is not implemented; use steering_vectors",
     "conversation_id": "conversations are not kept; send what steers with each request",
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
-    "steering_module_ref": "use steering_name, and scale the module's vectors",
     # Fields of our routes and Python API, and names easily mistaken for ours.
-    "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}',
+    "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}, or with '
+    'the name: {"name": n, "scale": s}',
     "steering_layer": "a layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
     "vectors": "use steering_vectors",
     "prefill_vectors": "use prefill_steering_vectors",
     "decode_vectors": "use decode_steering_vectors",
-    "clamps": _CLAMP + "steering_vectors",
+    "clamps": "use steering_clamps",
+    "prefill_clamps": "use prefill_steering_clamps",
+    "decode_clamps": "use decode_steering_clamps",
     "capture_consumers": "the server is started with --capture-consumers; a request "
     "says capture: {CONSUMER: {...}}",
     # Keys of vllm-lens in vllm_xargs and extra_args, and names of its client.

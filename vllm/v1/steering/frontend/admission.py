@@ -4,7 +4,7 @@
 After admission nothing can fail for a reason that lies with the user.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
 from vllm.v1.steering.spec import describe
+from vllm.v1.steering.spec.clamps import as_entries
 from vllm.v1.steering.spec.limits import (
     check_bank,
     check_operations,
@@ -27,7 +28,9 @@ from vllm.v1.steering.spec.parse import (
     SteeredModel,
     by_phase,
     parse_vectors,
+    together,
 )
+from vllm.v1.steering.spec.scaling import NamedScale, parse_names, scaled
 from vllm.v1.steering.spec.scopes import by_tier
 
 if TYPE_CHECKING:
@@ -37,13 +40,23 @@ REQUEST_FIELDS = {
     "base": "steering_vectors",
     "prefill": "prefill_steering_vectors",
     "decode": "decode_steering_vectors",
+    "base_clamps": "steering_clamps",
+    "prefill_clamps": "prefill_steering_clamps",
+    "decode_clamps": "decode_steering_clamps",
 }
-"""The tiers' names in a request."""
+"""The tiers' names in a request, and those of their clamps."""
 
-GLOBAL_FIELDS = describe.FIELDS
-"""The tiers' names in a change of the global vectors, and in a named module."""
+GLOBAL_FIELDS = {
+    **describe.FIELDS,
+    "base_clamps": "clamps",
+    "prefill_clamps": "prefill_clamps",
+    "decode_clamps": "decode_clamps",
+}
+"""As in a request, of a change of the global vectors and of a named module."""
 
-FIELDS = (*REQUEST_FIELDS.values(), "steering_name")
+_TIER_OF_CLAMPS = {f"{tier}_clamps": tier for tier in describe.FIELDS}
+
+FIELDS = (*REQUEST_FIELDS.values(), "steering_name", "steering_module_ref")
 """Everything that steers a request."""
 
 
@@ -68,7 +81,7 @@ class SteeringAdmission:
 
         """
         raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
-        if params.steering_name is None and all(v is None for v in raw.values()):
+        if all(getattr(params, name) is None for name in FIELDS):
             return
         if resumable:
             name = next(n for n in FIELDS if getattr(params, n) is not None)
@@ -83,9 +96,10 @@ class SteeringAdmission:
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
         if tiers:  # What a name stands for alone is checked already.
             check_sums(tiers, self.model.dtype)
-        if params.steering_name is not None:
-            tiers = self._with_named(params.steering_name, tiers)
-            tiers = for_prompt(tiers, num_prompt, "steering_name")
+        names = parse_names(params.steering_name, params.steering_module_ref)
+        if names:
+            tiers = self._with_named(names, tiers)
+            tiers = for_prompt(tiers, num_prompt, names[0].parameter)
         first = next(name for name in FIELDS if getattr(params, name) is not None)
         check_operations(tiers, self.model.max_operations, first)
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
@@ -95,29 +109,35 @@ class SteeringAdmission:
             setattr(params, name, None)
         params._steering = tiers or None
 
-    def _with_named(self, name: str, tiers: SteeringTiers) -> SteeringTiers:
-        named = self.modules.get(name)
-        if not tiers:
-            return named
-        tiers = _add(named, tiers)
-        check_sums(tiers, self.model.dtype)
+    def _with_named(
+        self, names: Sequence[NamedScale], tiers: SteeringTiers
+    ) -> SteeringTiers:
+        """Named sets at their scales, in their order, and what the request says."""
+        alone = len(names) == 1 and names[0].scale == 1.0 and not tiers
+        total_tiers = SteeringTiers()
+        for name, scale, parameter in names:
+            named = scaled(self.modules.get(name, parameter), scale, parameter)
+            total_tiers = _add(total_tiers, named)
+        tiers = _add(total_tiers, tiers)
+        if not alone:  # What a name stands for alone is checked already.
+            check_sums(tiers, self.model.dtype, names[0].parameter)
         return tiers
 
     def parse(
         self, raw: Mapping[str, Any], names: Mapping[str, str]
     ) -> dict[str, Parsed]:
-        """The tiers that are given, checked.
+        """The tiers that are given, checked, each with its clamps.
 
         Args:
-            raw: by tier, what the user wrote or None.
-            names: by tier, the parameter's name in messages.
+            raw: by tier, and by tier of clamps, what the user wrote or None.
+            names: as `raw`, the parameter's name in messages.
 
         """
-        parsed = {
-            tier: self._parsed(spec, names[tier])
-            for tier, spec in raw.items()
-            if spec is not None
-        }
+        parsed: dict[str, Parsed] = {}
+        for key in (key for key in names if raw.get(key) is not None):
+            one = self._parsed(raw[key], names[key], key in _TIER_OF_CLAMPS)
+            tier = _TIER_OF_CLAMPS.get(key, key)
+            parsed[tier] = together(parsed[tier], one) if tier in parsed else one
         return by_phase(parsed, names)
 
     def prepared(self, params: "SamplingParams") -> "SamplingParams":
@@ -130,15 +150,17 @@ class SteeringAdmission:
 
         """
         prepared = copy(params)
-        for name in REQUEST_FIELDS.values():
+        for key, name in REQUEST_FIELDS.items():
             raw = getattr(params, name)
             if raw is not None:
-                setattr(prepared, name, self._parsed(raw, name))
+                parsed = self._parsed(raw, name, key in _TIER_OF_CLAMPS)
+                setattr(prepared, name, parsed)
         return prepared
 
-    def _parsed(self, raw: Any, name: str) -> Parsed:
+    def _parsed(self, raw: Any, name: str, are_clamps: bool) -> Parsed:
         if isinstance(raw, Parsed):
             return raw
+        raw = as_entries(raw, name) if are_clamps else raw
         parsed = parse_vectors(raw, self.model, name)
         for one in filter(None, (parsed, parsed.generated)):
             check_work(one, name, self.model)

@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.steering.frontend.frontend import Clamps
+
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -14,6 +16,9 @@ def set_steering(
     prefill_vectors: Any = None,
     decode_vectors: Any = None,
     *,
+    clamps: Any = None,
+    prefill_clamps: Any = None,
+    decode_clamps: Any = None,
     replace: bool = False,
 ) -> dict[str, Any]:
     """Set vectors that steer every request, on top of its own.
@@ -26,6 +31,9 @@ def set_steering(
         vectors: for all tokens, `{hook: {layer: vector}}`.
         prefill_vectors: for prompt tokens, on top.
         decode_vectors: for generated tokens, on top.
+        clamps: for all tokens, `{hook: {layer: [{"vector", "min"?, "max"?}, ...]}}`.
+        prefill_clamps: for prompt tokens, on top.
+        decode_clamps: for generated tokens, on top.
         replace: drop what was set before. Otherwise the vectors that are given
             replace those at the same hook points.
 
@@ -37,7 +45,13 @@ def set_steering(
 
     """
     control = self.llm_engine.steering
-    return control.set(vectors, prefill_vectors, decode_vectors, replace)
+    return control.set(
+        vectors,
+        prefill_vectors,
+        decode_vectors,
+        replace,
+        Clamps(clamps, prefill_clamps, decode_clamps),
+    )
 
 
 def clear_steering(self: "LLM") -> dict[str, Any]:
@@ -59,11 +73,20 @@ async def async_set_steering(
     prefill_vectors: Any = None,
     decode_vectors: Any = None,
     *,
+    clamps: Any = None,
+    prefill_clamps: Any = None,
+    decode_clamps: Any = None,
     replace: bool = False,
 ) -> dict[str, Any]:
     """As `LLM.set_steering`."""
     control = self.steering
-    return await control.set(vectors, prefill_vectors, decode_vectors, replace)
+    return await control.set(
+        vectors,
+        prefill_vectors,
+        decode_vectors,
+        replace,
+        Clamps(clamps, prefill_clamps, decode_clamps),
+    )
 
 
 async def async_clear_steering(self: "AsyncLLM") -> dict[str, Any]:

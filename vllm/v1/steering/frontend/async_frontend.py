@@ -19,7 +19,9 @@ from vllm.v1.steering.frontend.admission import FIELDS, REQUEST_FIELDS
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
     CLEARED,
+    NO_CLAMPS,
     Change,
+    Clamps,
     NoSteering,
     SteeringFrontend,
     open_frontend,
@@ -77,7 +79,8 @@ class AsyncSteeringControl:
         """
         if not isinstance(params, SamplingParams):
             return params
-        if self._names is not None and params.steering_name is not None:
+        named = params.steering_name, params.steering_module_ref
+        if self._names is not None and named != (None, None):
             await self._names.refresh()
         given = [getattr(params, name) for name in REQUEST_FIELDS.values()]
         frontend = self.frontend
@@ -86,11 +89,21 @@ class AsyncSteeringControl:
         return await _beside(frontend.admission.prepared, params)
 
     async def set(
-        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+        self,
+        vectors: Any,
+        prefill_vectors: Any,
+        decode_vectors: Any,
+        replace: bool,
+        clamps: Clamps = NO_CLAMPS,
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
         change = await _beside(
-            self.frontend.change, vectors, prefill_vectors, decode_vectors, replace
+            self.frontend.change,
+            vectors,
+            prefill_vectors,
+            decode_vectors,
+            replace,
+            clamps,
         )
         state = await self._change(change, replace)
         return {**state, "applied": change.applied}

@@ -41,6 +41,17 @@ DISABLED = (
 )
 
 
+class Clamps(NamedTuple):
+    """The clamps of a change, by tier."""
+
+    base_clamps: Any = None
+    prefill_clamps: Any = None
+    decode_clamps: Any = None
+
+
+NO_CLAMPS = Clamps()
+
+
 class Change(NamedTuple):
     """A change of the global vectors."""
 
@@ -70,7 +81,12 @@ class NoSteering:
                 raise fail(f"{name}: {DISABLED}", name, value)
 
     def change(
-        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+        self,
+        vectors: Any,
+        prefill_vectors: Any,
+        decode_vectors: Any,
+        replace: bool,
+        clamps: Clamps = NO_CLAMPS,
     ) -> Change:
         """Refuse."""
         raise fail(f"vectors: {DISABLED}", "vectors", vectors)
@@ -149,10 +165,16 @@ class SteeringFrontend(NoSteering):
         self.admission.admit(params, num_prompt, resumable)
 
     def change(
-        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+        self,
+        vectors: Any,
+        prefill_vectors: Any,
+        decode_vectors: Any,
+        replace: bool,
+        clamps: Clamps = NO_CLAMPS,
     ) -> Change:
         """The checked form of a change of the global vectors."""
         raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
+        raw |= clamps._asdict()
         if all(value is None for value in raw.values()):
             raise fail(
                 f"give at least one of {list(GLOBAL_FIELDS.values())}; to remove all "
@@ -252,10 +274,17 @@ class SteeringControl:
         return found
 
     def set(
-        self, vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool
+        self,
+        vectors: Any,
+        prefill_vectors: Any,
+        decode_vectors: Any,
+        replace: bool,
+        clamps: Clamps = NO_CLAMPS,
     ) -> dict[str, Any]:
         """Change the global vectors on every rank, or on none."""
-        change = self.frontend.change(vectors, prefill_vectors, decode_vectors, replace)
+        change = self.frontend.change(
+            vectors, prefill_vectors, decode_vectors, replace, clamps
+        )
         state = self._change(change, replace)
         return {**state, "applied": change.applied}
 

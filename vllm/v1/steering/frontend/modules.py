@@ -102,7 +102,7 @@ class SteeringModules:
                 unknown.args[0], parameter="name", value=unknown.value
             )
 
-    def get(self, name: Any) -> SteeringTiers:
+    def get(self, name: Any, parameter: str = "steering_name") -> SteeringTiers:
         """The named set.
 
         Raises:
@@ -111,7 +111,7 @@ class SteeringModules:
         """
         module = self._modules.get(name) if isinstance(name, str) else None
         if module is None:
-            raise self._unknown(name, "steering_name")
+            raise self._unknown(name, parameter)
         return module.tiers
 
     def all(self) -> dict[str, Module]:

@@ -186,10 +186,14 @@ def together(one: Parsed, other: Parsed) -> Parsed:
     with np.errstate(over="ignore"):  # Admission refuses what overflows.
         for tap, vector in other.vectors.items():
             vectors[tap] = vectors[tap] + vector if tap in vectors else vector
+    generated = one.generated or other.generated
+    if one.generated is not None and other.generated is not None:
+        generated = together(one.generated, other.generated)
     return Parsed(
         vectors,
         [*one.operations, *other.operations],
         [*one.entries, *other.entries],
+        generated,
     )
 
 

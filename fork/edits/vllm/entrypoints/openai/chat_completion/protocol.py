@@ -40,9 +40,26 @@ decode_steering_vectors: dict[str, Any] | None = Field(
     default=None,
     description="Further vectors that are added at generated tokens.",
 )
-steering_name: str | None = Field(
+steering_name: str | dict[str, Any] | list[str | dict[str, Any]] | None = Field(
     default=None,
-    description="Name of a registered set of vectors that is added.",
+    description="Registered sets of vectors that are added: a name, an object with "
+    "name and scale, or a list of these.",
+)
+steering_module_ref: list[Any] | None = Field(
+    default=None,
+    description="One more registered set, as [name, scale].",
+)
+steering_clamps: dict[str, Any] | None = Field(
+    default=None,
+    description="Clamps at every token: hook point -> layer -> list of clamps.",
+)
+prefill_steering_clamps: dict[str, Any] | None = Field(
+    default=None,
+    description="Further clamps at prompt tokens.",
+)
+decode_steering_clamps: dict[str, Any] | None = Field(
+    default=None,
+    description="Further clamps at generated tokens.",
 )
 """,
         why="Clients request capture and steering per request.",
@@ -130,6 +147,30 @@ readouts: dict[str, Any] | None = Field(
         argument="steering_name=self.steering_name",
         why="Passes the request's steering on.",
     ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_module_ref=self.steering_module_ref",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_clamps=self.steering_clamps",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="prefill_steering_clamps=self.prefill_steering_clamps",
+        why="Passes the request's steering on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="decode_steering_clamps=self.decode_steering_clamps",
+        why="Passes the request's steering on.",
+    ),
     add_field(
         scope="BatchChatCompletionRequest",
         after="return_token_ids",
@@ -137,7 +178,11 @@ readouts: dict[str, Any] | None = Field(
 steering_vectors: dict[str, Any] | None = None
 prefill_steering_vectors: dict[str, Any] | None = None
 decode_steering_vectors: dict[str, Any] | None = None
-steering_name: str | None = None
+steering_name: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+steering_module_ref: list[Any] | None = None
+steering_clamps: dict[str, Any] | None = None
+prefill_steering_clamps: dict[str, Any] | None = None
+decode_steering_clamps: dict[str, Any] | None = None
 """,
         why="All conversations of a batch have the same steering.",
     ),

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clamps in fields of their own, as an earlier public fork has them.
+
+`{hook: {layer: [{"vector", "min"?, "max"?, "value"?, "strength"?}, ...]}}`, or for a
+hook the packed form `{"dtype", "shape", "layer_indices", "data", "bounds",
+"strengths"?}`: a row, a pair of bounds (None: no bound) and a strength for each clamp;
+layers may repeat. They are entries whose operation is `clamp`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.packing import unpack_array
+
+PACKED_KEYS = ("dtype", "shape", "layer_indices", "data", "bounds", "strengths")
+MAX_CLAMPS = 4096
+"""Of one packed form."""
+
+
+def as_entries(raw: Any, where: str) -> Any:
+    """Clamps in the form of other entries; what is no form of theirs as it is.
+
+    Args:
+        raw: as the user wrote it.
+        where: the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    return {hook: _of_hook(given, f"{where}.{hook}") for hook, given in raw.items()}
+
+
+def _of_hook(given: Any, at: str) -> Any:
+    if isinstance(given, Mapping) and "data" in given and "layer_indices" in given:
+        return _unpacked(given, at)
+    if isinstance(given, Mapping) and "vector" not in given:
+        return {
+            layer: _clamps(these, f"{at}.{layer}") for layer, these in given.items()
+        }
+    return _clamps(given, at)  # Of an address, which names a layer.
+
+
+def _clamps(given: Any, at: str) -> list[dict[str, Any]]:
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    if not listed:
+        raise fail(f"{at}: give at least one clamp, or leave it out", at, given)
+    for one in listed:
+        if not isinstance(one, Mapping):
+            raise fail(
+                f'{at}: a clamp is an object such as {{"vector": [...], "min": a, '
+                f'"max": b}}, not {shown(one)}',
+                at,
+                one,
+            )
+        if one.get("op", "clamp") != "clamp":
+            raise fail(
+                f"{at}.op: these are clamps; put other operations among the vectors",
+                f"{at}.op",
+                one["op"],
+            )
+    return [{**one, "op": "clamp"} for one in listed]
+
+
+def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, Any]]]:
+    unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
+    missing = [key for key in PACKED_KEYS[:-1] if key not in packed]
+    if unknown or missing:
+        raise fail(
+            f"{at}: packed clamps have the keys {list(PACKED_KEYS)} (strengths is "
+            f"optional); unknown: {unknown}, missing: {missing}",
+            at,
+            sorted(map(str, packed)),
+        )
+    layers, bounds = packed["layer_indices"], packed["bounds"]
+    rows = unpack_array(packed, at, dimensions=(2,))
+    strengths = packed.get("strengths")
+    strengths = [1.0] * len(rows) if strengths is None else strengths
+    for name, given in (
+        ("layer_indices", layers),
+        ("bounds", bounds),
+        ("strengths", strengths),
+    ):
+        if not isinstance(given, (list, tuple)) or len(given) != len(rows):
+            raise fail(
+                f"{at}.{name} must have one entry for each of the {len(rows)} rows",
+                f"{at}.{name}",
+                given,
+            )
+    if len(rows) > MAX_CLAMPS:
+        raise fail(f"{at}: at most {MAX_CLAMPS} clamps", at, len(rows))
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for layer, row, pair, strength in zip(layers, rows, bounds, strengths, strict=True):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise fail(
+                f"{at}.bounds: bounds are [min, max], of which one may be null",
+                f"{at}.bounds",
+                pair,
+            )
+        if isinstance(layer, bool) or not isinstance(layer, (int, str)):
+            raise fail(f"{at}.layer_indices: a layer is a 0-based index", at, layer)
+        clamp = {"vector": row, "min": pair[0], "max": pair[1], "strength": strength}
+        found.setdefault(str(layer), []).append({**clamp, "op": "clamp"})
+    return found
