@@ -50,6 +50,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument(
+        "--turns-only", action="store_true", help="leave the whole run out"
+    )
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     report = reports.begun() | {
@@ -67,7 +70,8 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         report |= turns(args, prompts, Path(folder))
-        report["whole_run"] = whole_run(args, prompts, Path(folder))
+        if not args.turns_only:
+            report["whole_run"] = whole_run(args, prompts, Path(folder))
     report["machine"] = reports.machine(load)
     print(json.dumps(report, indent=1))
     reports.write(report, args.out)
@@ -174,6 +178,7 @@ def whole_run(
                 seen[shards] = resident_mib(running.pid)
     assert running.returncode == 0, (folder / "log").read_text()[-4000:]
     memory = [size for size in seen.values() if size]
+    assert len(memory) > 4, "too few shards to tell how memory grows; more --prompts"
     manifest = json.loads((out / "manifest.json").read_text())
     return {
         "seconds_with_start": round(time.perf_counter() - began, 1),

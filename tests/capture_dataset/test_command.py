@@ -16,7 +16,7 @@ import torch
 from tests.capture_dataset._collecting import ROOT, contents
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+from vllm.capture_dataset.runners import EngineRunner
 from vllm.entrypoints.cli.capture import run as command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,23 +29,6 @@ LINES = [
 PLAIN = ("--model", str(MODEL), "--layers", "1,4")
 
 Call = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[EngineRunner]:
-    from vllm import LLM
-
-    opened = EngineRunner(
-        LLM(
-            str(MODEL),
-            dtype="float32",
-            enforce_eager=True,
-            capture_consumers=[CONSUMER],
-            enable_readouts=True,
-        )
-    )
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

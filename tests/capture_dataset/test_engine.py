@@ -3,7 +3,6 @@
 
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
-from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+from vllm.capture_dataset.runners import EngineRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.run import estimate
@@ -26,24 +25,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MODEL = ROOT / "examples/demo_model/weights"
 TEXTS = ("Anna went home.", "The old house by the river was cold", "Max was happy and")
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[EngineRunner]:
-    from vllm import LLM
-
-    llm = LLM(
-        str(MODEL),
-        dtype="float32",
-        enforce_eager=True,
-        max_num_batched_tokens=64,
-        max_num_seqs=16,
-        capture_consumers=[CONSUMER],
-        enable_readouts=True,
-    )
-    opened = EngineRunner(llm)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

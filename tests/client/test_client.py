@@ -4,8 +4,10 @@
 import asyncio
 import base64
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,3 +268,18 @@ def test_the_client_imports_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    shutil.copytree(CLIENT, tmp_path / "client")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*command, str(tmp_path / "client")], check=True)
+    (wheel,) = tmp_path.glob("clearbox_client-*-none-any.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        packed = {name for name in opened.namelist() if "dist-info" not in name}
+        (metadata,) = (n for n in opened.namelist() if n.endswith("METADATA"))
+        needs = opened.read(metadata).decode()
+    sources = (CLIENT / "clearbox_client").iterdir()
+    assert packed == {f"clearbox_client/{one.name}" for one in sources if one.is_file()}
+    assert "Requires-Dist: numpy" in needs and "torch" not in needs

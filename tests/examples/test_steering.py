@@ -86,6 +86,26 @@ def test_a_mixed_batch_leaves_the_unsteered_alone(run: Any) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_a_condition_leaves_cheerful_stories_alone(run: Any) -> None:
+    stories = [line[27:] for line in run("conditional").splitlines()]
+    assert len(stories) == 4
+    assert stories[0] != stories[1] and stories[2] == stories[3]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_feature_of_an_sae_trained_here_decides_the_tone(
+    run: Any, engine: Any
+) -> None:
+    printed = run("clamp_feature").splitlines()
+    engine.unregister_readout_module("small")
+    assert float(printed[0].split()[1].rstrip(";")) > 0.8
+    plain, without, _ = (line[19:] for line in printed[1:])
+    assert "blue" in plain and "blue" not in without
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_extracting_makes_the_vector_that_lies_beside_it(
     run: Any, tmp_path: Path
 ) -> None:

@@ -148,15 +148,21 @@ def test_the_examples_vector_is_ranked_above_its_controls_and_noise_is_not(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_vector_that_is_turned_around_works_the_other_way(
-    engine: Any, pairs: list[Pair]
+def test_a_vector_that_is_turned_around_works_the_other_way_and_is_judged(
+    engine: Any, pairs: list[Pair], judge: Any
 ) -> None:
+    rate, asked = judge
     tone = load_vectors(ROOT / "examples/steering/tone.safetensors")
     turned = replace(tone, vectors={tap: -v for tap, v in tone.vectors.items()})
-    points = evaluate(engine, turned, pairs, neutral_openings(2, seed=6), [0.3], 4)
+    openings = neutral_openings(2, seed=6)
+    points = evaluate(engine, turned, pairs, openings, [0.3], 4, judge=rate)
     (point,) = [point for point in points if point.kind == "vector"]
     assert point.effect < 0 and point.right_sign < 0.2 and point.auroc < 0.1
     assert not verdicts(points, kl_limit=10.0)[0].works
+    # Three questions about each answer under each candidate.
+    assert len(asked) == 3 * len(openings) * len(KINDS)
+    assert all(one.judged == pytest.approx(1.5) for one in points)
+    assert "judged" in points_table(points).splitlines()[0]
 
 
 def point(**changes: Any) -> Point:

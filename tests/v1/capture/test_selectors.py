@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import HOOKS, context, positions
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.plan import LAST_ROW, OPEN_END
 from vllm.v1.capture.selectors import parse_spec, resolve_positions
+from vllm.v1.capture.types import CaptureSpec, captured_prompt_positions
 
 WHERE = "capture.test"
 
@@ -34,6 +35,10 @@ def layers(selector: Any) -> list[int]:
         ((1,), [1]),
         (range(1, 3), [1, 2]),
         (np.array([1, 3]), [1, 3]),
+        (2, [2]),
+        ("2", [2]),
+        ("0, 2-3", [0, 2, 3]),
+        (["1", "2-3"], [1, 2, 3]),
     ],
 )
 def test_a_layer_selector_stands_for_sorted_layers(
@@ -49,13 +54,36 @@ def test_a_layer_selector_stands_for_sorted_layers(
         ("all_prompt", ((0, 5),)),
         ("all_generated", ((5, OPEN_END),)),
         ("all", ((0, OPEN_END),)),
+        ("last_generated", ((5, LAST_ROW),)),
         ([0, 1, 4, 7], ((0, 2), (4, 5), (7, 8))),
+        ([-1, 0, -3, 6], ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ({"last": 2}, ((3, 5),)),
+        ({"last": 9}, ((0, 5),)),
+        ({"ranges": [[1, 2], [-1, -1], [4, 6]]}, ((1, 3), (4, 7))),
+        (np.arange(2), ((0, 2),)),
     ],
 )
 def test_a_position_selector_follows_the_rule_of_rows(
     selector: Any, ranges: Any
 ) -> None:
     assert resolve_positions(selector, context(5, 4), WHERE) == ranges
+    in_prompt = [p for first, stop in ranges for p in range(first, min(stop, 5))]
+    assert captured_prompt_positions(CaptureSpec({}, selector), 5) == in_prompt
+
+
+@pytest.mark.parametrize("name", ["resid_post", "hook_resid_post", "post_block"])
+@pytest.mark.parametrize("form", ["hook", "list", "key"])
+def test_hook_points_have_the_names_of_other_systems(name: str, form: str) -> None:
+    address = f"blocks.2.{name}" if name.startswith("hook") else f"{name}.2"
+    forms: dict[str, Any] = {
+        "hook": {name: [2]}, "list": [address], "key": {address: None}
+    }  # fmt: skip
+    assert parse({"hooks": forms[form]}).hooks == {"post_block": [2]}
+
+
+def test_addresses_and_names_of_one_point_join() -> None:
+    hooks = {"post_block.3": None, "resid_post": [0], "post_block": [0, 1]}
+    assert parse({"hooks": hooks}).hooks == {"post_block": [0, 1, 3]}
 
 
 def test_positions_default_to_the_last_token_of_the_prompt() -> None:
@@ -76,19 +104,28 @@ BAD = [
     ("text", WHERE, "'text'", "must be an object"),
     ({}, f"{WHERE}.hooks", "None", "at least one hook point"),
     ({"hooks": {}}, f"{WHERE}.hooks", "{}", '{"post_block": [0]}'),
-    ({"hooks": [1]}, f"{WHERE}.hooks", "[1]", "must map"),
+    ({"hooks": [1]}, f"{WHERE}.hooks", "1", "addresses"),
+    ({"hooks": ["post_block"]}, f"{WHERE}.hooks.post_block", "None", "no layers"),
+    (
+        {"hooks": {"post_block.1": [1]}},
+        f"{WHERE}.hooks.post_block.1",
+        "[1]",
+        "its layer",
+    ),
     ({"hook": {}}, f"{WHERE}.hook", "{}", "its keys are ['hooks', 'positions']"),
     ({"hooks": {"pre": [0]}}, f"{WHERE}.hooks", "'pre'", "the hook points are"),
     ({"hooks": {"mlp_in": [0]}}, f"{WHERE}.hooks", "'mlp_in'", "this model has no"),
     ({"hooks": {3: [0]}}, f"{WHERE}.hooks", "3", "the hook points are"),
 ]
 BAD_LAYERS = [
-    (4, "4", "must be a list of layers"),
+    (4, "4", "layers 0 to 3"),
     ([4], "4", "layers 0 to 3"),
     ([-1], "-1", "layers 0 to 3"),
     ([True], "True", "a layer is a whole number"),
     ([1.0], "1.0", "a layer is a whole number"),
-    (["1"], "'1'", "a layer is a whole number"),
+    (["1.5"], "'1.5'", "0-based index"),
+    ("3-2", "'3-2'", "first <= last"),
+    ("7", "7", "layers 0 to 3"),
     ([], "[]", "selects no layer"),
     ("some", "'some'", '"all"'),
     ({}, "{}", '"all"'),
@@ -106,9 +143,10 @@ BAD_POSITIONS = [
     (None, "None", "'all_generated'"),
     ([True], "True", "a position is a whole number"),
     ([1.5], "1.5", "a position is a whole number"),
-    ([-1], "-1", "give 4"),
+    ([-6], "-6", "the prompt has 5 tokens"),
+    ({"last": 0}, "{'last': 0}", "k from 1"),
     ([8], "8", "raise max_tokens"),
-    ([10**30], "1000", "raise max_tokens"),
+    ([10**30], "1000", "within 2**31"),
 ]
 
 
@@ -208,4 +246,4 @@ def test_whatever_a_user_writes_is_a_spec_or_a_refusal(raw: Any) -> None:
         assert selected == sorted(set(selected)) != []
         assert set(selected) <= set(range(4))
     ranges = resolve_positions(spec.positions, ctx, WHERE)
-    assert ranges[-1][1] == OPEN_END or positions(ranges, 8)
+    assert ranges[-1][1] >= OPEN_END or positions(ranges, 8)

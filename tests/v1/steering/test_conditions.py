@@ -2,7 +2,7 @@
 """Entries with a condition act where its probe fires, as hooks in transformers do."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,61 @@ def entry_of(case: str, reference: Any, **entry: Any) -> dict[str, Any]:
     return {"vector": V, **entry, "when": one.when(one.threshold(reference))}
 
 
+SCOPED = {
+    "prompt": ("steering_vectors", {"scope": "prompt"}, None),
+    "prompt, soft": ("decode_steering_vectors", {"scope": "prompt"}, 0.7),
+    "rest": ("decode_steering_vectors", {"scope": "rest"}, None),
+}
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
+    """In one batch with requests that come and go, each with its own decision."""
+    llm, reference = steered
+    tier, more, sharpness = SCOPED[name]
+    case = replace(CASES["above"], more=more, sharpness=sharpness)
+    _, change = ENTRIES["add"]
+    prompts = [PROMPT[: SIZE - 3 * number] for number in range(6)]
+    seen: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        seen.append(case.values(stream.double()))
+        return stream
+
+    for prompt in prompts:
+        reference.logprobs(prompt, {case.tap: look})
+    last = torch.stack([values[-1] for values in seen]).sort().values
+    threshold = float(last[4:6].mean() if name == "rest" else last[2:4].mean())
+    entry = {"vector": V, "scale": 2, "when": case.when(threshold)}
+    asked = [params(4 + number, **{tier: at(entry)}) for number in range(6)]
+    outputs = generate(llm, prompts, asked)
+    open_, shut = 0, 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids, size = prompt + tokens(output), len(prompt)
+        gates: list[torch.Tensor] = []
+
+        def decide(stream: torch.Tensor, size: int = size, gates: Any = gates) -> Any:
+            here = case.gate(stream, threshold)
+            if name == "rest":
+                here = here[size:].cummax(dim=0).values
+            else:
+                here = here[size - 1].expand(len(stream) - size, 1)
+            gates.append(torch.cat([torch.zeros(size, 1), here]))
+            return stream
+
+        def act(stream: torch.Tensor, gates: Any = gates) -> torch.Tensor:
+            return change(stream.double(), gates[-1]).to(stream.dtype)
+
+        changed = {case.tap: decide, ACTS: act}
+        expected = reference.logprobs(ids[:-1], changed)[size - 1 :]
+        wrong = (logprobs(output) - expected).abs().max() / expected.abs().max()
+        assert wrong < 1e-4, (name, size, float(wrong))
+        open_ += bool(gates[-1].any())
+        shut += not gates[-1][size:].all()
+    assert open_, "no gate was ever open"
+    assert shut or sharpness, "no gate was ever shut"
+
+
 def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
     llm, reference = steered
     prompts = [PROMPT[i : i + 9] for i in range(4)]
@@ -290,6 +345,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": "x"}, "finite"),
     ({"scope": "ever"}, "not one of"),
     ({"treshold": 1}, "no key 'treshold'"),
+    ({"scope": "rest"}, "acts on generated tokens"),
+    ({"scope": "rest", "sharpness": 1}, "open or shut"),
+    ({"scope": "prompt", "reduce": "mean"}, "not by a mean"),
 ]
 
 

@@ -219,6 +219,7 @@ def test_an_operation_does_what_its_formula_says(
         ({"ranges": [[-3, -2]]}, {SIZE - 3, SIZE - 2}),
         ("last_prompt", {SIZE - 1}),
         ("all_prompt", set(range(SIZE))),
+        ("all_generated", {SIZE + i for i in range(5)}),
     ],
 )
 def test_positions_are_absolute_or_from_the_prompts_end(
@@ -284,12 +285,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"op": "project_out", "norm_match": True}, "norm_match"),
     ({"norm_match": 1}, "norm_match"),
     ({"norm_match": True, "vector": [0.0] * _models.HIDDEN}, "no direction"),
-    ({"positions": []}, "at least one"),
-    ({"positions": [1.5]}, "at least one"),
+    ({"positions": []}, "not empty"),
+    ({"positions": [1.5]}, "whole number"),
     ({"positions": {"last": 0}}, "last"),
     ({"positions": "everything"}, "list"),
     ({"positions": "last_generated"}, "not known before"),
-    ({"positions": "all_generated"}, "decode_steering_vectors"),
     ({"positions": {"ranges": [[5, 2]]}}, "first <= last"),
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
     ({"op": "clamp", "value": 1, "min": 0}, "at once"),

@@ -18,6 +18,9 @@ from vllm.v1.readouts.plan import ReadoutPlan
 OPEN_END = 1 << 40
 """The `stop` of a range that extends to the end of the request."""
 
+LAST_ROW = OPEN_END + 1
+"""The `stop` of a range that extends to the end, of which only the last row counts."""
+
 LIVE = "*live"
 """Name of the reader whose rows go to the front end after each step."""
 
@@ -60,6 +63,11 @@ def overlap(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int]]:
         for first, last in ranges
         if first < stop and last > start
     ]
+
+
+def only_last(ranges: Ranges) -> bool:
+    """Whether of the generated tokens' rows just the last one counts."""
+    return bool(ranges) and ranges[-1][1] == LAST_ROW
 
 
 def contains(ranges: Ranges, position: int) -> bool:

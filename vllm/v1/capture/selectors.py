@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing and validation of what users write: hooks, layers and positions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -9,16 +9,17 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import OPEN_END, Ranges, ranges_of
+from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
-from vllm.v1.residual.bounds import count_values, listed, shown
+from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.bounds import count_values, shown
+from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
+from vllm.v1.residual.selectors import parse_layers, parse_positions
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
 """Types that `plain` returns unchanged: most values of a request parsed from JSON."""
-
-POSITION_NAMES = ("last_prompt", "all_prompt", "all_generated", "all")
 
 
 def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
@@ -142,28 +143,24 @@ def parse_spec(
 
 
 def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int]]:
-    """Parse `{hook: layer selector}`; each selector becomes a sorted list of layers.
+    """`{hook: layer selector}` with every selector as a sorted list of layers.
 
-    Raises:
-        CaptureValidationError: a hook or a layer is unknown to the model.
-
+    A key may be another system's name of a hook point. Addresses, which name a layer
+    too, stand in a list, or are keys whose value is None.
     """
+    if isinstance(raw, list):
+        raw = {name if isinstance(name, str) else shown(name): None for name in raw}
     if not isinstance(raw, dict) or not raw:
         raise fail(
             f"{where} must map at least one hook point to layers, for example "
-            '{"post_block": [0]} or {"post_block": "all"}',
+            '{"post_block": [0]} or {"post_block": "all"}, or be a list of addresses '
+            'such as ["post_block.0"]',
             where,
             raw,
         )
     hooks: dict[Any, list[int]] = {}
-    for hook, selector in raw.items():
-        if hook not in HOOK_NAMES:
-            raise fail(
-                f"{where}: {shown(hook)} is not a hook point; the hook points are "
-                f"{list(HOOK_NAMES)}",
-                where,
-                hook,
-            )
+    for name, selector in raw.items():
+        hook, selector = _hook(name, selector, where)
         having = [
             layer for layer, points in sorted(ctx.hook_points.items()) if hook in points
         ]
@@ -175,126 +172,74 @@ def parse_hooks(raw: Any, ctx: CaptureContext, where: str) -> dict[Any, list[int
                 where,
                 hook,
             )
-        hooks[hook] = _parse_layers(selector, having, ctx, f"{where}.{hook}")
+        at = f"{where}.{name}"
+        layers = parse_layers(selector, having, ctx.num_hidden_layers, at, fail)
+        hooks[hook] = sorted({*hooks.get(hook, []), *layers})
     return hooks
 
 
-def _parse_layers(
-    raw: Any, having: Sequence[int], ctx: CaptureContext, where: str
-) -> list[int]:
-    if raw == "all":
-        return list(having)
-    if isinstance(raw, list):
-        layers = [_layer(value, ctx, where) for value in raw]
-    elif isinstance(raw, dict) and raw and not raw.keys() - {"layers", "ranges"}:
-        layers = [
-            _layer(value, ctx, f"{where}.layers")
-            for value in _a_list(raw.get("layers", []), f"{where}.layers")
-        ]
-        for pair in _a_list(raw.get("ranges", []), f"{where}.ranges"):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise fail(
-                    f"{where}.ranges must hold pairs [first, last], last included",
-                    f"{where}.ranges",
-                    pair,
-                )
-            first, last = (_layer(value, ctx, f"{where}.ranges") for value in pair)
-            if first > last:
-                raise fail(
-                    f"{where}.ranges: a pair [first, last] needs first <= last",
-                    f"{where}.ranges",
-                    pair,
-                )
-            layers += range(first, last + 1)
-    else:
-        raise fail(
-            f'{where} must be a list of layers, "all", or '
-            '{"layers": [...], "ranges": [[first, last], ...]}',
-            where,
-            raw,
-        )
-    if not layers:
-        raise fail(f"{where} selects no layer; name one or leave it out", where, raw)
-    known = set(having)
-    for layer in layers:
-        if layer not in known:
+def _hook(name: Any, selector: Any, where: str) -> tuple[str, Any]:
+    """Our name of a hook point, and its layers; an address says both."""
+    if isinstance(name, str) and (hook := hook_name(name)) is not None:
+        return hook, selector
+    if isinstance(name, str) and (tap := parse_address(name)) is not None:
+        if selector is not None:
             raise fail(
-                f"{where}: layer {layer} of this model does not have this hook "
-                f"point; these have it: {listed(having)}",
-                where,
-                layer,
+                f"{where}.{name}: an address names its layer; give None for it, or put "
+                "it into a list of addresses",
+                f"{where}.{name}",
+                selector,
             )
-    return sorted(set(layers))
-
-
-def _a_list(raw: Any, where: str) -> list[Any]:
-    if not isinstance(raw, list):
-        raise fail(f"{where} must be a list", where, raw)
-    return raw
-
-
-def _layer(raw: Any, ctx: CaptureContext, where: str) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int):
-        raise fail(f"{where}: a layer is a whole number", where, raw)
-    if not 0 <= raw < ctx.num_hidden_layers:
-        raise fail(
-            f"{where}: layer {raw} is outside of this model's layers "
-            f"0 to {ctx.num_hidden_layers - 1}",
-            where,
-            raw,
-        )
-    return raw
+        return tap[1], [tap[0]]
+    raise fail(
+        f"{where}: {shown(name)} is not a hook point; the hook points are "
+        f"{list(HOOK_NAMES)}, and addresses such as post_block.3",
+        where,
+        name,
+    )
 
 
 def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
-    """Resolve a position selector to ranges of token positions.
+    """The ranges of token positions that a selector stands for.
 
-    A request with P prompt tokens that generates N tokens has rows at positions 0 to
-    P+N-2; ranges of generated positions end at `OPEN_END`.
-
-    Raises:
-        CaptureValidationError: the selector is invalid, or lists a position that the
-            request cannot reach with its `max_tokens`.
-
+    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
+    tokens it generates; ranges of generated positions are open at the end.
     """
     prompt = ctx.num_prompt_tokens
-    match raw:
+    found = parse_positions(raw, where, fail)
+    match found:
         case "last_prompt":
             return ((prompt - 1, prompt),)
         case "all_prompt":
             return ((0, prompt),)
         case "all_generated":
             return ((prompt, OPEN_END),)
+        case "last_generated":
+            return ((prompt, LAST_ROW),)
         case "all":
             return ((0, OPEN_END),)
-    if not isinstance(raw, list) or not raw:
-        raise fail(
-            f"{where} must be one of {list(POSITION_NAMES)} or a list of token "
-            "positions that is not empty",
-            where,
-            raw,
-        )
-    for value in raw:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise fail(f"{where}: a position is a whole number", where, value)
-        if value < 0:
+    assert not isinstance(found, str)
+    end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
+    ranges = []
+    for first, stop in found:
+        shift = prompt if first < 0 else 0
+        if first + shift < 0 and stop != 0:
             raise fail(
-                f"{where}: positions count from 0; give "
-                f"{max(prompt + value, 0)} for the position {value} from the "
-                "prompt's end",
+                f"{where}: position {first} from the prompt's end lies before its "
+                f"start; the prompt has {prompt} tokens",
                 where,
-                value,
+                first,
             )
-        if ctx.max_tokens is not None and value > prompt + ctx.max_tokens - 2:
+        if stop + shift > end:
             raise fail(
                 f"{where}: with {prompt} prompt tokens and max_tokens="
-                f"{ctx.max_tokens} the last row is at position "
-                f"{prompt + ctx.max_tokens - 2} (the last token is never fed "
-                "back); leave the position out or raise max_tokens",
+                f"{ctx.max_tokens} the last row is at position {end - 1} (the last "
+                "token is never fed back); leave the position out or raise max_tokens",
                 where,
-                value,
+                stop - 1,
             )
-    return ranges_of(raw)
+        ranges.append((max(first + shift, 0), stop + shift))
+    return union((one,) for one in ranges)
 
 
 def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
@@ -306,9 +251,20 @@ def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
         The restricted spec, None if no position is left.
 
     """
-    listed = plain(spec.positions)
-    if isinstance(listed, str) or ctx.max_tokens is None:
+    selected = plain(spec.positions)
+    if isinstance(selected, str) or ctx.max_tokens is None:
         return spec
-    end = ctx.num_prompt_tokens + ctx.max_tokens - 1
-    reached = [position for position in listed if position < end]
-    return CaptureSpec(spec.hooks, reached) if reached else None
+    prompt = ctx.num_prompt_tokens
+    end = prompt + ctx.max_tokens - 1
+    spans = parse_positions(selected, "positions", fail)
+    assert not isinstance(spans, str)
+    shifted = (
+        (first + prompt, stop + prompt) if first < 0 else (first, stop)
+        for first, stop in spans
+    )
+    reached = [
+        [max(first, 0), min(stop, end) - 1]
+        for first, stop in shifted
+        if first < end and stop > 0
+    ]
+    return CaptureSpec(spec.hooks, {"ranges": reached}) if reached else None

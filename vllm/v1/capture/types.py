@@ -6,6 +6,10 @@ from typing import Any, Literal, NewType, TypeAlias
 
 import torch
 
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import PositionName, as_list, parse_positions
+
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""
 
@@ -25,10 +29,9 @@ HOOK_NAMES: tuple[HookName, ...] = (
     "mlp_out",
 )
 
-PositionSelector: TypeAlias = (
-    Literal["last_prompt", "all_prompt", "all_generated", "all"] | list[int]
-)
-"""The positions to capture: a name, or a list of 0-based token positions."""
+PositionSelector: TypeAlias = PositionName | list[int] | dict[str, Any]
+"""The positions to capture: a name, a list of token positions (negative ones count
+from the prompt's end), `{"last": k}` or `{"ranges": [[first, last], ...]}`."""
 
 CaptureKey: TypeAlias = tuple[VllmInternalRequestId, int, str]
 """`(request id, layer, hook)`: identifies one sequence of rows."""
@@ -110,15 +113,26 @@ class CaptureContext:
 
 def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:
     """The positions of prompt tokens that a spec captures, ascending."""
-    match spec.positions:
+    positions = as_list(spec.positions)
+    match positions:
         case "last_prompt":
             return [num_prompt_tokens - 1]
         case "all_prompt" | "all":
             return list(range(num_prompt_tokens))
         case str():
             return []
-    listed = {p if p >= 0 else num_prompt_tokens + p for p in spec.positions}
-    return sorted(p for p in listed if 0 <= p < num_prompt_tokens)
+    spans = parse_positions(positions, "positions", _refused)
+    found: set[int] = set()
+    for first, stop in spans:
+        assert isinstance(first, int) and isinstance(stop, int)
+        shift = num_prompt_tokens if first < 0 else 0
+        last = min(stop + shift, num_prompt_tokens)
+        found.update(range(max(first + shift, 0), last))
+    return sorted(found)
+
+
+def _refused(message: str, parameter: str, value: Any) -> CaptureValidationError:
+    return CaptureValidationError(message, parameter=parameter, value=shown(value))
 
 
 def min_captured_prompt_position(

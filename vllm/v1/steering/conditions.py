@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-Scope: TypeAlias = Literal["token"]
+Scope: TypeAlias = Literal["token", "rest", "prompt"]
 
-SCOPES: tuple[Scope, ...] = ("token",)
+SCOPES: tuple[Scope, ...] = ("token", "rest", "prompt")
+"""What a decision holds for: its own token; that and all later ones, once it is to act;
+all generated tokens, where it is made at the last one of the prompt."""
 
 MAX_CONDITIONS = 8
 """Different ones of a request, and as many of the engine's own."""

@@ -8,39 +8,14 @@ because `vllm.sampling_params` imports it.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
 
-import numpy as np
-
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Ascending, apart from one another."""
+from vllm.v1.residual.selectors import FARTHEST as FARTHEST
+from vllm.v1.residual.selectors import Spans as Spans
+from vllm.v1.residual.selectors import joined as joined
+from vllm.v1.residual.selectors import spans_of as spans_of
 
 _LISTED = 64
 """So many positions an answer lists one by one."""
-
-
-def spans_of(positions: Iterable[int]) -> Spans:
-    """The spans of some positions, in any order, with repetitions."""
-    found = np.unique(np.fromiter(positions, dtype=np.int64))
-    if not len(found):
-        return ()
-    apart = (np.diff(found) != 1) | (found[1:] == 0)
-    first = found[np.concatenate(([True], apart))]
-    last = found[np.concatenate((apart, [True]))]
-    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
-
-
-def joined(found: Iterable[tuple[int, int]]) -> Spans:
-    """The same positions in as few spans as can be."""
-    made: list[tuple[int, int]] = []
-    for first, stop in sorted(found):
-        last = made[-1] if made else None
-        # Those from the end of a prompt stay apart from those from its start.
-        if last and first <= last[1] and (first < 0) == (last[0] < 0):
-            made[-1] = last[0], max(last[1], stop)
-        else:
-            made.append((first, stop))
-    return tuple(made)
 
 
 def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
@@ -112,9 +87,6 @@ def told(spans: Spans | None) -> object:
         return {"last": -spans[0][0]}
     return {"ranges": [[first, stop - 1] for first, stop in spans]}
 
-
-FARTHEST = 2**31
-"""No position is farther from the start, or from the end, of a prompt."""
 
 NAMED: dict[str, Spans | None] = {
     "all": None,

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.e2e
         ("all_generated", [7, 8, 9]),
         ("all", list(range(10))),
         ([0, 3, 6, 7, 9], [0, 3, 6, 7, 9]),
+        ("last_generated", [9]),
+        ({"last": 2}, [5, 6]),
+        ([-7, -1, 8], [0, 6, 8]),
+        ({"ranges": [[-3, -2], [7, 8]]}, [4, 5, 7, 8]),
     ],
 )
 def test_a_selector_delivers_its_rows(
@@ -34,6 +38,8 @@ def test_one_generated_token_has_no_row_of_its_own(engine: CapturedEngine) -> No
     (output,) = engine.run([prompt(5, seed=2)], asking("all", max_tokens=1))
     engine.check(output, range(5))
     (output,) = engine.run([prompt(5, seed=3)], asking("all_generated", max_tokens=1))
+    engine.check(output, [])
+    (output,) = engine.run([prompt(5, seed=3)], asking("last_generated", max_tokens=1))
     engine.check(output, [])
 
 
@@ -72,7 +78,7 @@ def test_a_long_prompt_in_chunks_has_all_its_rows(engine: CapturedEngine) -> Non
 
 
 def test_different_layers_at_different_positions(engine: CapturedEngine) -> None:
-    hooks = {"pre_attn": [2], "post_block": {"ranges": [[0, 1]]}}
+    hooks = {"blocks.2.hook_resid_pre": None, "resid_post": "0-1"}
     (output,) = engine.run([prompt(40, seed=5)], asking([0, 30, 41], hooks))
     assert sorted(engine.rows(output)) == [
         (0, "post_block"),
@@ -106,6 +112,10 @@ def test_a_stop_string_ends_the_rows(engine: CapturedEngine) -> None:
     assert output.outputs[0].finish_reason == "stop"
     assert len(output.outputs[0].token_ids) < 10
     engine.check(output)
+    (output,) = engine.run(
+        [prompt(12, seed=7)], asking("last_generated", max_tokens=10, stop=[stop])
+    )
+    engine.check(output, [12 + len(output.outputs[0].token_ids) - 2])
 
 
 def test_every_sample_of_a_request_has_its_own_rows(engine: CapturedEngine) -> None:

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.parse import SteeredModel, parse_vectors
+from vllm.v1.steering.spec.parse import SteeredModel, by_phase, parse_vectors
 
 WIDTH = 4
 POINTS = ("pre_attn", "post_attn", "post_block")
 MODEL = SteeredModel({0: POINTS, 1: POINTS, 2: ("post_block",)}, WIDTH, torch.float16)
+HERE = "post_block"
 ONE = [1.0, -2.0, 0.5, 4.0]
 
 
@@ -75,9 +76,42 @@ def test_entries_of_one_list_add_up() -> None:
 
 
 @pytest.mark.parametrize(
+    ("raw", "taps"),
+    [
+        ({"resid_post": {"all": ONE}}, [(n, "post_block") for n in range(3)]),
+        ({"pre_attn": {"all": ONE}}, [(0, "pre_attn"), (1, "pre_attn")]),
+        ({"post_block": {"0,2": ONE}}, [(0, "post_block"), (2, "post_block")]),
+        ({"post_block": {"1-2": [{"vector": ONE}]}}, [(1, "post_block"), (2, HERE)]),
+        ({"blocks.1.hook_resid_mid": ONE}, [(1, "post_attn")]),
+        ({"post_block.2": {"vector": ONE}}, [(2, "post_block")]),
+    ],
+)  # fmt: skip
+def test_layers_and_addresses_have_the_grammar_of_capture(raw: Any, taps: Any) -> None:
+    assert sorted(parse(raw).vectors) == taps
+
+
+def test_what_acts_on_generated_tokens_only_goes_to_their_tier() -> None:
+    entry = {"vector": ONE, "positions": "all_generated"}
+    clamp = {"vector": ONE, "op": "clamp", "max": 1, "positions": "all_generated"}
+    base = parse({"post_block": {0: [{"vector": ONE}, entry, clamp]}})
+    names = {"base": "steering_vectors", "prefill": "p", "decode": "d"}
+    found = by_phase({"base": base, "decode": parse({"post_block": {0: ONE}})}, names)
+    assert found["base"].vectors[0, "post_block"].tolist() == ONE
+    assert found["decode"].vectors[0, "post_block"].tolist() == [2 * x for x in ONE]
+    (operation,) = found["decode"].operations
+    assert operation.positions is None and not found["base"].operations
+    with pytest.raises(SteeringValidationError, match="of which none is generated"):
+        by_phase({"prefill": base}, names)
+
+
+@pytest.mark.parametrize(
     ("raw", "said"),
     [
         (None, "at least one hook point"),
+        ({"post_block": {"0-1": ONE, 1: ONE}}, "given twice"),
+        ({"post_block": {"1-9": ONE}}, "layers 0 to 2"),
+        ({"pre_attn": {"0-2": ONE}}, "layer 2 of this model does not have"),
+        ({"post_block.9": ONE}, "no layer 9"),
         ([], "at least one hook point"),
         ({"pre_attn": {2: ONE}}, "no hook point 'pre_attn'"),
         ({"post_block": {3: ONE}}, "no layer 3"),

@@ -18,6 +18,7 @@ from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.selectors import fail
 from vllm.v1.capture.types import HOOK_NAMES
+from vllm.v1.residual.addresses import hook_name
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 
@@ -176,7 +177,8 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         if value is not None and value < least:
             option = f"--{name.replace('_', '-')}"
             raise fail(f"{name}: {option} must be at least {least}", name, value)
-    unknown = set(args.hook) - set(HOOK_NAMES)
+    unknown = {name for name in args.hook if hook_name(name) is None}
+    args.hook = tuple(hook_name(name) or name for name in args.hook)
     if unknown or not args.hook:
         raise fail(
             f"hook: there is no {sorted(unknown)}; there are {list(HOOK_NAMES)}",

@@ -7,10 +7,11 @@ the key, and validate them in full at admission.
 
 from typing import Any
 
+from vllm.v1.residual.addresses import ALIASES
 from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
 from vllm.v1.steering.positions import NAMED
-from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
+from vllm.v1.steering.spec.entry import ACTIVATIONS, ALL_GENERATED, KEYS
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS
@@ -64,7 +65,7 @@ RANGE: Schema = {
 POSITIONS: Schema = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {"enum": list(NAMED)},
+        {"enum": [*NAMED, ALL_GENERATED]},
         _only(last={"type": "integer", "minimum": 1}),
         _only(ranges={"type": "array", "items": RANGE, "minItems": 1}),
     ]
@@ -94,12 +95,13 @@ ENTRY: Schema = {
     },
     "additionalProperties": False,
 }
+AT_LAYER: Schema = {
+    "anyOf": [NUMBERS, ENTRY, {"type": "array", "items": ENTRY, "minItems": 1}]
+}
 BY_LAYER: Schema = {
     "type": "object",
     "patternProperties": {
-        "^[0-9]{1,9}$": {
-            "anyOf": [NUMBERS, ENTRY, {"type": "array", "items": ENTRY, "minItems": 1}]
-        }
+        "^(all|[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*)$": AT_LAYER
     },
     "additionalProperties": False,
     "minProperties": 1,
@@ -123,7 +125,9 @@ PACKED: Schema = {
 }
 VECTORS: Schema = {
     "type": "object",
-    "properties": {hook: {"anyOf": [BY_LAYER, PACKED]} for hook in HOOKS},
+    "properties": {hook: {"anyOf": [BY_LAYER, PACKED]} for hook in (*HOOKS, *ALIASES)},
+    # Addresses, which name a layer, too.
+    "patternProperties": {r"^[a-z_]+\.[a-z0-9_.]+$": AT_LAYER},
     "additionalProperties": False,
     "minProperties": 1,
 }

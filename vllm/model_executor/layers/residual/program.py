@@ -14,7 +14,8 @@ instruction's gate (1 where it has none) and n the norm of x that was saved last
 - `ROTATE`: the part of x in the plane of u and w, which are orthonormal, keeps its
   length and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (over |x| where `COSINE` is set) + c0, z = c3 (v - c2); the gate
-  becomes 1 where z > 0 and 0 elsewhere, or sigmoid(c1 z) where c1 is not 0.
+  becomes 1 where z > 0 and 0 elsewhere, or sigmoid(c1 z) where c1 is not 0; with `KEEP`
+  it stays what it was where that is more.
 
 This module has the form that kernels read and the arithmetic in plain PyTorch, which
 is what a CPU runs and what the kernel is compared with.
@@ -56,6 +57,8 @@ class Flag(IntFlag):
     """Directions whose y is 0 write nothing."""
     COSINE = 32
     """What it reads is divided by |x|."""
+    KEEP = 128
+    """A probe that leaves a gate open that was."""
     STANDARD = 64
     """What it reads is divided by the standard deviation of x's numbers."""
 
@@ -173,7 +176,10 @@ def run(
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
         if one.kind == Kind.PROBE:
-            gates[tokens, one.gate] = _gate(one, stream)
+            decided = _gate(one, stream)
+            if one.flags & Flag.KEEP:
+                decided = torch.maximum(decided, gates[tokens, one.gate])
+            gates[tokens, one.gate] = decided
             continue
         gate = torch.ones_like(norm)
         if one.gate != NO_GATE:

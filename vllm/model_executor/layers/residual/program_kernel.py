@@ -30,6 +30,7 @@ if HAS_TRITON:
     _MASK = tl.constexpr(int(Flag.MASK))
     _ONLY_ACTIVE = tl.constexpr(int(Flag.ONLY_ACTIVE))
     _COSINE = tl.constexpr(int(Flag.COSINE))
+    _KEEP = tl.constexpr(int(Flag.KEEP))
     _STANDARD = tl.constexpr(int(Flag.STANDARD))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
@@ -211,6 +212,8 @@ if HAS_TRITON:
                 decided = tl.where(beyond > 0.0, 1.0, 0.0)
                 if c1 != 0.0:
                     decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
+                if (flags & _KEEP) != 0:
+                    decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)
                 tl.debug_barrier()  # What follows in this program may read it.
             # The next one's, while this one's are still at work.

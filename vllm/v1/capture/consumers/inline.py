@@ -161,7 +161,7 @@ def count_rows(ranges: Ranges, ctx: CaptureContext, where: str) -> int:
     """
     generated = 0 if ctx.max_tokens is None else ctx.max_tokens
     end = ctx.num_prompt_tokens + max(generated - 1, 0)
-    if ctx.max_tokens is None and any(stop == OPEN_END for _, stop in ranges):
+    if ctx.max_tokens is None and any(stop >= OPEN_END for _, stop in ranges):
         raise fail(
             f"{where}: without max_tokens the number of rows has no bound; set it",
             "max_tokens",

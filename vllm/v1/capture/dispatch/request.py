@@ -12,7 +12,14 @@ from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
 from vllm.v1.capture.dispatch.row_buffer import RowBuffer, joined
 from vllm.v1.capture.dispatch.row_spans import Piece
 from vllm.v1.capture.memory.row_copy import RowCopy
-from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.capture.plan import (
+    OPEN_END,
+    CapturePlan,
+    Ranges,
+    Reader,
+    only_last,
+    overlap,
+)
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -108,6 +115,12 @@ class CapturedRequest:
         ]
         self._held: dict[tuple[int, str], list[Rows]] = {}
         """Rows of generated tokens held back until the end, by group and instance."""
+        self._only_last = frozenset(
+            (number, reader.instance)
+            for number, group in enumerate(groups)
+            for reader in group.readers
+            if only_last(reader.ranges)
+        )
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
@@ -148,7 +161,8 @@ class CapturedRequest:
             for instance, batch in settled.items():
                 chunks.setdefault(instance, []).extend(batch)
         for (number, instance), held in sorted(self._held.items()):
-            kept = [part for rows in held if (part := rows.between(0, stop))]
+            first = stop - 1 if (number, instance) in self._only_last else 0
+            kept = [part for rows in held if (part := rows.between(first, stop))]
             if kept:
                 made = self._make_chunks(number, instance, kept)
                 chunks.setdefault(instance, []).extend(made)
@@ -174,7 +188,9 @@ class CapturedRequest:
                 for start, stop in overlap(reader.ranges, rows.start, rows.stop):
                     part = rows.between(start, stop)
                     assert part is not None
-                    if reader.instance in self._early or not self._may_void(part):
+                    early = reader.instance in self._early
+                    early = early and not only_last(reader.ranges)
+                    if early or not self._may_void(part):
                         made = self._make_chunks(number, reader.instance, [part])
                         ready.setdefault(reader.instance, []).extend(made)
                     else:
@@ -259,6 +275,8 @@ class CapturedRequest:
     ) -> tuple[list[int], dict[str, str]]:
         """The positions of the reader's rows, with an error or note for the sidecar."""
         positions = _positions_below(stop, reader.ranges)
+        if only_last(reader.ranges):
+            positions = positions[-1:]
         spans = self._handed_on.get((number, reader.instance), [])
         arrived = _positions_below(stop, tuple(spans))
         if arrived != positions:
@@ -298,6 +316,6 @@ def _unreached(ranges: Ranges, stop: int) -> list[int]:
     return [
         position
         for first, last in ranges
-        if last != OPEN_END and last > stop
+        if last < OPEN_END and last > stop
         for position in range(max(first, stop), last)
     ]

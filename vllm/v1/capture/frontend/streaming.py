@@ -17,7 +17,14 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.payload import RowsByTap
-from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, Tap, contains
+from vllm.v1.capture.plan import (
+    LIVE,
+    CapturePlan,
+    Ranges,
+    Tap,
+    contains,
+    only_last,
+)
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
 
 if TYPE_CHECKING:
@@ -94,7 +101,8 @@ class LiveRequest:
         self._wanted: dict[str, dict[Tap, Ranges]] = {name: {} for name in streaming}
         for group in plan.groups:
             for reader in group.readers:
-                if reader.instance in self._wanted:
+                # Which row is the last is known when there is no further output.
+                if reader.instance in self._wanted and not only_last(reader.ranges):
                     taps = dict.fromkeys(group.taps, reader.ranges)
                     self._wanted[reader.instance].update(taps)
 

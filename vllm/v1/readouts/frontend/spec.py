@@ -98,6 +98,12 @@ class Spec:
     def ranges(self) -> Ranges:
         """The selected token positions; by default all generated tokens."""
         raw = self.raw.get("positions", "all_generated")
+        if raw == "last_generated":
+            raise self.fail(
+                "positions",
+                'readouts come with each token; "all_generated" with "reduce": "last" '
+                "is the last one",
+            )
         try:
             return resolve_positions(raw, self.ctx, self.where("positions"))
         except CaptureValidationError as error:

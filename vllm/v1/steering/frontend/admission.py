@@ -22,7 +22,13 @@ from vllm.v1.steering.spec.limits import (
     check_work,
 )
 from vllm.v1.steering.spec.matrix import for_prompt
-from vllm.v1.steering.spec.parse import Parsed, SteeredModel, parse_vectors
+from vllm.v1.steering.spec.parse import (
+    Parsed,
+    SteeredModel,
+    by_phase,
+    parse_vectors,
+)
+from vllm.v1.steering.spec.scopes import by_tier
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -107,11 +113,12 @@ class SteeringAdmission:
             names: by tier, the parameter's name in messages.
 
         """
-        return {
+        parsed = {
             tier: self._parsed(spec, names[tier])
             for tier, spec in raw.items()
             if spec is not None
         }
+        return by_phase(parsed, names)
 
     def prepared(self, params: "SamplingParams") -> "SamplingParams":
         """A copy of a request's parameters whose vectors are parsed already.
@@ -133,7 +140,8 @@ class SteeringAdmission:
         if isinstance(raw, Parsed):
             return raw
         parsed = parse_vectors(raw, self.model, name)
-        check_work(parsed, name, self.model)
+        for one in filter(None, (parsed, parsed.generated)):
+            check_work(one, name, self.model)
         return parsed
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
@@ -176,8 +184,10 @@ def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTi
     """The form that travels."""
     return SteeringTiers(
         **{
-            tier: pack(one.vectors, one.operations, keep_zeros)
-            for tier, one in parsed.items()
+            tier: pack(
+                parsed[tier].vectors if tier in parsed else {}, operations, keep_zeros
+            )
+            for tier, operations in by_tier(parsed).items()
         }
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.residual import selectors
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
@@ -21,7 +22,7 @@ from vllm.v1.steering.operations import (
     packed_arrays,
 )
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.positions import FARTHEST, NAMED, Spans, joined, spans_of
+from vllm.v1.steering.positions import NAMED, Spans
 from vllm.v1.steering.spec.arrays import Tensors
 
 COMMON = ("op", "positions", "when")
@@ -54,7 +55,8 @@ NEEDED: dict[OpName, tuple[str, ...]] = {
 """What it must hold, where that is not the vector alone."""
 KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
 ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
-MAX_POSITIONS = 65536
+ALL_GENERATED = "all_generated"
+"""These tokens have a tier of their own, to which such entries go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,93 +275,34 @@ def _check_bounds(
 
 
 def parse_positions(raw: Any, at: str) -> Spans | None:
-    """Where an entry acts; None for every token.
+    """Where an entry acts; None for every token of its tier.
 
     Args:
-        raw: a list of positions, negative ones from the prompt's end; `{"last": k}`,
-            the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`, both
-            included; or `"all"`, `"last_prompt"`, `"all_prompt"`, `"all_generated"`.
+        raw: a selector as `vllm.v1.residual.selectors` has them, or None.
         at: its name in messages.
 
     Raises:
-        SteeringValidationError: it is none of that, or empty.
+        SteeringValidationError: it is none, or stands for no tokens that are known
+            before they are computed.
 
     """
     if raw is None:
         return None
-    if isinstance(raw, str):
-        return _named_positions(raw, at)
-    if isinstance(raw, Mapping):
-        return _ranges(raw, at)
-    if isinstance(raw, (list, tuple)) and len(raw) > MAX_POSITIONS:
-        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
-    if not isinstance(raw, (list, tuple)) or not raw or not all(map(_is_index, raw)):
-        raise fail(
-            f"{at} must list at least one token position (negative ones count from "
-            "the prompt's end), or be one of "
-            f'{list(NAMED)}, {{"last": k}} for the last k prompt tokens, or '
-            '{"ranges": [[first, last], ...]}',
-            at,
-            raw,
-        )
-    return spans_of(int(position) for position in raw)
-
-
-def _named_positions(raw: str, at: str) -> Spans | None:
-    if raw == "last_generated":
+    found = selectors.parse_positions(raw, at, fail)
+    if not isinstance(found, str):
+        return found
+    if found == "last_generated":
         raise fail(
             f"{at}: which generated token is the last is not known before it is; name "
             "its position, or capture it",
             at,
             raw,
         )
-    if raw == "all_generated":
+    if found == ALL_GENERATED:
         raise fail(
-            f"{at}: the generated tokens have a tier of their own: move the entry to "
-            "decode_steering_vectors, or decode_vectors",
+            f"{at}: how many tokens are generated is not known before; list the "
+            "positions of the rows",
             at,
             raw,
         )
-    if raw not in NAMED:
-        raise fail(f"{at} must be a list, an object, or one of {list(NAMED)}", at, raw)
-    return NAMED[raw]
-
-
-def _ranges(raw: Mapping[str, Any], at: str) -> Spans:
-    if raw.keys() == {"last"} and _is_index(raw["last"]) and raw["last"] >= 1:
-        return ((-int(raw["last"]), 0),)
-    pairs = raw.get("ranges")
-    if raw.keys() != {"ranges"} or not isinstance(pairs, (list, tuple)) or not pairs:
-        raise fail(
-            f'{at} must be a list, {{"last": k}} with k from 1, or '
-            '{"ranges": [[first, last], ...]}',
-            at,
-            raw,
-        )
-    if len(pairs) > MAX_POSITIONS:
-        raise fail(f"{at}: at most {MAX_POSITIONS} ranges", at, len(pairs))
-    found = []
-    for pair in pairs:
-        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-        if not is_pair or not all(map(_is_index, pair)) or pair[0] > pair[1]:
-            raise fail(
-                f"{at}.ranges: a range is [first, last] with first <= last, both "
-                "included",
-                f"{at}.ranges",
-                pair,
-            )
-        first, last = int(pair[0]), int(pair[1])
-        if (first < 0) != (last < 0):
-            raise fail(
-                f"{at}.ranges: both ends count from the prompt's start, or both, "
-                "negative, from its end",
-                f"{at}.ranges",
-                pair,
-            )
-        found.append((first, last + 1))
-    return joined(found)
-
-
-def _is_index(value: Any) -> bool:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return is_integer and -FARTHEST <= value < FARTHEST
+    return NAMED[found]

@@ -11,11 +11,12 @@ import numpy.typing as npt
 from msgspec import structs
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.positions import NAMED, Spans, spans_of
-from vllm.v1.steering.spec.entry import MAX_POSITIONS, parse_positions
+from vllm.v1.steering.spec.entry import parse_positions
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""
@@ -44,6 +45,7 @@ def row_positions(
         SteeringValidationError: the selector is none, or has another number of them.
 
     """
+    raw = as_list(raw)
     everything = np.arange(num_rows)
     if num_rows > MAX_POSITIONS:
         raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, num_rows)

@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a user writes (hooks, layers, lists, packed data) to vectors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.v1.residual.addresses import OWN, hook_name, parse_address
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
-from vllm.v1.steering.spec.entry import VectorUse, is_finite, parse_manner
+from vllm.v1.steering.spec.entry import (
+    ALL_GENERATED,
+    VectorUse,
+    is_finite,
+    parse_manner,
+)
 from vllm.v1.steering.spec.feature import parse_feature
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
-from vllm.v1.steering.spec.packing import unpack_array
+from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.when import parse_when
 
 NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
 """Of what has no vector of its own."""
 
-HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+HOOKS = OWN
 
 MAX_ROWS = 4096
 """Of one packed form."""
@@ -90,6 +97,8 @@ class Parsed:
     """Everything else."""
     entries: list[Entry] = field(default_factory=list)
     """What both were made of."""
+    generated: "Parsed | None" = None
+    """What acts on generated tokens only, though its tier acts on others, too."""
 
     def __deepcopy__(self, memo: Any) -> "Parsed":
         return self  # Nobody changes it once it is parsed.
@@ -100,9 +109,10 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
 
     Args:
         raw: `{hook: {layer: entry}}`, or for a hook the packed form `{"dtype",
-            "shape", "layer_indices", "data", "scales"?}`. An entry is a vector, an
-            object with the keys of `entries.KEYS`, or a list of such objects. A
-            vector is a list, a numpy array or a tensor.
+            "shape", "layer_indices", "data", "scales"?}`, or `{address: entry}`. An
+            entry is a vector, an object with the keys of `entry.KEYS`, or a list of
+            such objects. A vector is a list, a numpy array or a tensor. Layers and
+            addresses are those of `residual/selectors.py` and `addresses.py`.
         model: what the vectors must fit.
         where: the parameter's name in messages, such as `steering_vectors`.
 
@@ -118,20 +128,12 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             raw,
         )
     seen: set[Tap] = set()
-    parsed = Parsed()
-    for hook, layers in raw.items():
-        at = f"{where}.{hook}"
-        if hook not in HOOKS:
-            raise fail(
-                f"{where}: {shown(hook)} is not a hook point; the hook points are "
-                f"{list(HOOKS)}",
-                where,
-                hook,
-            )
+    parsed, generated = Parsed(), Parsed()
+    for hook, layers, at in _by_hook(raw, where):
         if isinstance(layers, Mapping) and "data" in layers:
             entries = _unpack(layers, at)
         else:
-            entries = _by_layer(layers, at)
+            entries = _by_layer(layers, hook, model, at)
         for layer, these in entries:
             _check_tap(layer, hook, model, at)
             if (layer, hook) in seen:
@@ -139,8 +141,87 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             seen.add((layer, hook))
             _check_count(len(these), f"{at}.{layer}")
             for entry in these:
-                _take(parsed, (layer, hook), entry, model, f"{at}.{layer}")
-    return replace(parsed, operations=joined_rows(parsed.operations))
+                to = parsed
+                if _is_generated(entry):
+                    to, entry = generated, {**entry, "positions": None}
+                _take(to, (layer, hook), entry, model, f"{at}.{layer}")
+    parsed, generated = (
+        replace(one, operations=joined_rows(one.operations))
+        for one in (parsed, generated)
+    )
+    return replace(parsed, generated=generated) if generated.entries else parsed
+
+
+def _is_generated(entry: Mapping[str, Any]) -> bool:
+    positions = entry.get("positions")
+    return isinstance(positions, str) and positions == ALL_GENERATED
+
+
+def _by_hook(raw: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str]]:
+    """Our name of each hook point, what is given for it, and its name in messages.
+
+    A key is a hook point's name, or an address that says the layer, too.
+    """
+    for name, given in raw.items():
+        at = f"{where}.{name}"
+        hook = hook_name(name) if isinstance(name, str) else None
+        tap = parse_address(name) if isinstance(name, str) else None
+        if hook is not None:
+            yield hook, given, at
+        elif tap is not None:
+            layer, of_layer = tap
+            yield of_layer, {layer: given}, at
+        else:
+            raise fail(
+                f"{where}: {shown(name)} is not a hook point; the hook points are "
+                f"{list(HOOKS)}, and addresses such as post_block.3",
+                where,
+                name,
+            )
+
+
+def together(one: Parsed, other: Parsed) -> Parsed:
+    """Two tiers that act on the same tokens as one, `one` first."""
+    vectors = dict(one.vectors)
+    with np.errstate(over="ignore"):  # Admission refuses what overflows.
+        for tap, vector in other.vectors.items():
+            vectors[tap] = vectors[tap] + vector if tap in vectors else vector
+    return Parsed(
+        vectors,
+        [*one.operations, *other.operations],
+        [*one.entries, *other.entries],
+    )
+
+
+def by_phase(
+    parsed: Mapping[str, Parsed], names: Mapping[str, str]
+) -> dict[str, Parsed]:
+    """Tiers in which what acts on generated tokens only is where these are steered.
+
+    Args:
+        parsed: by tier.
+        names: by tier, the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: it is among what acts on prompt tokens.
+
+    """
+    found = dict(parsed)
+    for tier, one in parsed.items():
+        if one.generated is None:
+            continue
+        if tier == "prefill":
+            at = f"{names[tier]}.positions"
+            raise fail(
+                f"{at}: {names[tier]} acts on prompt tokens, of which none is "
+                f"generated; move the entry to {names['decode']}",
+                at,
+                ALL_GENERATED,
+            )
+        found[tier] = replace(one, generated=None)
+        found["decode"] = together(one.generated, found.get("decode", Parsed()))
+    order = [tier for tier in names if tier in found]
+    return {tier: found[tier] for tier in order}
 
 
 def _take(
@@ -207,7 +288,7 @@ def _check_count(count: int, at: str) -> None:
 Entries = list[tuple[int, list[Mapping[str, Any]]]]
 
 
-def _by_layer(layers: Any, at: str) -> Entries:
+def _by_layer(layers: Any, hook: str, model: SteeredModel, at: str) -> Entries:
     if not isinstance(layers, Mapping) or not layers:
         raise fail(
             f"{at} must map at least one layer to a vector, or be a packed form "
@@ -217,14 +298,22 @@ def _by_layer(layers: Any, at: str) -> Entries:
         )
     entries: Entries = []
     for key, entry in layers.items():
-        layer = _layer_index(key, at)
-        if isinstance(entry, Mapping):
-            entries.append((layer, [entry]))
-        elif _is_list_of_entries(entry):
-            entries.append((layer, list(entry)))
-        else:
-            entries.append((layer, [{"vector": entry}]))
+        for layer in _layers(key, hook, model, at):
+            if isinstance(entry, Mapping) and not is_packed(entry):
+                entries.append((layer, [entry]))
+            elif _is_list_of_entries(entry):
+                entries.append((layer, list(entry)))
+            else:
+                entries.append((layer, [{"vector": entry}]))
     return entries
+
+
+def _layers(key: Any, hook: str, model: SteeredModel, at: str) -> list[int]:
+    """The layers of a key: an index, or a text as selectors have it."""
+    if not isinstance(key, str) or key.isdigit():
+        return [_layer_index(key, at)]
+    having = [n for n, points in sorted(model.hook_points.items()) if hook in points]
+    return parse_layers(key, having, max(model.hook_points) + 1, at, fail)
 
 
 def _is_list_of_entries(entry: Any) -> bool:

@@ -20,6 +20,8 @@ class Placement:
     """The first layer of each pipeline stage."""
     splits_tokens: bool = False
     """Whether tensor-parallel ranks have their share of the tokens of some layers."""
+    drafts: bool = False
+    """Whether tokens are computed that may be rejected."""
 
     def check(self, probe: Tap, entry: Tap, at: str) -> None:
         """Refuse what the ranks of this server cannot tell each other.
@@ -64,4 +66,4 @@ def placement_of(vllm_config: "VllmConfig") -> Placement:
     stages = parallel.pipeline_parallel_size
     starts = tuple(get_pp_indices(layers, s, stages)[0] for s in range(stages))
     splits = parallel.tensor_parallel_size > 1 and parallel.use_sequence_parallel_moe
-    return Placement(starts, splits)
+    return Placement(starts, splits, vllm_config.num_speculative_tokens > 0)

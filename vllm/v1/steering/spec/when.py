@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
-from vllm.v1.steering.conditions import SCOPES, Condition, is_known_at
+from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import parse_vector
@@ -27,6 +27,7 @@ KEYS = (
     "below",
     "sharpness",
     "scope",
+    "reduce",
 )
 FORM = (
     'it is {"probe": a vector or the name of one, "layer", "hook", "above" or "below": '
@@ -78,6 +79,7 @@ def parse_when(
         )
     model.placement.check(tap, entry, at)
     above, threshold = _threshold(raw, probe, at)
+    sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
     return Condition(
         *tap,
         probe.vector.astype("<f4").tobytes(),
@@ -85,8 +87,8 @@ def parse_when(
         probe.cosine,
         above,
         threshold,
-        _sharpness(raw, at),
-        _one_of(raw, "scope", SCOPES, at),
+        sharpness,
+        scope,
         probe.name,
     )
 
@@ -233,6 +235,33 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
             value,
         )
     return value
+
+
+def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
+    scope: Scope = _one_of(raw, "scope", SCOPES, at)
+    if raw.get("reduce") not in (None, "last"):
+        raise fail(
+            f"{at}.reduce: a prompt decides by its last token here, and not by a mean; "
+            "leave it out",
+            f"{at}.reduce",
+            raw["reduce"],
+        )
+    if scope == "rest" and raw.get("sharpness") is not None:
+        raise fail(
+            f"{at}.sharpness: a gate that stays open from the first token that "
+            "fires is open or shut; leave it out",
+            f"{at}.sharpness",
+            raw["sharpness"],
+        )
+    if scope == "rest" and model.placement.drafts:
+        raise fail(
+            f"{at}.scope: this server drafts tokens, and one that is rejected later "
+            'could open the gate; use the scope "token" or "prompt", or start it '
+            "without speculative decoding",
+            f"{at}.scope",
+            scope,
+        )
+    return scope
 
 
 def _number(value: Any, at: str) -> float:

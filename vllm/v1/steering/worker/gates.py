@@ -72,10 +72,13 @@ def probe_of(gate: Gate, vector: torch.Tensor) -> Instruction:
 
     """
     condition = gate.condition
+    flags = Flag.COSINE if condition.cosine else Flag.NONE
+    if condition.scope == "rest":
+        flags |= Flag.KEEP
     return Instruction(
         Kind.PROBE,
         vector,
-        flags=Flag.COSINE if condition.cosine else Flag.NONE,
+        flags=flags,
         c0=condition.bias,
         c1=condition.sharpness,
         c2=condition.threshold,
@@ -88,3 +91,9 @@ def in_columns(gates: Iterable[Gate | None]) -> Sequence[Gate]:
     """Each gate once, by its column."""
     found = {one.column: one for one in gates if one is not None}
     return [found[column] for column in sorted(found)]
+
+
+def deciding(decode: Iterable[Gated]) -> list[Gate]:
+    """The gates of generated tokens that the last one of the prompt decides."""
+    gates = (gate for _, gate in decode)
+    return [gate for gate in in_columns(gates) if gate.condition.scope == "prompt"]

@@ -224,8 +224,14 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 
 
 def _read_by(gate: Gate | None) -> frozenset[Tap]:
-    """Where the probe of a gate reads."""
-    return frozenset() if gate is None else frozenset({gate.condition.tap})
+    """Where the probe of a gate reads that the tokens decide on which it acts."""
+    if gate is None or gate.condition.scope == "prompt":
+        return frozenset()
+    return frozenset({gate.condition.tap})
+
+
+def _is_latched(gate: Gate | None) -> bool:
+    return gate is not None and gate.condition.scope == "rest"
 
 
 class Kept:
@@ -304,6 +310,7 @@ class Phase:
         device: torch.device,
         bank: Bank | None = None,
         gates: Sequence[Gate | None] = (),
+        deciding: Sequence[Gate] = (),
     ) -> None:
         """Put it on the device.
 
@@ -315,6 +322,7 @@ class Phase:
             device: of the stream.
             bank: where vectors of operations are; None for one of its own.
             gates: of each operation; empty if none has any.
+            deciding: gates of later tokens that this phase decides.
 
         """
         pairs = zip(operations, gates or [None] * len(operations), strict=True)
@@ -323,8 +331,10 @@ class Phase:
         self.operations = [one for one, _ in here]
         """Numbered from 0."""
         self._gates = [gate for _, gate in here]
+        self._deciding = [one for one in deciding if one.condition.tap in taps]
         self.taps = frozenset(one.tap for one in self.operations).union(
-            *(_read_by(gate) for gate in self._gates)
+            *(_read_by(gate) for gate in self._gates),
+            (gate.condition.tap for gate in self._deciding),
         )
         """Where programs also add what is added."""
         self.device = device
@@ -332,7 +342,8 @@ class Phase:
         self._kept = bank.fetch(self.operations)
         vectors = _Vectors(width)
         probes = {
-            gate: vectors.add(gate.condition.vector) for gate in in_columns(self._gates)
+            gate: vectors.add(gate.condition.vector)
+            for gate in in_columns([*self._gates, *self._deciding])
         }
         sums = {
             tap: _draft_sum(vector, vectors)
@@ -350,6 +361,13 @@ class Phase:
             number for number, one in enumerate(self.operations) if one.num_rows
         )
         """Those with a vector for each position."""
+        self.deciding = tuple(gate.column for gate in self._deciding)
+        """The columns that the last token of a prompt decides for later ones."""
+        held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
+        self.held = tuple(gate.column for gate in held)
+        """The columns in which decisions of earlier tokens count."""
+        self.latched = tuple(gate.column for gate in held if _is_latched(gate))
+        """Those of them that stay open once they are."""
         self.fixed = self._placed(self.taps, frozenset())
         """What tokens go through at which none of the positioned ones acts."""
         self._special: dict[frozenset[int], Programs] = {}
@@ -399,8 +417,14 @@ class Phase:
         ]
         probes = [
             (-1, self._probes[gate])
-            for gate in in_columns(self._gates[number] for number in numbers)
-            if gate.condition.tap == tap
+            for gate in in_columns(
+                [
+                    *(self._gates[number] for number in numbers),
+                    *(gate for gate in self._gates if _is_latched(gate)),
+                    *self._deciding,
+                ]
+            )
+            if gate.condition.tap == tap and self._decides(gate)
         ]
         acting = [
             (number, self._instruction(number))
@@ -424,6 +448,10 @@ class Phase:
         use = self.operations[number].details.feature
         assert use is not None
         return use.sae
+
+    def _decides(self, gate: Gate) -> bool:
+        """Whether the gate is decided in this phase."""
+        return gate.condition.scope != "prompt" or gate in self._deciding
 
     def _instruction(self, number: int) -> Instruction:
         made, gate = self._kept[number].instruction, self._gates[number]

@@ -26,7 +26,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.features import SAEs
-from vllm.v1.steering.worker.gates import gated
+from vllm.v1.steering.worker.gates import Gate, deciding, gated
 from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
 
@@ -173,11 +173,17 @@ class SteeringTables:
         sums = total([*ours, *theirs])
         added = {tap: v for tap, v in sums.items() if tap in self._columns}
         pairs = [*gated(shared, ours, 0), *gated(own, theirs, MAX_CONDITIONS)]
-        if not pairs:
+        later: list[Gate] = []
+        if phase == "prefill":
+            later += deciding(gated(shared, [shared.decode], 0))
+            later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
+        if not pairs and not later:
             return Row(added, NO_PHASE)
-        operations, gates = zip(*pairs, strict=True)
+        operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         width, device = self._table.shape[2], self._table.device
-        made = Phase(operations, added, self._columns, width, device, self.bank, gates)
+        made = Phase(
+            operations, added, self._columns, width, device, self.bank, gates, later
+        )
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 
 

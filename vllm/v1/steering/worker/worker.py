@@ -15,7 +15,7 @@ from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import Decoding, StepView
-from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.plan import SteeringTiers, Tap, conditions_of
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
@@ -25,6 +25,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.held import HeldGates
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
 from vllm.v1.steering.worker.programs import Programs, special_rows
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
@@ -91,6 +92,8 @@ class WorkerSteering:
         self._prompt_lengths: dict[str, int] = {}
         self._on_host: dict[int, list[ProgramRows]] = {}
         """The programs of the planned step, where no kernel finds them."""
+        self._held = HeldGates(device)
+        """Decisions that hold for later tokens."""
         self._launches: frozenset[int] = frozenset()
         self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
         """The ops of some taps: those that were asked for last."""
@@ -148,6 +151,7 @@ class WorkerSteering:
             step: changes of slots, if any.
 
         """
+        self._held.forget(finished)
         for req_id in finished:
             self._prompt_lengths.pop(req_id, None)
             self._slots.pop(req_id, None)
@@ -184,7 +188,9 @@ class WorkerSteering:
             self._on_host = {}
         else:
             self._plan_programs(view, pairs, lengths, rows)
-        if view.only_decodes and not self._acts_later(view, pairs, lengths):
+        self._held.plan(view, pairs, lengths, {} if plain else self.tables.phases)
+        again = view.only_decodes and not self._held.is_used
+        if again and not self._acts_later(view, pairs, lengths):
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
@@ -196,6 +202,7 @@ class WorkerSteering:
 
     def _plan_nothing(self) -> frozenset[int]:
         """A step that nothing steers, as most are: as little as can be."""
+        self._held.plan_nothing()
         self._vectors_of.plan(None)
         self._programs_of.plan(None)
         self._on_host = {}
@@ -302,11 +309,13 @@ class WorkerSteering:
         """Write what the pass reads: rows for each token, none for padding."""
         self._vectors_of.write()
         self._programs_of.write()
+        self._held.load(self.tables.programs.gates)
         StepPrograms.at = self._on_host
 
     def end_step(self) -> None:
         """The pass is queued: what follows, a dummy batch perhaps, has other rows."""
         StepPrograms.at = {}
+        self._held.save(self.tables.programs.gates)
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""
@@ -318,6 +327,8 @@ class WorkerSteering:
         if keep:
             assert staged is not None, "no change of the global vectors is staged"
             self._decoding = None
+            if conditions_of(staged[0]) != conditions_of(self.tables.tiers):
+                self._held.forget_engines()
             self.tables.set_global(*staged)
 
 

@@ -231,6 +231,27 @@ def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
         assert torch.equal((found != stream).any(1), changed), name
 
 
+def test_a_gate_that_was_open_stays_open() -> None:
+    torch.manual_seed(0)
+    tokens, width = 8, 64
+    program = (
+        Instruction(Kind.PROBE, unit(width), flags=Flag.KEEP, c3=1.0, gate=1),
+        Instruction(Kind.LINEAR, unit(width), c0=3.0, gate=1),
+    )
+    index, _kept = index_of(program)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    stream, before = randn(tokens, width), torch.zeros(tokens, 4, device=DEVICE)
+    before[::2] = 1.0
+    gates = [before.clone() for _ in range(2)]
+    every = torch.arange(tokens, device=DEVICE)
+    expected, _ = run(program, stream.clone(), every, gates[0])
+    found = stream.clone()
+    launch_programs(found, found, None, index, rows, gates[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gates[1], gates[0])
+    assert gates[0][::2, 1].all() and not gates[0][1::2, 1].all()
+
+
 def test_what_acts_on_nothing_changes_no_bit() -> None:
     width = 64
     u = unit(width)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions that hold for later tokens, however the tokens are split into steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.v1.residual.step_view import StepView
+from vllm.v1.steering.worker.gates import GATES
+from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
+
+PROMPT, REST = 3, 9
+"""Columns: one of the engine's, and one of a request's."""
+PHASES: Any = {
+    1: SimpleNamespace(deciding=(PROMPT,), held=(), latched=()),
+    2: SimpleNamespace(deciding=(), held=(PROMPT, REST), latched=(REST,)),
+}
+
+
+def carried_out(
+    held: HeldGates, requests: dict[str, tuple[int, range]], fires: Any
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """One step: what the pass finds in both columns at each generated token.
+
+    `fires` says at which positions of a request the probe is above its threshold.
+    """
+    names = list(requests)
+    spans = [span for _, span in requests.values()]
+    counts = np.array([len(span) for span in spans])
+    view = StepView(
+        names, np.array([s.start for s in spans]), counts, int(counts.sum())
+    )
+    lengths = [length for length, _ in requests.values()]
+    gates = torch.rand(int(counts.sum()) + 2, GATES)  # What an earlier step has left.
+    held.plan(view, [(1, 2)] * len(names), lengths, PHASES)
+    held.load(gates)
+    found, row = {}, 0
+    for name, (length, span) in requests.items():
+        for position in span:
+            fired = float(fires(name, position))
+            if position < length:
+                gates[row, PROMPT] = fired
+            else:
+                gates[row, REST] = max(float(gates[row, REST]), fired)
+                pair = float(gates[row, PROMPT]), float(gates[row, REST])
+                found[name, position] = pair
+            row += 1
+    held.save(gates)
+    return found
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+)
+def test_however_tokens_are_split_each_finds_what_was_decided(
+    seed: int, sizes: list[int]
+) -> None:
+    """Prompts come in chunks; a request may be preempted and begin again."""
+    random = np.random.default_rng(seed)
+    held = HeldGates(torch.device("cpu"))
+    rate = random.uniform(0, 0.6)
+    fired = {(str(i), p): random.random() < rate for i in range(4) for p in range(16)}
+
+    def fires(name: str, position: int) -> bool:
+        return fired[name, position]
+
+    done = {str(index): 0 for index in range(len(sizes))}
+    most = dict(done)
+    for _ in range(14):
+        batch = {}
+        for name in done:
+            if random.random() < 0.1:
+                done[name] = int(random.integers(0, done[name] + 1))  # Preempted.
+            length, start = sizes[int(name)], done[name]
+            # New generated tokens come one by one; others may be computed again.
+            stop = length if most[name] < length else min(most[name] + 1, 16)
+            stop = min(stop, start + int(random.integers(1, 5)))
+            if start < stop and random.random() < 0.8:
+                batch[name] = length, range(start, stop)
+        for (name, position), (prompt, rest) in carried_out(held, batch, fires).items():
+            length = sizes[int(name)]
+            assert prompt == fires(name, length - 1)
+            assert rest == any(fires(name, p) for p in range(length, position + 1))
+        for name, (_, span) in batch.items():
+            done[name] = span.stop
+            most[name] = max(most[name], span.stop)
+
+
+def test_places_are_used_again_and_memory_grows() -> None:
+    held = HeldGates(torch.device("cpu"))
+    for turn in range(2):
+        names = [f"{turn}-{index}" for index in range(FIRST_ROOM + 3)]
+        first = {name: (2, range(2)) for name in names}
+        carried_out(held, first, lambda name, position: name.startswith("0"))
+        later = {name: (2, range(2, 3)) for name in names}
+        found = carried_out(held, later, lambda name, position: False)
+        assert set(found.values()) == {(1.0 - turn, 0.0)}
+        held.forget(names)
+    assert len(held._value) == 2 * FIRST_ROOM
+
+
+def test_other_conditions_of_the_engine_are_not_decided() -> None:
+    held = HeldGates(torch.device("cpu"))
+    carried_out(held, {"a": (2, range(2))}, lambda name, position: True)
+    carried_out(held, {"a": (2, range(2, 3))}, lambda name, position: True)
+    held.forget_engines()
+    found = carried_out(held, {"a": (2, range(3, 4))}, lambda name, position: False)
+    assert found == {("a", 3): (0.0, 1.0)}

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammar of positions and of layers, for capture and steering alike.
+
+Positions: a list of token positions, of which negative ones count from the prompt's
+end; `{"last": k}`, the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`,
+both included; or one of `POSITION_NAMES`.
+
+Layers: an index, or its text; a text of indices and ranges such as `"0,4-7"`; `"all"`;
+a list of these; or `{"layers": [...], "ranges": [[first, last], ...]}`.
+
+This module imports neither torch nor anything of capture or steering, because
+`vllm.sampling_params` imports it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+
+from vllm.v1.residual.bounds import listed, shown
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Token positions as `(first, stop)`, `stop` excluded, ascending and apart from one
+another. Negative ones count from the prompt's end, so a span is on one side of 0."""
+
+PositionName = Literal[
+    "all", "last_prompt", "all_prompt", "all_generated", "last_generated"
+]
+POSITION_NAMES: tuple[PositionName, ...] = (
+    "last_prompt",
+    "all_prompt",
+    "all_generated",
+    "last_generated",
+    "all",
+)
+
+MAX_POSITIONS = 1 << 16
+"""That a list may name, and ranges of one selector."""
+FARTHEST = 1 << 31
+"""No position is farther from the start, or from the end, of a prompt."""
+
+Fail: TypeAlias = Callable[[str, str, Any], Exception]
+"""`fail(message, parameter, value)` makes the error to raise."""
+
+_RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
+
+
+def spans_of(positions: Iterable[int]) -> Spans:
+    """The spans of some positions, in any order, with repetitions."""
+    found = np.unique(np.fromiter(positions, dtype=np.int64))
+    if not len(found):
+        return ()
+    apart = (np.diff(found) != 1) | (found[1:] == 0)
+    first = found[np.concatenate(([True], apart))]
+    last = found[np.concatenate((apart, [True]))]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
+
+
+def joined(found: Iterable[tuple[int, int]]) -> Spans:
+    """The same positions in as few spans as can be."""
+    made: list[tuple[int, int]] = []
+    for first, stop in sorted(found):
+        last = made[-1] if made else None
+        # Those from the end of a prompt stay apart from those from its start.
+        if last and first <= last[1] and (first < 0) == (last[0] < 0):
+            made[-1] = last[0], max(last[1], stop)
+        else:
+            made.append((first, stop))
+    return tuple(made)
+
+
+def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
+    """What a selector of positions stands for.
+
+    Args:
+        raw: as the user wrote it; an array or a `range` is a list.
+        at: the parameter's name in messages.
+        fail: makes the error.
+
+    Returns:
+        A name, or the spans of a list, of the last k tokens, or of ranges.
+
+    """
+    if isinstance(raw, str) and raw in POSITION_NAMES:
+        return cast("PositionName", raw)
+    if isinstance(raw, Mapping):
+        return _position_ranges(raw, at, fail)
+    raw = as_list(raw)
+    if not isinstance(raw, (list, tuple)) or not raw:
+        raise fail(
+            f"{at} must be a list of token positions that is not empty (negative ones "
+            f"count from the prompt's end), one of {list(POSITION_NAMES)}, "
+            '{"last": k} for the last k tokens of the prompt, or '
+            '{"ranges": [[first, last], ...]}',
+            at,
+            raw,
+        )
+    if len(raw) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, len(raw))
+    for value in raw:
+        if not is_index(value):
+            raise fail(
+                f"{at}: a position is a whole number, within 2**31 of the prompt's "
+                "start or end",
+                at,
+                value,
+            )
+    return spans_of(int(position) for position in raw)
+
+
+def as_list(raw: Any) -> Any:
+    """An array, a tensor or a `range` as a list; anything else as it is."""
+    if isinstance(raw, range):
+        return list(raw)
+    to_list = getattr(raw, "tolist", None)
+    return raw if to_list is None else to_list()
+
+
+def is_index(value: Any) -> bool:
+    """Whether a value is a whole number that may be a position."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_integer and -FARTHEST <= value < FARTHEST
+
+
+def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
+    if raw.keys() == {"last"} and is_index(raw["last"]) and raw["last"] >= 1:
+        return ((-int(raw["last"]), 0),)
+    pairs = raw.get("ranges")
+    if raw.keys() != {"ranges"} or not isinstance(pairs, (list, tuple)) or not pairs:
+        raise fail(
+            f'{at} must be a list, {{"last": k}} with k from 1, or '
+            '{"ranges": [[first, last], ...]}',
+            at,
+            raw,
+        )
+    if len(pairs) > MAX_POSITIONS:
+        raise fail(f"{at}: at most {MAX_POSITIONS} ranges", at, len(pairs))
+    found = []
+    for pair in pairs:
+        first, last = _pair(pair, f"{at}.ranges", fail)
+        if (first < 0) != (last < 0):
+            raise fail(
+                f"{at}.ranges: both ends count from the prompt's start, or both, "
+                "negative, from its end",
+                f"{at}.ranges",
+                pair,
+            )
+        found.append((first, last + 1))
+    return joined(found)
+
+
+def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
+    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+    if not is_pair or not all(map(is_index, pair)) or pair[0] > pair[1]:
+        raise fail(
+            f"{at}: must hold pairs [first, last] of whole numbers with first <= last, "
+            "both included",
+            at,
+            pair,
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def parse_layers(
+    raw: Any, having: Sequence[int], num_layers: int, at: str, fail: Fail
+) -> list[int]:
+    """The layers of a selector, sorted.
+
+    Args:
+        raw: as the user wrote it.
+        having: the layers that may be selected, ascending.
+        num_layers: of the model.
+        at: the parameter's name in messages.
+        fail: makes the error.
+
+    """
+    found = _layer_spans(raw, having, at, fail)
+    if not found:
+        raise fail(f"{at} selects no layer; name one or leave it out", at, raw)
+    for first, last in found:
+        for layer in (first, last):
+            if not 0 <= layer < num_layers:
+                raise fail(
+                    f"{at}: layer {layer} is outside of this model's layers "
+                    f"0 to {num_layers - 1}",
+                    at,
+                    layer,
+                )
+    layers = sorted({n for first, last in found for n in range(first, last + 1)})
+    known = set(having)
+    for layer in layers:
+        if layer not in known:
+            raise fail(
+                f"{at}: layer {layer} of this model does not have this hook "
+                f"point; these have it: {listed(having)}",
+                at,
+                layer,
+            )
+    return layers
+
+
+def _layer_spans(
+    raw: Any, having: Sequence[int], at: str, fail: Fail
+) -> list[tuple[int, int]]:
+    """Pairs of the first and the last layer, unchecked."""
+    if isinstance(raw, str):
+        if raw.strip() == "all":
+            return [(layer, layer) for layer in having]
+        return _written(raw, at, fail)
+    if isinstance(raw, Mapping):
+        if not raw or raw.keys() - {"layers", "ranges"}:
+            raise _no_layers(raw, at, fail)
+        layers = _a_list(raw.get("layers", []), f"{at}.layers", fail)
+        ranges = _a_list(raw.get("ranges", []), f"{at}.ranges", fail)
+        pairs = [_pair(pair, f"{at}.ranges", fail) for pair in ranges]
+        return [*_listed(layers, having, f"{at}.layers", fail), *pairs]
+    raw = as_list(raw)
+    if isinstance(raw, (list, tuple)):
+        return _listed(raw, having, at, fail)
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise _no_layers(raw, at, fail)
+    return [(raw, raw)]
+
+
+def _listed(
+    raw: Sequence[Any], having: Sequence[int], at: str, fail: Fail
+) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for value in raw:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer, str)):
+            raise fail(f"{at}: a layer is a whole number", at, value)
+        spans += _layer_spans(
+            value if isinstance(value, str) else int(value), having, at, fail
+        )
+    return spans
+
+
+def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
+    """The layers of a text such as `"0,4-7"`."""
+    parts = [_RANGE.fullmatch(part) for part in text.split(",", MAX_POSITIONS)]
+    spans = []
+    for part in parts:
+        if part is None:
+            raise _no_layers(text, at, fail)
+        first, last = part.groups()
+        spans.append((int(first), int(first if last is None else last)))
+        if spans[-1][0] > spans[-1][1]:
+            raise fail(f"{at}: a range of layers needs first <= last", at, text)
+    return spans
+
+
+def _no_layers(raw: Any, at: str, fail: Fail) -> Exception:
+    return fail(
+        f"{at}: {shown(raw)} selects no layers; a layer is a 0-based index, and layers "
+        'are a list of them, a text such as "0,4-7", "all", or '
+        '{"layers": [...], "ranges": [[first, last], ...]}',
+        at,
+        raw,
+    )
+
+
+def _a_list(raw: Any, at: str, fail: Fail) -> Sequence[Any]:
+    raw = as_list(raw)
+    if not isinstance(raw, (list, tuple)):
+        raise fail(f"{at} must be a list", at, raw)
+    return raw

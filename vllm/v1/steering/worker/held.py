@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions that hold for later tokens: a gate that stays as it was decided.
+
+A decision at the last prompt token holds for all generated tokens; one that is made
+while tokens are generated holds from the first token that fires. Both are kept for each
+request on the device, and copied to and from the rows of the gates before and behind a
+pass, in the order of the device's stream: nothing waits for the host, and what recorded
+graphs read stays where it is. A decision is made once: a request that is preempted, and
+computes its tokens again, keeps its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.step_view import StepView
+from vllm.v1.steering.conditions import MAX_CONDITIONS
+from vllm.v1.steering.worker.gates import GATES
+from vllm.v1.steering.worker.programs import Phase
+
+NEVER = 2**31 - 1
+"""The position from which a gate is open that is not."""
+FIRST_ROOM = 16
+"""Requests that there is memory for at first."""
+
+
+class HeldGates:
+    """What was decided for each request. Engine's thread only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._value = torch.zeros(FIRST_ROOM, GATES, device=device)
+        """The gate `[requests, columns]`, float32, from the position in `_since` on."""
+        self._since = torch.full(
+            (FIRST_ROOM, GATES), NEVER, dtype=torch.int32, device=device
+        )
+        self._places: dict[str, int] = {}
+        self._free = list(range(FIRST_ROOM))
+        self._decided: set[str] = set()
+        self._reads: list[tuple[int, int, int]] = []
+        """Of the planned step: a token's row, its request's place, its position."""
+        self._decides: list[tuple[int, int, int, int]] = []
+        """A row, a place, a column, and the position from which the decision holds."""
+        self._fires: list[tuple[int, int, int, int]] = []
+        """The same where the gate stays as it is unless the token has opened it."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the planned step reads or makes such decisions."""
+        return bool(self._reads or self._decides or self._fires)
+
+    def forget(self, finished: Iterable[str]) -> None:
+        """Requests have ended."""
+        for req_id in finished:
+            self._decided.discard(req_id)
+            if (place := self._places.pop(req_id, None)) is not None:
+                self._free.append(place)
+
+    def forget_engines(self) -> None:
+        """The engine has other conditions: nothing of them is decided."""
+        self._since[:, :MAX_CONDITIONS] = NEVER
+
+    def plan_nothing(self) -> None:
+        """The next pass reads and decides nothing."""
+        self._reads, self._decides, self._fires = [], [], []
+
+    def plan(
+        self,
+        view: StepView,
+        pairs: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        phases: Mapping[int, Phase],
+    ) -> None:
+        """Find what the next pass reads and decides.
+
+        Args:
+            view: the step.
+            pairs: prefill and decode row of each request.
+            lengths: of their prompts.
+            phases: of the rows that do more than adding.
+
+        """
+        self.plan_nothing()
+        if not any(one.deciding or one.held for one in phases.values()):
+            return
+        first_row = view.first_row
+        for number, rows in enumerate(pairs):
+            prompt, decode = (phases.get(row) for row in rows)
+            deciding = () if prompt is None else prompt.deciding
+            held = () if decode is None else decode.held
+            if not deciding and not held:
+                continue
+            start = int(view.num_computed[number])
+            stop, length = start + int(view.num_scheduled[number]), lengths[number]
+            req_id, offset = view.req_ids[number], int(first_row[number]) - start
+            place = self._place(req_id)
+            if start < length <= stop and req_id not in self._decided:
+                self._decided.add(req_id)
+                row = offset + length - 1
+                self._decides += [(row, place, column, length) for column in deciding]
+            if stop <= length or decode is None or not held:
+                continue
+            generated = range(max(start, length), stop)
+            self._reads += [(offset + p, place, p) for p in generated]
+            last = stop - 1
+            self._fires += [
+                (offset + last, place, column, last) for column in decode.latched
+            ]
+
+    def _place(self, req_id: str) -> int:
+        place = self._places.get(req_id)
+        if place is None:
+            if not self._free:
+                self._grow()
+            place = self._places[req_id] = self._free.pop()
+            self._since[place] = NEVER
+        return place
+
+    def _grow(self) -> None:
+        room = len(self._value)
+        self._value = torch.cat([self._value, torch.zeros_like(self._value)])
+        self._since = torch.cat([self._since, torch.full_like(self._since, NEVER)])
+        self._free.extend(range(room, 2 * room))
+
+    def load(self, gates: torch.Tensor) -> None:
+        """Write what holds to the rows of the gates `[tokens, columns]`."""
+        if not self._reads:
+            return
+        rows, places, positions = self._indices(self._reads)
+        holds = self._since[places] <= positions[:, None]
+        gates[rows] = torch.where(holds, self._value[places], 0.0)
+
+    def save(self, gates: torch.Tensor) -> None:
+        """Keep what the pass has decided."""
+        if self._decides:
+            rows, places, columns, since = self._indices(self._decides)
+            self._value[places, columns] = gates[rows, columns]
+            self._since[places, columns] = since.int()
+        if self._fires:
+            rows, places, columns, since = self._indices(self._fires)
+            before = self._since[places, columns]
+            opened = (gates[rows, columns] > 0) & (before > since)
+            self._value[places, columns] = 1.0
+            self._since[places, columns] = torch.where(opened, since.int(), before)
+        self.plan_nothing()  # A batch of nothing that follows has no plan of its own.
+
+    def _indices(self, found: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+        table = np.array(found, dtype=np.int64).T.copy()
+        return async_tensor_h2d(table, self._device, torch.int64).unbind()
