@@ -68,6 +68,10 @@ ATOMS: tuple[Any, ...] = (
 )
 
 
+MOST_BYTES = 80 << 20
+"""About: more than a server takes, so that too large a body is among them."""
+
+
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
     """Routes and bodies, the same ones for a seed."""
     chance = random.Random(seed)
@@ -80,12 +84,30 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         where = chance.choice(list(_places(body)))
         change = chance.choice(CHANGES)
-        body = _put(body, where, change(_at(body, where), chance))
+        changed = _put(body, where, change(_at(body, where), chance))
+        # A long text at each of many names would not fit in this process.
+        body = changed if _size(changed) <= MOST_BYTES else body
     raw = json.dumps(body, ensure_ascii=chance.random() < 0.8)
     raw_bytes = raw.encode("utf-8", "surrogatepass")
     if chance.random() < 0.2:
         raw_bytes = _bitten(raw_bytes, chance)
     return raw_bytes
+
+
+def _size(value: Any) -> int:
+    """About how many bytes the value has as JSON; it may be nested deeply."""
+    size, waiting = 0, [value]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, dict):
+            size += sum(len(key) + 4 for key in here)
+            waiting += here.values()
+        elif isinstance(here, list):
+            size += 2 * len(here)
+            waiting += here
+        else:
+            size += len(here) if isinstance(here, str) else 8
+    return size
 
 
 def _other(value: Any, chance: random.Random) -> Any:

@@ -9,9 +9,12 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
+
+import psutil
 
 START_SECONDS = float(os.environ.get("TEST_START_SECONDS", "180"))
 ENVIRONMENT = {
@@ -111,10 +114,16 @@ class Server:
             return Reply(status, text)
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the server, and what it leaves behind where it does not stop in time."""
+        children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.pid).children(recursive=True)
         self._process.terminate()
         try:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for process in psutil.wait_procs(children, timeout=30)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
