@@ -40,10 +40,29 @@ IGNORED_NAMES = [
     "spec_touches_prompt",
     "load_module",
     "crc32c_reference",  # tests check other code with these
+    "ranges_of",
     "hang",
     "instruction_sets",
     "unaccounted",
     "vocabulary",
+    "vanilla",  # nnbench calls these of its backends
+    "teardown",
+    "create_backend",
+    "logit_lens",
+    "gen_steering",
+    "activation_patching",
+    "ablation",
+    "capture_consumers_config",  # for plug-ins of the earlier fork
+    "load_activation_manifest",  # for users of the loader
+    "load_sequence_activations",
+    "compute_layer_statistics",
+    "quick_load",
+    "compare_tokens",
+    "clearbox",  # named by an entry point
+    "tokenizer_prepends_bos",  # interp-engine's server calls these
+    "serves",
+    "set_lens_jacobians",
+    "warmup",
     "_*",  # overrides of upstream's, and validators, which are found by decorators
 ]
 IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@closed.*", "@app.*"]

@@ -108,7 +108,7 @@ class ServedModel(ModelFacts):
         found = rows_of(await self._last(prompt_token_ids, params))
         if wanted is not None:
             order = [positions.index(position) for position in wanted]
-            found = {tap: values[order] for tap, values in found.items()}  # type: ignore[assignment]
+            found = {tap: values[order] for tap, values in found.items()}
         return {address: found[tap] for address, tap in taps.items()}
 
     async def project(
@@ -332,7 +332,7 @@ class ServedModel(ModelFacts):
         )
         async for output in self._outputs(prompt_token_ids, params):
             part = output.outputs[0]
-            listed = part.logprobs or [None] * len(part.token_ids)
+            listed: Any = part.logprobs or [None] * len(part.token_ids)
             for token, choices in zip(part.token_ids, listed):
                 text = self.tokenizer.decode([token])
                 yield GenStep(token, text, None, _ranked(choices, n_logprobs))

@@ -84,7 +84,7 @@ def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
         if not isinstance(layer, int) and not str(layer).isdigit():
             raise ValueError(f"steering.layers: {layer!r} is not a layer from 0")
         tap = tap_of(point, int(layer))
-        for operation in getattr(operations, "operations", operations):
+        for operation in getattr(operations, "operations", operations) or ():
             method, fields = _method(operation)
             yield tap, method, fields
 

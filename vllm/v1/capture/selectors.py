@@ -218,7 +218,6 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
             return ((prompt, LAST_ROW),)
         case "all":
             return ((0, OPEN_END),)
-    assert not isinstance(found, str)
     end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
     ranges = []
     for first, stop in found:

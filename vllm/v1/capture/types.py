@@ -122,6 +122,7 @@ def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list
         case str():
             return []
     spans = parse_positions(positions, "positions", _refused)
+    assert not isinstance(spans, str)
     found: set[int] = set()
     for first, stop in spans:
         assert isinstance(first, int) and isinstance(stop, int)

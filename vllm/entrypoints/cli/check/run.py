@@ -110,11 +110,13 @@ def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
         capture={"inline": {"hooks": hooks, "positions": "all"}},
     )
     (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.capture_results is not None and output.prompt_token_ids is not None
     result = output.capture_results["inline"]
     if result.status != "ok":
         raise ValueError(f"the capture failed: {result.error}")
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     layers = model.get_total_num_hidden_layers()
+    assert isinstance(model.dtype, torch.dtype)
     return Captured(tokens[:-1], dict(result.payload), layers, model.dtype)
 
 

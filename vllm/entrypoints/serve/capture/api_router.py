@@ -83,7 +83,7 @@ async def get_kept(
             rows = selected(one.rows, chosen, hook, start, stop)
             rows.transport = transport
             key = (one.request_id, -1, "*")
-            result = CaptureResult(key, "ok", payload=rows)  # type: ignore[arg-type]
+            result = CaptureResult(key, "ok", payload=rows)
             found[f"{one.request_id}/{one.sample_index}"] = (one, result)
     if not found:
         raise HTTPException(

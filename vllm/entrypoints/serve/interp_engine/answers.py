@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vllm import __version__
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import GenStep, LensStep
-from vllm.version import __version__
 
 Answer = dict[str, Any]
 

@@ -35,7 +35,7 @@ def guard_copies() -> None:
         return bool(same_meta(one, other)) and _starts(one) == _starts(other)
 
     guarded.guarded = True  # type: ignore[attr-defined]
-    post_grad.same_meta = guarded
+    post_grad.same_meta = guarded  # type: ignore[assignment]
 
 
 def _starts(node: "Node") -> str:

@@ -2,7 +2,7 @@
 """From `when` on an entry to a condition."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -170,9 +170,10 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
     layer, hook = raw.get("layer"), raw.get("hook")
     if layer is None and hook is None and probe.tap is not None:
         layer, hook = probe.tap
-    is_layer = isinstance(layer, int) and not isinstance(layer, bool)
-    points = model.hook_points.get(layer, ()) if is_layer else ()
-    if not is_layer or not isinstance(hook, str) or hook not in points:
+    points: Sequence[str] = ()
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        points = model.hook_points.get(layer, ())
+    if not isinstance(hook, str) or hook not in points:
         layers = sorted(model.hook_points)
         known = points or model.hook_points[layers[-1]]
         raise fail(

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -86,4 +86,5 @@ def _joined(alike: list[Instruction]) -> Instruction:
         return torch.cat([getattr(one, name) for one in alike])
 
     names = ("read", "write", "bias", "threshold", "own_c0", "own_c1")
-    return replace(alike[0], **{name: all_of(name) for name in names})
+    joined: dict[str, Any] = {name: all_of(name) for name in names}
+    return replace(alike[0], **joined)
