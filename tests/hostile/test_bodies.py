@@ -134,6 +134,15 @@ def test_names_that_are_told_are_few(client: Client, steerer: Client) -> None:
         assert steerer.post("/v1/steering/modules/unregister", named).status == 200
 
 
+def test_upstreams_messages_repeat_little_of_what_was_sent(client: Client) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        body = BASE | {"model": "x" * 10**6, "prompt": "a story"}
+        reply = client.post(path, body)
+        assert reply.status == 404, reply
+        assert len(str(reply.body)) < 10_000
+        assert "does not exist" in str(reply.body)
+
+
 def test_large_vectors_as_numbers_still_steer(client: Client) -> None:
     spec = {"post_block": {str(n): [{"vector": ONE}] * 16 for n in range(3)}}
     plain = client.post("/v1/completions", BASE | {"logprobs": 1})

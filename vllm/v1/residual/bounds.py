@@ -6,7 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_MESSAGE = 1000
-"""Maximum number of characters of an error message."""
+"""Maximum number of characters of an error message of ours."""
+
+MAX_RESPONSE_MESSAGE = 8192
+"""The same of any error in an HTTP response, upstream's messages included."""
 
 _LISTED = 16
 
@@ -31,11 +34,11 @@ def listed(names: Collection[Any]) -> str:
     return f"[{', '.join(first)}]" + (f" and {more} more" if more else "")
 
 
-def cut(message: str) -> str:
+def cut(message: str, most: int = MAX_MESSAGE) -> str:
     """Shorten a message in the middle; its end contains the remedy."""
-    if len(message) <= MAX_MESSAGE:
+    if len(message) <= most:
         return message
-    return f"{message[: MAX_MESSAGE - 305]} ... {message[-300:]}"
+    return f"{message[: most - 305]} ... {message[-300:]}"
 
 
 def count_values(raw: Any, most: int) -> int:

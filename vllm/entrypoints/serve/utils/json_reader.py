@@ -35,6 +35,8 @@ SHORT, SHORT_TEXT = 64, 4096
 MAX_DIGITS = 64
 """Most digits of an integer: parsing and printing takes quadratic time."""
 _PIECE, _PIECE_BYTES = 1 << 12, 1 << 17
+_ESCAPED_BYTES = 1 << 14
+"""Size of a piece with escapes: finding where to cut it takes longest."""
 _WHOLE = re.compile(
     rb"(?:[^\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*+", re.DOTALL
 )
@@ -168,8 +170,9 @@ def _text(raw: bytes, begin: int, stop: int) -> str:
     pieces = []
     at = begin + 1
     escapes = raw.find(b"\\", at, stop) >= 0
+    size = min(_PIECE_BYTES, _ESCAPED_BYTES) if escapes else _PIECE_BYTES
     while at < stop:
-        end = min(at + _PIECE_BYTES, stop)
+        end = min(at + size, stop)
         if escapes and end < stop:
             found = _WHOLE.match(raw, at, end)
             end = found.end() if found is not None else at

@@ -3,12 +3,13 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, request_response
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from vllm.entrypoints.serve.utils.json_structure import (
     BodyError,
     too_large,
 )
+from vllm.v1.residual.bounds import shown
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request-body")
 """Parses one large body at a time."""
@@ -121,10 +123,38 @@ def bound_bodies(app: FastAPI, args: Namespace) -> None:
             route.app = counting_unsent(handle)
 
 
+MAX_ERRORS = 100
+"""Validation errors of a request that are kept; upstream reports fewer."""
+MAX_INPUT = 200
+"""Characters of a text that a validation error repeats."""
+
+
+def short_errors(errors: Sequence[Any]) -> list[Any]:
+    """Validation errors that do not hold what was sent, for the log and the response.
+
+    Each names its input, which may be the whole body.
+    """
+    return [
+        {**one, "input": _summary(one["input"])} if "input" in one else one
+        for one in errors[:MAX_ERRORS]
+    ]
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    if isinstance(value, str):
+        return value if len(value) <= MAX_INPUT else value[:MAX_INPUT] + "..."
+    return value if isinstance(value, (bool, float)) else shown(value)
+
+
 def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
     async def bounded(request: Request) -> Response:
         inner = BoundedRequest(request.scope, request.receive, request._send)
-        answer: Response = await handle(inner)
+        try:
+            answer: Response = await handle(inner)
+        except RequestValidationError as error:
+            raise RequestValidationError(short_errors(error.errors())) from None
         return answer
 
     return bounded

@@ -162,6 +162,20 @@ def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:
     return vector
 
 
+def has_text(raw: Any) -> bool:
+    """Whether nested lists hold text."""
+    waiting = [raw]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, (str, bytes, bytearray)):
+            return True
+        if isinstance(here, (list, tuple)):
+            kinds = set(map(type, here))
+            if not kinds <= {int, float}:
+                waiting += here
+    return False
+
+
 def as_array(raw: Any, at: str) -> Array:
     """Real numbers as float32, contiguous; a packed array is one, too."""
     if is_packed(raw):
@@ -169,6 +183,8 @@ def as_array(raw: Any, at: str) -> Array:
     try:
         if isinstance(raw, torch.Tensor) and not raw.is_complex():
             raw = raw.detach().to("cpu", torch.float32).numpy()
+        if has_text(raw):  # An array of texts takes the longest one's memory for each.
+            raise TypeError("it must hold real numbers only")
         array = np.asarray(raw)
         if array.dtype.kind not in "fiu":
             raise TypeError("it must hold real numbers only")

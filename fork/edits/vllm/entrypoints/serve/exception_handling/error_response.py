@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error messages have a maximum length."""
+
+from fork.language import add_import, replace
+
+EDITS = [
+    add_import(
+        "from vllm.v1.residual import bounds",
+        why="Shortens messages.",
+    ),
+    replace(
+        scope="create_error_response",
+        anchor="sanitize_message(message)",
+        by="bounds.cut(sanitize_message(message), bounds.MAX_RESPONSE_MESSAGE)",
+        why="Some messages repeat what the client sent, such as a model's name.",
+    ),
+]
