@@ -128,6 +128,11 @@ def name_of(instance: Any) -> str:
     return str(getattr(instance, "instance_name", "") or type(instance).__name__)
 
 
+def has_own_name(instance: Any) -> bool:
+    """Whether a ready instance says what it is called."""
+    return bool(getattr(instance, "instance_name", ""))
+
+
 def _places_as_named(raw: Any, request_id: str, num_samples: int) -> list[str]:
     """The path `tag/request_id` of a spec that sets `request_id`."""
     if not isinstance(raw, Mapping) or raw.get("request_id") is None:

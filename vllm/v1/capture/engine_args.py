@@ -11,7 +11,7 @@ import vllm.envs as envs
 from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.capture.capabilities import name_of, truncates
+from vllm.v1.capture.capabilities import has_own_name, name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import check_consumer, consumer_class
@@ -223,7 +223,7 @@ def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:
     """
     if name not in taken:
         return name
-    if getattr(entry, "instance_name", ""):
+    if has_own_name(entry):
         raise CaptureValidationError(
             f"two capture consumers are named {name!r}; give one of them another "
             "`instance_name`",
