@@ -186,3 +186,19 @@ def test_no_row_leaves_the_device_for_a_probe(
     spec = {"p": {"kind": "probe", "probe": "direction", "positions": "all"}}
     for output in read_out(engine, PROMPTS, spec):
         assert output.readouts["p"].error is None
+
+
+def test_a_model_without_a_head_for_a_lens_spoils_that_readout_alone(
+    engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (head,) = engine.llm.collective_rpc(
+        lambda worker: worker.model_runner.residual.readouts.head
+    )
+    monkeypatch.setattr(head, "refusal", "its head is a stranger")
+    spec = {
+        "lens": {"kind": "lens", "top_k": 1},
+        "norms": {"kind": "norm", "hooks": {"post_block": [1]}},
+    }
+    for output in read_out(engine, PROMPTS, spec):
+        assert "its head is a stranger" in output.readouts["lens"].error
+        assert output.readouts["norms"].error is None

@@ -250,6 +250,11 @@ class WorkerReadouts:
                 return probe_values(module, rows)
             case ("probes", *_):
                 return self._own_probes(job, rows)
+            case ("lens", *_) if self.head.refusal:
+                # An error of these requests: the step has others as well.
+                refused = f"no lens on this model: {self.head.refusal}"
+                result.errors.update(dict.fromkeys(range(len(job.entries)), refused))
+                return {}
             case ("lens", top_k, tokens, translator):
                 if translator is not None:
                     rows = translated(job, rows, translator)
