@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of steering, on one engine; `test_http.py` runs the client's."""
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripts import load
 from tests.v1.steering import _engine  # noqa: F401 - sets the environment
 from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import load_vectors
@@ -45,7 +45,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Run an example; what it printed. All use the shared engine."""
 
     def call(name: str, *arguments: Any) -> str:
-        script = importlib.import_module(name)
+        script = load(FOLDER, name)
         asked: list[dict[str, Any]] = []
 
         def shared(**options: Any) -> Any:

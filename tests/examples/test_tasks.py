@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripts import load
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "tasks"
 TASKS = ("probe", "lens", "steer", "ablate", "patch")
@@ -28,7 +30,7 @@ def llm() -> Iterator[Any]:
 @pytest.fixture
 def run(llm: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(name: str) -> list[str]:
-        importlib.import_module(name).main(llm)
+        load(FOLDER, name).main(llm)
         return capsys.readouterr().out.splitlines()
 
     return call

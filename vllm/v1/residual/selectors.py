@@ -183,7 +183,7 @@ def parse_layers(
             if not 0 <= layer < num_layers:
                 raise fail(
                     f"{at}: layer {layer} is outside of this model's layers "
-                    f"0 to {num_layers - 1}",
+                    f"0 to {num_layers - 1}; name one of them",
                     at,
                     layer,
                 )

@@ -187,7 +187,7 @@ def _stop(
         )
     bounds = [_bound(raw, key) for key in ("above", "below")]
     if bounds == [None, None]:
-        raise fail("stop_when: give above, below or both", "stop_when", raw)
+        raise fail("stop_when: each must have above, below or both", "stop_when", raw)
     default = readout.features[0] if len(readout.features) == 1 else 0
     index = raw.get("index", default)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:

@@ -77,7 +77,7 @@ class Spec:
         for value in given:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or not 0 <= value < stop:
-                raise self.fail(key, f"{what} are 0 to {stop - 1}, not {value!r}")
+                raise self.fail(key, f"{what} must be 0 to {stop - 1}, not {value!r}")
         return tuple(given)
 
     def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
@@ -241,7 +241,7 @@ def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
         )
     if vectors.shape[1] != wide:
         raise spec.fail(
-            "vectors", f"have the width {vectors.shape[1]}, and rows have {wide}"
+            "vectors", f"must have the width {wide} of rows, not {vectors.shape[1]}"
         )
     if not np.isfinite(vectors).all():
         raise spec.fail("vectors", "hold NaN or infinity; leave them out")
