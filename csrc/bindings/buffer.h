@@ -11,8 +11,8 @@
 
 namespace clearbox {
 
-/// Contiguous memory of a Python object, which is kept alive. Must be constructed, moved
-/// and destroyed with the GIL held; the memory may be accessed without it.
+/// Contiguous memory of a Python object, which is kept alive. Must be constructed,
+/// moved and destroyed with the GIL held; the memory may be accessed without it.
 class Buffer {
  public:
   explicit Buffer(nanobind::handle object) {
@@ -37,7 +37,8 @@ class Buffer {
   Py_buffer view_{};
 };
 
-/// A new `bytes` object of `size` bytes. `fill` is called without the GIL to write them.
+/// A new `bytes` object of `size` bytes. `fill` is called without the GIL to write
+/// them.
 template <typename Fill>
 nanobind::bytes filled_bytes(std::size_t size, Fill fill) {
   PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));

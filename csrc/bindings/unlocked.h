@@ -10,8 +10,8 @@ namespace clearbox {
 /// Releases the GIL for its lifetime.
 ///
 /// Before 3.14, Python terminates a thread that requests the GIL during interpreter
-/// shutdown by unwinding its stack. If that reaches a `noexcept` function, C++ aborts the
-/// process. The unwinding is therefore caught here, and the thread waits until the
+/// shutdown by unwinding its stack. If that reaches a `noexcept` function, C++ aborts
+/// the process. The unwinding is therefore caught here, and the thread waits until the
 /// process exits.
 class Unlocked {
  public:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations on single values: for the scalar kernels and the ends of rows in AVX2 ones.
-// Everything is `static`: each file is compiled for other instructions and needs its own
-// copy, or the linker might keep one that an older CPU cannot run.
+// Operations on single values: for the scalar kernels and the ends of rows in AVX2
+// ones. Everything is `static`: each file is compiled for other instructions and needs
+// its own copy, or the linker might keep one that an older CPU cannot run.
 #pragma once
 
 #include <bit>

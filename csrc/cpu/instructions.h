@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Detects this CPU's vector instructions at run time, as a wheel is built on one machine
-// and runs on others.
+// Detects this CPU's vector instructions at run time, as a wheel is built on one
+// machine and runs on others.
 #pragma once
 
 namespace clearbox {
