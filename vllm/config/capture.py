@@ -119,9 +119,10 @@ def _json_or_text(value: str) -> Any:
 
 
 def _host_share() -> int:
-    from vllm.v1.capture.memory.budget import HOST_SHARE, machine_bytes
+    from vllm.v1.capture.memory.budget import HOST_SHARE
+    from vllm.v1.capture.memory.machine import memory_bytes
 
-    return machine_bytes() // HOST_SHARE
+    return memory_bytes() // HOST_SHARE
 
 
 @config

@@ -3,36 +3,18 @@
 
 import argparse
 import sys
-from typing import Any
 
+from vllm.entrypoints.cli.engine_command import EngineCommand
 from vllm.entrypoints.cli.types import CLISubcommand
-from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 
-class CaptureSubcommand(CLISubcommand):
+class CaptureSubcommand(EngineCommand):
     """The `capture` subcommand for the vLLM CLI."""
 
     name = "capture"
     help = "Capture the rows of many prompts into a data set."
-
-    def subparser_init(self, subparsers: Any) -> Any:
-        """Add the parser, and its options if `capture` is the command being run."""
-        parser = subparsers.add_parser(
-            self.name,
-            help=self.help,
-            description=self.help,
-            usage="vllm capture SOURCE (--model M | --server URL) --out DIR [options]",
-            epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=self.name),
-        )
-        called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-        if called == self.name:
-            # Adding the engine options is slow.
-            from vllm.entrypoints.cli.capture.options import add_arguments
-            from vllm.utils.option_help import list_own_options
-
-            add_arguments(parser)
-            list_own_options(parser)
-        return parser
+    usage = "SOURCE (--model M | --server URL) --out DIR [options]"
+    options_module = "vllm.entrypoints.cli.capture.options"
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:

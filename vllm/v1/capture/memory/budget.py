@@ -3,25 +3,14 @@
 
 import threading
 from collections import Counter
-from functools import cache
-
-import psutil
 
 from vllm.logger import init_logger
-from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
+from vllm.v1.capture.memory.machine import memory_bytes
 
 logger = init_logger(__name__)
 
 HOST_SHARE = 4
 """The default budget is the machine's memory divided by this."""
-
-
-@cache
-def machine_bytes() -> int:
-    """The memory of the machine in bytes, or of the control group if that is less."""
-    total = psutil.virtual_memory().total
-    limit = get_cgroup_memory_limit()
-    return total if limit is None else min(total, limit)
 
 
 class HostBudget:
@@ -81,5 +70,5 @@ class HostBudget:
             return {name: held for name, held in self._owners.items() if held}
 
 
-BUDGET = HostBudget(machine_bytes() // HOST_SHARE)
+BUDGET = HostBudget(memory_bytes() // HOST_SHARE)
 """The budget of this process."""

@@ -55,15 +55,12 @@ class NamedFiles:
 
         """
         with self._lock:
-            info = self._infos.get(name)
-            if info is None or info.kind != "probe":
-                probes = [n for n, one in self._infos.items() if one.kind == "probe"]
-                raise fail(
-                    f"{at}: no probe is named {name!r}; there are {listed(probes)}. "
-                    "Register it with --readout-modules, or give its vector",
-                    at,
-                    name,
-                )
+            info = self._info(
+                "probe",
+                name,
+                "Register it with --readout-modules, or give its vector",
+                at,
+            )
             if name not in self._probes:
                 self._probes[name] = _loaded(info)
             return self._probes[name]
@@ -75,16 +72,9 @@ class NamedFiles:
             SteeringValidationError: there is none of this name.
 
         """
-        with self._lock:
-            info = self._infos.get(name)
-            if info is None or info.kind != "sae":
-                saes = [n for n, one in self._infos.items() if one.kind == "sae"]
-                raise fail(
-                    f"{at}: no SAE is named {name!r}; there are {listed(saes)}. Name "
-                    "it with --sae NAME=PATH, or register it",
-                    at,
-                    name,
-                )
+        info = self._info(
+            "sae", name, "Name it with --sae NAME=PATH, or register it", at
+        )
         return NamedSAE(
             info.fingerprint,
             info.width,
@@ -92,6 +82,19 @@ class NamedFiles:
             info.selection,
             info.tap,
             info.is_transcoder,
+        )
+
+    def _info(self, kind: str, name: str, remedy: str, at: str) -> ModuleInfo:
+        with self._lock:
+            info = self._infos.get(name)
+            if info is not None and info.kind == kind:
+                return info
+            having = [n for n, one in self._infos.items() if one.kind == kind]
+        shown = {"probe": "probe", "sae": "SAE"}[kind]
+        raise fail(
+            f"{at}: no {shown} is named {name!r}; there are {listed(having)}. {remedy}",
+            at,
+            name,
         )
 
 

@@ -202,10 +202,7 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
 
 
 def _number(entry: Mapping[str, Any], name: str, default: float, at: str) -> float:
-    found = entry.get(name, default)
-    if not is_finite(found):
-        raise fail(f"{at}.{name} must be a finite number", f"{at}.{name}", found)
-    return float(found)
+    return finite(entry.get(name, default), f"{at}.{name}")
 
 
 def _one_bound(entry: Mapping[str, Any], at: str) -> tuple[float, float]:
@@ -242,11 +239,26 @@ def _activation(entry: Mapping[str, Any], at: str) -> str:
 
 
 def _bound(raw: Any, at: str) -> float | None:
-    if raw is None:
-        return None
-    if not is_finite(raw):
-        raise fail(f"{at} must be a finite number", at, raw)
-    return float(raw)
+    return None if raw is None else finite(raw, at)
+
+
+def finite(value: Any, at: str) -> float:
+    """A finite number that a user gave.
+
+    Raises:
+        SteeringValidationError: it is no number, or not finite.
+
+    """
+    if not is_finite(value):
+        raise fail(f"{at} must be a finite number", at, value)
+    return float(value)
+
+
+def finite_float32(value: Any, at: str) -> float:
+    """As `finite`, for what kernels hold in float32: it must be finite there, too."""
+    if not is_finite(value) or abs(float(value)) > np.finfo(np.float32).max:
+        raise fail(f"{at} must be a finite number", at, value)
+    return float(value)
 
 
 def is_finite(value: Any) -> bool:

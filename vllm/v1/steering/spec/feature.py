@@ -10,6 +10,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES, FeatureUse
 from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.spec.entry import finite_float32
 from vllm.v1.steering.spec.named import NamedSAE
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def parse_feature(
         raise fail(
             f"{at}.only_if_active is true or false", f"{at}.only_if_active", only
         )
-    use = FeatureUse(name, sae.fingerprint, int(feature), _value(entry, at), mode, only)
+    value = finite_float32(entry["value"], f"{at}.value")
+    use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only)
     _check_selection(use, sae, at)
     return use
 
@@ -97,17 +99,3 @@ def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:
             f"{at}.mode",
             use.mode,
         )
-
-
-def _value(entry: Mapping[str, Any], at: str) -> float:
-    value = entry["value"]
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(
-        value, bool
-    )
-    try:
-        fits = is_number and abs(float(value)) <= np.finfo(np.float32).max
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise fail(f"{at}.value must be a finite number", f"{at}.value", value)
-    return float(value)

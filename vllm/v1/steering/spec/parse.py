@@ -18,7 +18,7 @@ from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import (
     ALL_GENERATED,
     VectorUse,
-    is_finite,
+    finite,
     parse_manner,
 )
 from vllm.v1.steering.spec.feature import parse_feature
@@ -418,8 +418,7 @@ def _is_list_of(value: Any, length: int) -> bool:
 
 
 def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:
-    if not is_finite(scale):
-        raise fail(f"{at}.scale must be a finite number", f"{at}.scale", scale)
+    finite(scale, f"{at}.scale")
     if scale == 1.0:
         return vector
     with np.errstate(over="ignore"):

@@ -12,6 +12,7 @@ from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import parse_vector
+from vllm.v1.steering.spec.entry import finite_float32
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
@@ -107,7 +108,7 @@ def _probe(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
     cosine = raw.get("cosine", False)
     if not isinstance(cosine, bool):
         raise fail(f"{at}.cosine is true or false", f"{at}.cosine", cosine)
-    bias = _number(raw.get("bias", 0.0), f"{at}.bias")
+    bias = finite_float32(raw.get("bias", 0.0), f"{at}.bias")
     return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
 
 
@@ -203,7 +204,7 @@ def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, fl
             {name: raw.get(name) for name in ("above", "below")},
         )
     name = given[0]
-    value = _number(raw[name], f"{at}.{name}")
+    value = finite_float32(raw[name], f"{at}.{name}")
     if probe.activation == "sigmoid":
         if not 0 < value < 1:
             raise fail(
@@ -227,7 +228,7 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
     given = raw.get("sharpness")
     if given is None:
         return 0.0
-    value = _number(given, f"{at}.sharpness")
+    value = finite_float32(given, f"{at}.sharpness")
     if value <= 0:
         raise fail(
             f"{at}.sharpness must be above 0; leave it out for a gate that is open or "
@@ -263,19 +264,6 @@ def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
             scope,
         )
     return scope
-
-
-def _number(value: Any, at: str) -> float:
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(
-        value, bool
-    )
-    try:
-        fits = is_number and abs(float(value)) <= np.finfo(np.float32).max
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise fail(f"{at} must be a finite number", at, value)
-    return float(value)
 
 
 def _one_of(raw: Mapping[str, Any], name: str, known: Any, at: str) -> Any:
