@@ -6,7 +6,7 @@ from fork.language import add_import, replace
 EDITS = [
     add_import(
         "from vllm.v1.residual import bounds",
-        why="Shortens messages.",
+        why="Bounds the length of messages.",
     ),
     replace(
         scope="create_error_response",
