@@ -200,7 +200,7 @@ def test_without_the_switch_nothing_is_added() -> None:
     ("name", "value", "message"),
     [
         ("VLLM_ACT_MODE", "svd", "rp8"),
-        ("VLLM_ACT_RP_K", "many", "whole number"),
+        ("VLLM_ACT_RP_K", "many", "an integer"),
         ("VLLM_ACT_BITS", "4", "8 bits"),
         ("VLLM_ACT_ATTNM", "3", "attention"),
         ("VLLM_ACT_RETURN", "summary", "compute_layer_statistics"),

@@ -286,7 +286,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"norm_match": 1}, "norm_match"),
     ({"norm_match": True, "vector": [0.0] * _models.HIDDEN}, "no direction"),
     ({"positions": []}, "not empty"),
-    ({"positions": [1.5]}, "whole number"),
+    ({"positions": [1.5]}, "an integer"),
     ({"positions": {"last": 0}}, "last"),
     ({"positions": "everything"}, "list"),
     ({"positions": "last_generated"}, "not known in advance"),
