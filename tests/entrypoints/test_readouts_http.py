@@ -224,7 +224,7 @@ def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> No
     assert np.allclose(whole[:5], found["p"]["values"], rtol=1e-5)
     bringing = [part.readouts["p"] for part in parts if part.readouts.get("p")]
     values = np.concatenate([one["values"] for one in bringing])
-    # A busy machine brings several tokens' results in one chunk, or the last with the end.
+    # A busy machine brings the results of several tokens in one chunk.
     assert len(bringing) > 1 and np.array_equal(values, whole[: len(values)])
     # Rows are in the chunk that goes out when they have come.
     brought = [part.rows[1, "post_block"] for part in parts if part.rows]
