@@ -108,7 +108,7 @@ BAD = {
         "x.jsonl",
         '{"text": "a", "layer": 1}',
         {"carry": ("layer",)},
-        "'layer' is one that the table has",
+        "'layer' has the name of a table column",
     ),
     "carried values of two kinds": (
         "x.jsonl",
