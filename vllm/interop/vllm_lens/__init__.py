@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request interface of vllm-lens: `extra_args`, `vllm_xargs`, its client.
 
-An engine that is started with `--vllm-lens-api` (`LLM(vllm_lens_api=True)`) honours
+An engine started with `--vllm-lens-api` (`LLM(vllm_lens_api=True)`) honours
 `output_residual_stream` and `apply_steering_vectors`, and returns `activations`.
 """
 

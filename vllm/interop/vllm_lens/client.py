@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client with the methods of vllm-lens' own."""
+"""A client with the methods of vllm-lens' client."""
 
 import json
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 @dataclass(slots=True)
 class GenerateOutput:
-    """What a server answered."""
+    """A server's response."""
 
     text: str
     activations: dict[str, torch.Tensor] | None
     """`residual_stream`: `[layers ascending, tokens, hidden_size]`."""
     hook_results: dict[str, Any] | None
-    """Always None: a server runs no client's functions."""
+    """Always None: a server runs no functions of clients."""
     logprobs: Any
     raw: dict[str, Any] = field(repr=False)
     """The response's JSON."""
 
 
 class VLLMLensClient:
-    """Talks to a server that was started with `--vllm-lens-api`.
+    """A client of a server started with `--vllm-lens-api`.
 
     Args:
-        base_url: such as `http://127.0.0.1:8000`.
-        model: its name; None is the first of `/v1/models`.
+        base_url: the server's address, such as `http://127.0.0.1:8000`.
+        model: the model's name; None for the first of `/v1/models`.
         api_key: the server's key, if it has one.
-        timeout: seconds that a request may take.
+        timeout: most seconds for a request.
 
     """
 
@@ -76,7 +76,7 @@ class VLLMLensClient:
         """Complete a prompt.
 
         Raises:
-            RuntimeError: with the server's message.
+            RuntimeError: the server refused the request; has the server's message.
 
         """
         body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
@@ -98,10 +98,10 @@ class VLLMLensClient:
         steering_vectors: Sequence[SteeringVector] | None = None,
         **more: Any,
     ) -> GenerateOutput:
-        """Answer a conversation.
+        """Generate the next message of a conversation.
 
         Raises:
-            RuntimeError: with the server's message.
+            RuntimeError: the server refused the request; has the server's message.
 
         """
         body = {"messages": list(messages), **more}
@@ -123,7 +123,7 @@ class VLLMLensClient:
     ) -> dict[str, Any]:
         args = dict(body.pop("vllm_xargs", None) or {})
         if hooks:
-            args["apply_hooks"] = "[]"  # the server says what to use instead
+            args["apply_hooks"] = "[]"  # the server's error names the alternative
         if layers is not None:
             wanted = layers if isinstance(layers, bool) else list(layers)
             args["output_residual_stream"] = json.dumps(wanted)

@@ -322,7 +322,7 @@ class GraphFamilies:
         """The smallest piecewise graph of at least this size that has all ops."""
         padded = self._padded.get(descriptor)
         if padded is None:
-            assert manager is not None, "a graph is chosen where there is none"
+            assert manager is not None, "a graph is chosen without a graph manager"
             known = manager._capture_descs[descriptor.cg_mode]
             wanted = replace(descriptor, tapped=self._started - 1)
             larger = [
@@ -372,8 +372,8 @@ class GraphFamilies:
             record(exact)
         except Exception:
             logger.exception(
-                "No graph could be recorded while serving; steps go on with those "
-                "that were recorded at the start, which do the same more slowly"
+                "No graph could be recorded while serving; steps continue with those "
+                "that were recorded at the start, which are slower but equivalent"
             )
             self._may_record = False
             return None

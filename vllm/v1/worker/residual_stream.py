@@ -153,7 +153,7 @@ class OpenResidualStream(ResidualStream):
         """Start without requests.
 
         Args:
-            hook_points: of this process's layers.
+            hook_points: the hook points of this process's layers.
             capture: None if capture is disabled.
             steering: None if steering is disabled.
             graphs: chooses the CUDA graph of each step.
@@ -254,7 +254,7 @@ class OpenResidualStream(ResidualStream):
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
-        assert self._capture is not None, "a capture ends where there is none"
+        assert self._capture is not None, "a capture ends but capture is disabled"
         self._capture.end_requests(ends)
 
     def report_captures_to(self, address: str) -> None:
@@ -381,13 +381,13 @@ def _check_supported(
     if layers.refusals:
         reason = (
             f"the architecture {kind} is refused: {'; '.join(layers.refusals)}. "
-            f"Hook points that it has: {_described(layers.points)}"
+            f"Its hook points are: {_described(layers.points)}"
         )
     elif not layers.modules:
         reason = (
             f"the architecture {kind} has no hook points: no stack of decoder layers "
-            "was found in it; `python -m fork models` lists the architectures that "
-            "have, and why others do not"
+            "was found; `python -m fork models` lists the supported architectures, "
+            "and why others are not supported"
         )
     elif vllm_config.model_config.is_encoder_decoder:
         reason = f"{kind} is an encoder-decoder model"
@@ -517,7 +517,7 @@ def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
     None on ranks that get no logits or have no head.
 
     Raises:
-        ValueError: the model has no head that can be asked.
+        ValueError: the model has no head that supports this.
 
     """
     runner = worker.model_runner
