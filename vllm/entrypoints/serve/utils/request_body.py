@@ -131,9 +131,10 @@ def _models_of(route: APIRoute) -> tuple[type[BaseModel], ...]:
     """The classes of requests that a route takes."""
     if route.path == "/invocations":  # Reads the body itself.
         return (ChatCompletionRequest, CompletionRequest)
-    kind = None if route.body_field is None else route.body_field.field_info.annotation
-    is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
-    return (kind,) if is_model else ()
+    if route.body_field is None:
+        return ()
+    kind: Any = route.body_field.field_info.annotation
+    return (kind,) if isinstance(kind, type) and issubclass(kind, BaseModel) else ()
 
 
 LEAST = 1024
