@@ -199,7 +199,7 @@ def test_an_interrupt_leaves_what_is_there(
 
     with mock.patch.object(EngineRunner, "run", interrupted):
         said = call(*words, status=command.INTERRUPTED)
-    assert "is readable, go on with --resume" in said
+    assert "is readable, continue with --resume" in said
     assert 0 < len(load_dataset(tmp_path / "out")) < 9
     call(*words, "--resume")
     assert len(load_dataset(tmp_path / "out")) == 9

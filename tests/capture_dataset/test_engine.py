@@ -162,9 +162,9 @@ def run_cli(*words: str) -> int:
     ("words", "said"),
     [
         (["missing.jsonl", "--model", "m", "--out", "o"], "no file or folder"),
-        (["{source}", "--out", "o"], "say --model MODEL or --server URL"),
-        (["{source}", "--model", "m"], "say where the data set goes"),
-        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "there is no"),
+        (["{source}", "--out", "o"], "give --model MODEL or --server URL"),
+        (["{source}", "--model", "m"], "give the data set"),
+        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "unknown"),
         (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
         (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
         (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),

@@ -96,7 +96,7 @@ def test_what_clients_do_not_read_is_bounded(
     sleep(1)  # For what would be buffered beyond the limit.
     assert resident(attacked.pid) - before < 2 * INLINE_BYTES
     refused = client.post("/v1/completions", BODY)
-    assert refused.status == 400 and "not read yet" in str(refused.body)
+    assert refused.status == 400 and "unread responses" in str(refused.body)
     assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
     opened.close()
     deadline = monotonic() + 30

@@ -155,7 +155,7 @@ def test_who_asks_for_nothing_has_no_activations(llm) -> None:
         ({"output_residual_stream": [7]}, "outside of this model's layers 0 to 2"),
         ({"output_residual_stream": "[1"}, "must be JSON"),
         ({"output_residual_stream": {"layers": 1}}, "true or a list of layers"),
-        ({"apply_hooks": []}, "hooks that are code are not run"),
+        ({"apply_hooks": []}, "hooks with code are not supported"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(llm, args, message) -> None:

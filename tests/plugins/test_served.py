@@ -115,7 +115,7 @@ def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
     [
         ({"ref_wishes": 5}, "must be a dict, not int"),
         ({"ref_wishes": {"grumpy": True}}, "not today"),
-        ({"ref_sums": {}}, "takes no requests"),
+        ({"ref_sums": {}}, "accepts no requests"),
         ({"mean_norm": {"layers": []}}, "layers from 0 to 2"),
         ({"probe_trainer": {"label": 7}}, "must be 0 or 1"),
         ({"row_stream": {"hooks": {"post_block": [9]}}}, "layer 9"),

@@ -86,7 +86,7 @@ def test_a_copy_may_say_that_it_belongs_to_another_model() -> None:
     deep = vector_set({(6, "post_block"): np.ones(192)})
     with pytest.raises(SteeringValidationError, match="layers 0 to 5"):
         for_model(deep, str(DEMO))
-    with pytest.raises(SteeringValidationError, match="is no model"):
+    with pytest.raises(SteeringValidationError, match="is not a model"):
         for_model(vectors, "/no/such/folder")
 
 

@@ -149,7 +149,7 @@ def test_a_ready_instance_gets_its_rows_here(plugged: Plugged) -> None:
         ({"ref_wishes": 5}, CaptureValidationError, "must be a dict, not int"),
         ({"ref_wishes": {"grumpy": 1}}, CaptureValidationError, "not today"),
         ({"ref_reward": {"a": 1}}, CaptureValidationError, "say nothing"),
-        ({"ref_sums": {}}, CaptureValidationError, "takes no requests"),
+        ({"ref_sums": {}}, CaptureValidationError, "accepts no requests"),
         ({"ref_writer": {}}, CaptureValidationError, "hooks"),
         ({"ref_none": {}}, UnknownCaptureConsumerError, "no consumer 'ref_none'"),
         ({"ref_wishes": {"hooks": {"post_block": [3]}}}, ValueError, "layer 3"),

@@ -154,7 +154,7 @@ class Elsewhere(RecordingSink):
 @pytest.mark.parametrize(
     "thing, problem",
     [
-        (Unfinished, "leaves on_capture undefined"),
+        (Unfinished, "does not define on_capture"),
         (Demanding, "\\['mood'\\]"),
         (Pessimist, "\\['capture_error'\\], which requests do not always have"),
         (Elsewhere, "its location is 'moon'"),

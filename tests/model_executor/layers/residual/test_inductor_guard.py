@@ -83,7 +83,7 @@ def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> 
         Launch.known = STRANGE
         plain = run(hidden)
         Launch.taps = STRANGE
-        with pytest.raises(RuntimeError, match="other memory than its own"):
+        with pytest.raises(RuntimeError, match="memory other than its own"):
             run(hidden)
         known = (tap.slots, tap.table, tap.index)
         Launch.taps = frozenset(one.data_ptr() for one in known if one is not None)
@@ -100,7 +100,7 @@ def test_until_the_first_step_every_op_looks_at_what_it_is_given(
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
     graphs = GraphFamilies([frozenset(), STRANGE], one_family=False, may_record=False)
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="other memory than its own"):
+        with pytest.raises(RuntimeError, match="memory other than its own"):
             run(hidden)
         graphs.plan(frozenset(), frozenset())
         run(hidden)

@@ -258,7 +258,7 @@ REFUSED = {
         + PLAIN.replace("    def forward", "    width = 4\n    def forward").replace(
             '"Unknown"', '"Unknown", width=width'
         ),
-        "cannot be compiled anew",
+        "cannot be recompiled",
     ),
 }
 

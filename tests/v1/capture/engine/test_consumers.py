@@ -234,7 +234,7 @@ def test_requests_of_one_call_cannot_share_a_request_id(
 ) -> None:
     spec = {"request_id": "shared", "tag": "t", "hooks": {"post_block": [0]}}
     asked = params(filesystem=spec | {"positions": "all_prompt"})
-    with pytest.raises(ValueError, match="request_id: a request that is under way"):
+    with pytest.raises(ValueError, match="request_id: a request in flight"):
         several.run([prompt(9, seed=520), prompt(5, seed=521)], asked)
     capture = several.llm.llm_engine.capture  # type: ignore[attr-defined]
     for _ in range(100):  # The first of them was aborted, which takes a moment.

@@ -152,7 +152,7 @@ def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
         if isinstance(message, EndMessage):
             sidecars = [entry.value for entry in message.sidecars]
     assert [sidecar["capture_error"] for sidecar in sidecars] == [
-        "the engine stopped before the request had ended"
+        "the engine stopped before the request had finished"
     ]
     for inbox in (bench.inbox, *bench.inboxes):
         inbox.close()
