@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of a guarded server, and one that watches how long others wait."""
+"""A client of a server with keys, and a watch on response times."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from tests.support.server import Reply, Server
 
 
 class Client:
-    """Sends requests with a key, or with none."""
+    """A client with or without a key."""
 
     def __init__(self, server: Server, key: str = "") -> None:
         self.server = server
@@ -27,11 +27,11 @@ class Client:
         body: bytes | None = None,
         key: bytes | None = None,
     ) -> Reply:
-        """The reply to a request whose body is sent as it is."""
+        """Send a request with this raw body; returns the reply."""
         given = self._key.encode() if key is None else key
         headers = {"Content-Type": "application/json"}
         if given:
-            # The client writes headers as Latin-1, so that these are the bytes sent.
+            # The client encodes headers as Latin-1, so these bytes are sent.
             headers["Authorization"] = (b"Bearer " + given).decode("latin-1")
         request = urllib.request.Request(
             self.server.url + path, body, headers, method=method
@@ -57,7 +57,7 @@ class Client:
 
 @contextmanager
 def watching(server: Server, pause: float = 0.002) -> Iterator[list[float]]:
-    """How long each of many requests to `/health` takes meanwhile, in seconds."""
+    """Measure `/health` meanwhile; yields the seconds of each request."""
     waits: list[float] = []
     done = threading.Event()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading in pieces is reading; what is too much is refused before it is read."""
+"""Reading in pieces gives the same result; excess is refused before it is parsed."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ values = st.recursive(
 
 
 def in_small_pieces(raw: bytes) -> Any:
-    """As a body a thousand times larger would be read."""
+    """Use pieces as for a body a thousand times larger."""
     with (
         patch.object(json_reader, "INLINE_BYTES", 0),
         patch.object(json_reader, "SHORT", 2),

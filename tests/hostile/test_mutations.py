@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of bodies that were right once: served or refused, and nobody waits."""
+"""Thousands of mutated bodies are served or refused without delaying others."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ GOOD = SMALL | {"prompt": [20, 30, 40], "max_tokens": 6, "logprobs": 1}
 
 
 def survive(server: Server, client: Client, steerer: Client, count: int) -> list[float]:
-    """Send bodies, check that nothing has changed; how long `/health` took beside."""
+    """Send bodies and check that nothing changed; returns the times of `/health`."""
     before = client.post("/v1/completions", GOOD).body["choices"]
 
     def send(one: tuple[str, bytes]) -> None:
@@ -34,7 +34,7 @@ def survive(server: Server, client: Client, steerer: Client, count: int) -> list
 
     def send_all(_: int) -> None:
         while True:
-            with lock:  # One at a time is made: all of them are gigabytes.
+            with lock:  # Created one at a time: together they take gigabytes.
                 one = next(bodies, None)
             if one is None:
                 return
@@ -70,5 +70,5 @@ def test_five_thousand_mutated_bodies(
     print(
         f"/health: {len(waits)} asked, worst {max(waits):.3f} s, idle {max(idle):.3f}"
     )
-    # What the machine does to a server that has nothing to do does not count.
+    # Delays that the machine causes on an idle server are subtracted.
     assert max(waits) <= 0.25 + max(idle)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed packages that add capture consumers, as far as Python can tell."""
+"""Fakes installed packages with capture consumers."""
 
 from pathlib import Path
 
 
 def install(folder: Path, name: str, source: str, **entries: str) -> None:
-    """A module `name` in `folder`, with entry points `consumer="module:Class"`.
+    """Write a module `name` to `folder`, with entry points `consumer="module:Class"`.
 
     `folder` must be on `sys.path`, and in `PYTHONPATH` for other processes.
     """

@@ -46,7 +46,7 @@ class Moving(Good):
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with consumers, and another that takes one of its names."""
+    """An installed package with consumers, and another one with an equal name."""
     install(
         tmp_path,
         "plug_one",

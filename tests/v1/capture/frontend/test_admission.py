@@ -28,7 +28,7 @@ ROW_BYTES = WIDTH * torch.float32.itemsize
 
 
 class Asking(KeepingConsumer):
-    """Reads requests; may also capture of every request."""
+    """A consumer of requests, optionally with a global spec."""
 
     def __init__(self, everywhere: CaptureSpec | None = None) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_what_a_plugin_objects_to_is_a_refusal() -> None:
 
 
 class Answering(Asking):
-    """Whatever a request says, its spec is this."""
+    """A consumer that returns this spec for every request."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()

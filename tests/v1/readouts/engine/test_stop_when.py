@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text ends at the token that fired, however late the engine learned of it."""
+"""The text ends at the token that fired, however late the engine learns of it."""
 
 from typing import Any
 

@@ -119,7 +119,7 @@ class Instruction:
         return self.read if self.write is None else self.write
 
     def words(self) -> npt.NDArray[np.int32]:
-        """The form that the kernel reads `[WORDS]`, by the addresses of its tensors."""
+        """The instruction in the form that the kernel reads, `[WORDS]`."""
         made = np.zeros(WORDS, dtype=np.int32)
         longs, floats = made.view(np.int64), made.view(np.float32)
         flags = self.flags
