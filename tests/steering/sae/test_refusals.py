@@ -18,7 +18,7 @@ BASE = ("W_enc", "W_dec", "b_enc", "b_dec")
     ("config", "said"),
     [
         ({"architecture": "temporal"}, "one|alone"),
-        ({"architecture": "matching_pursuit"}, "alone"),
+        ({"architecture": "matching_pursuit"}, "one token's row"),
         ({"architecture": "standard", "activation_fn": "tanh-relu"}, "tanh-relu"),
         ({"architecture": "topk"}, "k is None"),
         ({"architecture": "topk", "k": 21}, "1 to 20"),

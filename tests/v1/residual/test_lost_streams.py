@@ -172,7 +172,7 @@ def test_what_one_worker_does_not_hold_another_one_does() -> None:
     # Two stages: all layers of the second one received it.
     found = lost_streams.describe([Met([0], [1]), Met([], [2, 3])])
     assert found == (
-        "NaN or infinity reached the attention of layer 1; what reached that of layer 0"
+        "NaN or infinity reached the attention of layer 1; the input of that of layer 0"
         " was finite"
     )
     assert "after the attention of layer 3" in lost_streams.describe([Met([3], [])])
