@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.interop.vllm_lens import tensors
+from vllm.interop.vllm_lens import hook_wire, tensors
 from vllm.interop.vllm_lens.requests import INSTANCE
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ def activations_of(output: "RequestOutput") -> dict[str, torch.Tensor] | None:
     by_layer = {
         layer - (hook == "pre_attn"): rows for (layer, hook), rows in payload.items()
     }
+    if output.hook_rows:  # The last layer's hooks act after its rows are captured.
+        last = max(by_layer)
+        rows = by_layer[last].clone()
+        for start, part in output.hook_rows.items():
+            rows[start : start + len(part)] = part[: max(len(rows) - start, 0)]
+        by_layer[last] = rows
     return {RESIDUAL_STREAM: torch.stack([by_layer[at] for at in sorted(by_layer)])}
 
 
@@ -60,10 +66,25 @@ def response_activations(
     return {name: tensors.encode(tensor) for name, tensor in activations.items()}
 
 
+def response_hook_results(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """The field `hook_results` of a response; of several prompts, the first's."""
+    found = next((o for o in outputs if o is not None), None)
+    if found is None or found.hook_results is None:
+        return None
+    encoded: dict[str, Any] = hook_wire.encode(found.hook_results)
+    return encoded
+
+
 def last_chunks(output: "RequestOutput | None") -> list[str]:
-    """The events of a stream before `[DONE]`: one with activations, or none."""
-    activations = response_activations([output])
-    return [] if activations is None else [_event({"activations": activations})]
+    """What a stream sends before `[DONE]`: one event with what there is, or nothing."""
+    found = {
+        "activations": response_activations([output]),
+        "hook_results": response_hook_results([output]),
+    }
+    told = {name: one for name, one in found.items() if one is not None}
+    return [_event(told)] if told else []
 
 
 def _event(content: dict[str, Any]) -> str:

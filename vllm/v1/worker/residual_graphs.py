@@ -151,6 +151,29 @@ def record_family(descriptor: "BatchExecutionDescriptor") -> None:
     EarlyAdditions.begun.clear()
 
 
+def without_graph(
+    descriptor: "BatchExecutionDescriptor", num_tokens: int
+) -> "BatchExecutionDescriptor":
+    """The same step without a graph: a graph does not call functions of Python's.
+
+    Args:
+        descriptor: the step's plain graph.
+        num_tokens: of the step, without a graph's padding.
+
+    """
+    if descriptor.cg_mode == CUDAGraphMode.NONE:
+        return descriptor
+    return replace(
+        descriptor,
+        cg_mode=CUDAGraphMode.NONE,
+        num_tokens=num_tokens,
+        num_reqs=None,
+        uniform_token_count=None,
+        max_query_len=None,
+        tapped=0,
+    )
+
+
 def end_recording() -> None:
     """Reset the state after recording: no op launches until a step is planned."""
     Launch.taps, Launch.whole = Launch.families[0], False

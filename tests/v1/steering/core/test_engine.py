@@ -122,7 +122,7 @@ class Answering(Core):
 
 
 def request(tiers: SteeringTiers | None) -> Any:
-    params = SimpleNamespace(_steering=tiers)
+    params = SimpleNamespace(_steering=tiers, _hooks=None)
     return SimpleNamespace(request_id="r", client_index=3, sampling_params=params)
 
 

@@ -91,8 +91,14 @@ def _joined(of_engine: str, of_request: str) -> str:
 
 
 def _salt(request: "Request") -> list[tuple[str, ...]]:
+    """Keys of blocks that nobody else may have."""
     salt = getattr(request, "steering_salt", None)
-    return [] if salt is None else [("steering-changed", salt)]
+    keys: list[tuple[str, ...]] = [] if salt is None else [("steering-changed", salt)]
+    params = request.sampling_params
+    if params is not None and params._hooks is not None:
+        # A function may do anything, so nobody shares what it has changed.
+        keys.append(("hooks", params._hooks.key))
+    return keys
 
 
 def rehash(request: "Request", salt: str, hash_block_size: int) -> None:

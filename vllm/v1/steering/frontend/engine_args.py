@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.steering import SteeringConfig
+from vllm.logger import init_logger
 from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
@@ -17,6 +18,8 @@ from vllm.v1.steering.frontend.named import NamedFiles
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
 
@@ -86,6 +89,8 @@ def steering_config(
 
     """
     enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
+    if args.allow_remote_code_hooks:
+        _check_remote_code(args.vllm_lens_api)
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
     if not enabled:
@@ -143,6 +148,21 @@ def steering_config(
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,
+        hooks=args.vllm_lens_api,
+        remote_code=args.allow_remote_code_hooks,
+    )
+
+
+def _check_remote_code(lens_api: bool) -> None:
+    if not lens_api:
+        raise fail(
+            "--allow-remote-code-hooks needs --vllm-lens-api, whose hooks it is about",
+            "allow_remote_code_hooks",
+            True,
+        )
+    logger.warning(
+        "--allow-remote-code-hooks: whoever can send requests to this server can run "
+        "any code in its workers. Use it only where every client is trusted"
     )
 
 
