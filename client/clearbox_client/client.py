@@ -97,12 +97,13 @@ class Client:
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token by itself."""
-        return [
-            self._ask("POST", "/detokenize", json={"model": self.model, "tokens": [i]})[
-                "prompt"
-            ]
-            for i in token_ids
-        ]
+        texts = {
+            i: self._ask(
+                "POST", "/detokenize", json={"model": self.model, "tokens": [i]}
+            )
+            for i in dict.fromkeys(token_ids)
+        }
+        return [texts[i]["prompt"] for i in token_ids]
 
     def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""

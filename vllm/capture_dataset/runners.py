@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where prompts are run: an engine in this process, or a server."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,11 @@ CONSUMER = {
 }
 COLLECTED_AT_ONCE = 64
 """So many requests that have ended are asked for their rows together."""
+IN_FLIGHT = 1024
+"""So many requests are in the engine at most, which has batches enough to choose from.
+
+The front end drops results that nobody has fetched when it tracks some thousand.
+"""
 
 
 class CaptureRunError(RuntimeError):
@@ -68,12 +74,30 @@ class EngineRunner:
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
         """Run a shard's prompts."""
-        from vllm import SamplingParams
-
         engine = self._llm.llm_engine
         self._llm.reset_prefix_cache()
+        waiting = iter(prompts)
+        sent: dict[str, Prompt] = {}
+        ended: list[RequestOutput] = []
+        while self._add(islice(waiting, IN_FLIGHT - len(sent)), rows, sent):
+            outputs: Any = engine.step()
+            # Those of steps before this one: their rows came while it computed.
+            if len(ended) >= COLLECTED_AT_ONCE:
+                yield from self._collect(ended, sent, tokens)
+                ended = []
+            ended += [output for output in outputs if output.finished]
+            if len(ended) == len(sent):
+                yield from self._collect(ended, sent, tokens)
+                ended = []
+
+    def _add(
+        self, prompts: Iterable[Prompt], rows: RowsSpec, sent: dict[str, Prompt]
+    ) -> bool:
+        """Send prompts to the engine; whether any has not been collected."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         capture = {"inline": rows.capture()}
-        sent = {}
         for prompt in prompts:
             self._count += 1
             request_id = str(self._count)
@@ -81,21 +105,15 @@ class EngineRunner:
                 max_tokens=rows.max_tokens,
                 temperature=0.0,
                 detokenize=False,
+                # Otherwise each step's rows would come twice, as they are streamed.
+                output_kind=RequestOutputKind.FINAL_ONLY,
                 capture=capture,
                 readouts=dict(rows.readouts) or None,
             )
             ids = {"prompt_token_ids": prompt.token_ids}
-            engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
+            self._llm.llm_engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
             sent[request_id] = prompt
-        ended: list[RequestOutput] = []
-        while engine.has_unfinished_requests():
-            outputs: Any = engine.step()
-            # Those of steps before this one: their rows came while it computed.
-            if len(ended) >= COLLECTED_AT_ONCE:
-                yield from self._collect(ended, sent, tokens)
-                ended = []
-            ended += [output for output in outputs if output.finished]
-        yield from self._collect(ended, sent, tokens)
+        return bool(sent)
 
     def _collect(
         self, ended: "list[RequestOutput]", sent: dict[str, Prompt], tokens: Tokens

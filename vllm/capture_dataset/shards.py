@@ -15,6 +15,8 @@ from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.table import Shard
 
 ASIDE = ".incomplete"
+MAX_PROMPTS = 4096
+"""A shard has so many at most: their tokens and texts are held until it is written."""
 
 
 def groups(
@@ -27,7 +29,8 @@ def groups(
     Args:
         prompts: all of them, in order.
         rows_of: from a prompt's tokens to its rows, at most.
-        max_rows: a shard ends with the prompt that reaches it.
+        max_rows: a shard ends with the prompt that reaches it, or with the
+            `MAX_PROMPTS`th.
 
     """
     group: list[Prompt] = []
@@ -35,7 +38,7 @@ def groups(
     for prompt in prompts:
         group.append(prompt)
         count += rows_of(len(prompt.token_ids))
-        if count >= max_rows:
+        if count >= max_rows or len(group) == MAX_PROMPTS:
             yield group
             group, count = [], 0
     if group:
