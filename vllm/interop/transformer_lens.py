@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver that runs TransformerLens 4 on `LLM`.
+"""A driver that runs TransformerLens 4 on an `LLM`.
 
-`boot(llm)` gives a `RemoteBridge`: `run_with_cache`, `run_with_hooks` with
+`boot(llm)` returns a `RemoteBridge`: `run_with_cache`, `run_with_hooks` with
 `intervene=`, `forward` and `generate` work on any model that is served here. The
 protocol is that of TransformerLens 4.3, `model_bridge/driver_protocol.py`.
 """
@@ -35,19 +35,20 @@ ENGINE: dict[str, Any] = {
     "max_logprobs": -1,
     "logprobs_mode": "raw_logits",
 }
-"""What `LLM` must be started with; `boot` does it for a model's name."""
+"""Required arguments of `LLM`; `boot` passes them for a model's name."""
 
 
 class EngineDriver:
-    """TransformerLens' `Driver` over an `LLM`.
+    """TransformerLens' `Driver` on an `LLM`.
 
     Args:
-        llm: started with `ENGINE`.
+        llm: an engine started with `ENGINE`.
         bridge_config: TransformerLens' configuration of the model.
         architecture: the Hugging Face name of the model's class.
 
     Raises:
-        ValueError: if the engine lacks what the driver needs, with the remedy.
+        ValueError: the engine lacks a feature that the driver needs; the message has
+            the remedy.
 
     """
 
@@ -87,26 +88,27 @@ class EngineDriver:
         return_logits: bool = True,
         **unknown: Any,
     ) -> Any:
-        """One pass over each prompt, and the generation of `max_new_tokens`.
+        """Run one pass over each prompt, and generate `max_new_tokens`.
 
         Args:
-            input_ids: `[prompts, tokens]` or `[tokens]`, whole numbers.
-            capture: hook points under TransformerLens' names.
+            input_ids: `[prompts, tokens]` or `[tokens]`, integers.
+            capture: hook points in TransformerLens' names.
             intervene: hook point -> `{"op": "suppress" | "scale" | "add" | "set",
                 "factor" | "value", "pos"}`.
-            max_new_tokens: how many tokens to generate, greedily.
-            return_logits: whether to return logits of every prompt position,
-                `[prompts, tokens, vocabulary]`, float32; costly, as each position's
-                come from the engine one by one.
-            unknown: refused unless off. Attention patterns have no hook point here.
+            max_new_tokens: number of tokens to generate, greedily.
+            return_logits: whether to return logits of every prompt position, `[prompts,
+                tokens, vocabulary]`, float32; costly, because the engine returns each
+                position's separately.
+            unknown: other arguments, refused unless they are off. Attention patterns
+                have no hook point here.
 
         Raises:
-            ValueError: names the argument that cannot be carried out.
+            ValueError: an argument is unsupported; the message names it.
 
         """
         from transformer_lens.model_bridge.driver_protocol import ForwardResult
 
-        unknown.pop("output_attentions", None)  # the bridge's cache always asks
+        unknown.pop("output_attentions", None)  # the bridge's cache always passes it
         _refuse(unknown)
         if input_ids is None:
             raise ValueError("input_ids is missing: give token ids [prompts, tokens]")
@@ -136,10 +138,10 @@ class EngineDriver:
         )
 
     def close(self) -> None:
-        """The engine belongs to the caller: nothing is closed."""
+        """Do nothing, because the engine belongs to the caller."""
 
     def supports(self, feature: str) -> bool:
-        """None of TransformerLens' optional features: there is no local module."""
+        """Return false: no optional feature is supported."""
         return False
 
     def _tap(self, name: str) -> Tap:
@@ -163,15 +165,14 @@ class EngineDriver:
 
 
 def boot(model: "LLM | str", **engine: Any) -> Any:
-    """A TransformerLens `RemoteBridge` over an engine.
+    """Create a TransformerLens `RemoteBridge` on an engine.
 
     Args:
-        model: an `LLM` that was started with `ENGINE`, or the name or path of a model
-            to start one for.
-        engine: further arguments of `LLM`, for a name.
+        model: an `LLM` started with `ENGINE`, or the name or path of a model to start.
+        engine: further arguments of `LLM`, if `model` is a name.
 
     Raises:
-        ValueError: if an engine that is given lacks what the driver needs.
+        ValueError: the given engine lacks a feature that the driver needs.
 
     """
     from transformer_lens.factories.architecture_adapter_factory import (
@@ -198,18 +199,18 @@ def boot(model: "LLM | str", **engine: Any) -> Any:
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is neither off nor a mask that hides nothing."""
+    """Refuse arguments that are neither off nor a mask that hides nothing."""
     for name, value in arguments.items():
         whole = name == "attention_mask" and np.all(np.asarray(value) == 1)
         if value is not None and value is not False and not whole:
             raise ValueError(
-                f"{name}: this driver does not know it; it takes input_ids, capture, "
+                f"{name}: unknown to this driver, which takes input_ids, capture, "
                 "intervene, max_new_tokens and return_logits"
             )
 
 
 def _names_of(llm: "LLM", layers: int) -> dict[str, Tap]:
-    """Every name under which a hook point of this model can be asked for."""
+    """Every name of a hook point of this model."""
     points = ["pre_attn", "post_attn", "post_block"]
     if llm.llm_engine.vllm_config.capture_config.mlp_points:
         points += ["mlp_in", "mlp_out"]
@@ -266,11 +267,11 @@ def _operation(name: str, spec: Mapping[str, Any], width: int) -> dict[str, Any]
 def _sequence(output: "RequestOutput", vocabulary: int) -> torch.Tensor:
     """Logits of every prompt position, `[tokens, vocabulary]`, float32.
 
-    The engine lists those that predict prompt tokens 1 to P-1, then those that the
-    first generated token was read from.
+    The engine lists the logits that predict prompt tokens 1 to P-1, then those that
+    predict the first generated token.
     """
     generated = output.outputs[0].logprobs
-    assert generated, "logprobs were asked for"
+    assert generated, "logprobs were requested"
     predicted = [*(output.prompt_logprobs or [])[1:], generated[0]]
     logits = torch.full((len(predicted), vocabulary), -torch.inf)
     for row, tokens in zip(logits, predicted):

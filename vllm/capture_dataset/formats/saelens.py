@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations as SAELens caches them: a Hugging Face data set of contexts.
+"""SAELens' cached activations: a Hugging Face data set of contexts.
 
-SAELens' cached activations are data sets on disk whose entries hold, under the name of
-a hook point, an array `[context_size, hidden_size]`, and `token_ids`. Hook points have
-TransformerLens' names. Rows of consecutive prompts fill the contexts; rows at the end
-of a shard that do not fill one are left out.
+SAELens' cached activations are data sets on disk whose entries hold an array
+`[context_size, hidden_size]` under a hook point's name, and `token_ids`. Hook points
+have TransformerLens' names. Rows of consecutive prompts fill the contexts; rows at the
+end of a shard that do not fill a context are dropped.
 """
 
 import json
@@ -31,7 +31,7 @@ def hook_name(layer: int, hook: str) -> str:
 
 
 def write_saelens(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.arrow`, an Arrow IPC stream, as the library `datasets` writes them."""
+    """Write `{path}.arrow`, an Arrow IPC stream as the library `datasets` writes it."""
     size = facts["context_size"]
     count = shard.num_rows // size
     ids = shard.columns["token_id"].to_numpy()[: count * size]
@@ -55,7 +55,7 @@ def write_saelens(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]
 
 
 def _array2d(shape: tuple[int, int], dtype: str) -> dict[str, str]:
-    """How `datasets` marks its type `Array2D` in a file."""
+    """The metadata of type `Array2D` in files of `datasets`."""
     return {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([shape, dtype]),
@@ -63,7 +63,7 @@ def _array2d(shape: tuple[int, int], dtype: str) -> dict[str, str]:
 
 
 def _nested(values: np.ndarray[Any, np.dtype[Any]], size: int) -> pa.Array:
-    """`[contexts * size, width]` as lists of lists, which `Array2D` is stored as."""
+    """`[contexts * size, width]` as lists of lists, the storage form of `Array2D`."""
     rows = _lists(pa.array(values.reshape(-1)), values.shape[1])
     return _lists(rows, size)
 
