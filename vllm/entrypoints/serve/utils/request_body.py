@@ -131,10 +131,10 @@ def _models_of(route: APIRoute) -> tuple[type[BaseModel], ...]:
     """The classes of requests that a route takes."""
     if route.path == "/invocations":  # Reads the body itself.
         return (ChatCompletionRequest, CompletionRequest)
-    if route.body_field is None:
-        return ()
-    kind: Any = route.body_field.field_info.annotation
-    return (kind,) if isinstance(kind, type) and issubclass(kind, BaseModel) else ()
+    kind = None if route.body_field is None else route.body_field.field_info.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return (kind,)
+    return ()
 
 
 LEAST = 1024
