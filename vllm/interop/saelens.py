@@ -50,6 +50,41 @@ class ServedModel:
             model_name=config.model_config.model,
         )
 
+    @classmethod
+    def start(
+        cls,
+        model: str,
+        *,
+        stop_at_layer: int | None = None,
+        device: str | torch.device = "cpu",
+        **engine: Any,
+    ) -> "ServedModel":
+        """Start an engine for a model and serve it.
+
+        Args:
+            model: a name or a path.
+            stop_at_layer: how many of the first layers are loaded and run; all by
+                default. SAELens reads nothing after `blocks.L.hook_resid_post` with
+                `stop_at_layer=L + 1`.
+            device: as in `__init__`.
+            engine: further arguments of `LLM`.
+
+        Raises:
+            ValueError: the model cannot be cut off there; see
+                `vllm.interop.first_layers.shortened`.
+
+        """
+        from vllm.entrypoints.llm import LLM
+        from vllm.interop.first_layers import engine_options
+
+        options: dict[str, Any] = {
+            "capture_consumers": ["inline"],
+            "enable_prefix_caching": False,  # no two contexts of a corpus begin alike
+        }
+        if stop_at_layer is not None:
+            options |= engine_options(stop_at_layer)
+        return cls(LLM(model, **options | engine), device)
+
     def to_tokens(
         self,
         input: str | list[str],
@@ -95,7 +130,8 @@ class ServedModel:
             tokens: ids `[batch, context]`, or text.
             names_filter: hook points as TransformerLens names them, or a function
                 that chooses among the stream's.
-            stop_at_layer: does not matter: an engine always runs all layers.
+            stop_at_layer: does not matter: how many layers run is chosen when the
+                engine starts, see `start`.
             prepend_bos: for text only.
 
         Returns:
