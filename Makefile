@@ -57,7 +57,7 @@ type: venv
 		--cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
 		-m "not gpu and not soak and not parity and not multiprocess \
 		and not interop and not real and not hostile"
 

@@ -273,7 +273,7 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     from benchmarks.harness.models import random_llama, random_prompts
-    from tests.support.server import Server
+    from tests.support.server import OWN_WORKER, Server
 
     work = ROOT / "build" / "benchmarks"
     model = random_llama(work / "models", options.layers, options.width)
@@ -282,7 +282,7 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     report["machine"] = reports.machine(os.getloadavg())
     arguments = ["--enable-readouts", "--capture-consumers", "inline"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    server = Server(model.folder, *arguments, "--served-model-name", "m")
+    server = Server(model.folder, *arguments, "--served-model-name", "m", **OWN_WORKER)
     prompts = random_prompts(options.requests, options.prompt, options.prompt)
     base = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     lens = {"kind": "lens", "top_k": 5, "positions": "all"}

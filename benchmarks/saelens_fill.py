@@ -231,19 +231,11 @@ def main() -> None:
     parser.add_argument(
         "--cells",
         nargs="+",
-        default=["bfloat16:2048", "bfloat16:1024", "bfloat16:128", "float32:1024"],
+        default=["bfloat16:2048", "bfloat16:1024", "bfloat16:128"],
         metavar="DTYPE:CONTEXT",
     )
     args = parser.parse_args()
     machine = reports.machine(os.getloadavg())
-    tables: tuple[list[str], list[str]] = ([], [])
-    for cell in args.cells:
-        dtype, context = cell.split(":")
-        for table, line in zip(
-            tables, lines(compare(dtype, int(context), args.hook, args.turns))
-        ):
-            table.append(line)
-            print(line, flush=True)
     facts = {
         "date": reports.begun()["date"][:10],
         "cpu": machine["cpu"],
@@ -255,8 +247,13 @@ def main() -> None:
         "tokens": TOKENS,
         "turns": args.turns,
     }
-    rows, parts = ("\n".join(table) + "\n" for table in tables)
-    args.out.write_text(HEAD.format(**facts) + rows + TAIL + parts)
+    rows = parts = ""
+    for cell in args.cells:
+        dtype, context = cell.split(":")
+        found = lines(compare(dtype, int(context), args.hook, args.turns))
+        print(*found, sep="\n", flush=True)
+        rows, parts = rows + found[0] + "\n", parts + found[1] + "\n"
+        args.out.write_text(HEAD.format(**facts) + rows + TAIL + parts)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,10 @@ class WorkerAlone:
     @property
     def consumer_thread(self) -> int:
         """The native id of the consumer's thread."""
-        number = self._worker._lanes[self._instance]._thread.ident
-        assert number is not None, "it runs from the beginning"
+        lane = self._worker._lanes[self._instance]
+        lane.start()
+        number = lane._thread.ident
+        assert number is not None, "it was started"
         return number
 
     def end(self, ids: Sequence[str], generated: int) -> None:

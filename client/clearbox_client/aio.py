@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client to be awaited."""
+"""The asynchronous client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -13,7 +13,7 @@ from clearbox_client.requests import Messages, Prompt, body_of, document_of, hea
 
 
 class AsyncClient:
-    """As `Client`, on an event loop."""
+    """The counterpart of `Client` for an event loop."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class AsyncClient:
         timeout: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Open a client; see `Client`."""
+        """Open a client; the arguments are those of `Client`."""
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=headers_of(api_key),
@@ -43,7 +43,7 @@ class AsyncClient:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """The model that is asked; looked up once if none was named."""
+        """The model's name; the server is asked once if none was given."""
         if self._model is None:
             self._model = (await self.models())[0]["id"]
         return self._model
@@ -56,19 +56,19 @@ class AsyncClient:
     async def complete(
         self, prompt: Prompt, *, tokens: bool = False, **fields: Any
     ) -> Reply:
-        """A completion of a text or of token ids; see `Client.complete`."""
+        """Complete a text or token ids; see `Client.complete`."""
         return await self._reply(prompt, tokens, fields)
 
     async def chat(
         self, messages: Messages, *, tokens: bool = False, **fields: Any
     ) -> Reply:
-        """A chat's next message; otherwise as `complete`."""
+        """Generate a chat's next message; arguments are those of `complete`."""
         return await self._reply(messages, tokens, fields)
 
     async def stream(
         self, prompt: Prompt | Messages, **fields: Any
     ) -> AsyncIterator[Chunk]:
-        """The chunks of a completion, or of a chat; see `Client.stream`."""
+        """Yield the chunks of a completion or of a chat; see `Client.stream`."""
         path, body = body_of(await self.model(), prompt, {**fields, "stream": True})
         with connected():
             async with self._http.stream("POST", path, json=body) as response:
@@ -83,7 +83,7 @@ class AsyncClient:
                         yield Chunk.of(document)
 
     async def token_texts(self, token_ids: list[int]) -> list[str]:
-        """The text of each token by itself."""
+        """The text of each token on its own."""
         model = await self.model()
         asked = (
             self._ask("POST", "/detokenize", json={"model": model, "tokens": [token]})
@@ -97,36 +97,36 @@ class AsyncClient:
         return told
 
     async def steering(self) -> dict[str, Any]:
-        """What steers every request."""
+        """The global vectors, as `GET /v1/steering` returns them."""
         told: dict[str, Any] = await self._ask("GET", "/v1/steering")
         return told
 
     async def modules(self) -> dict[str, Any]:
-        """The named modules of vectors."""
+        """The named modules, as `GET /v1/steering/modules` returns them."""
         told: dict[str, Any] = await self._ask("GET", "/v1/steering/modules")
         return told
 
     async def set_steering(
         self, *, key: str | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Steer every request: `vectors`, `prefill_vectors`, `decode_vectors`."""
+        """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
         return await self._steer("set", key, fields)
 
     async def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
-        """Steer nothing any more, but what requests say."""
+        """Remove the global vectors; requests keep their own."""
         return await self._steer("clear", key, {})
 
     async def register_module(
         self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
     ) -> dict[str, Any]:
-        """Name vectors, for `steering_name`."""
+        """Register vectors under a name, for `steering_name`."""
         fields = {"name": name, "vectors": vectors}
         return await self._steer("modules/register", key, fields)
 
     async def unregister_module(
         self, name: str, *, key: str | None = None
     ) -> dict[str, Any]:
-        """Forget a name."""
+        """Unregister a named module."""
         return await self._steer("modules/unregister", key, {"name": name})
 
     async def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that waits for each response."""
+"""The synchronous client."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from clearbox_client.requests import Messages, Prompt, body_of, document_of, hea
 
 
 class Client:
-    """Talks to one server; may be used by several threads."""
+    """A client of one server; safe to use from several threads."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class Client:
         timeout: float = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Open a client; nothing is sent yet.
+        """Open a client; no request is sent yet.
 
         Args:
-            url: of the server, without a path.
-            model: as the server names it; its only one by default.
-            api_key: of the server, if it has one.
-            timeout: seconds that a response may take.
-            transport: of httpx, for tests and proxies.
+            url: the server's address, without a path.
+            model: the model's name on the server; by default its only model.
+            api_key: the server's key, if it has one.
+            timeout: most seconds for a response.
+            transport: an httpx transport, for tests and proxies.
 
         """
         self._http = httpx.Client(
@@ -52,7 +52,7 @@ class Client:
 
     @property
     def model(self) -> str:
-        """The model that is asked; looked up once if none was named."""
+        """The model's name; the server is asked once if none was given."""
         if self._model is None:
             self._model = self.models()[0]["id"]
         return self._model
@@ -63,29 +63,32 @@ class Client:
         return told
 
     def complete(self, prompt: Prompt, *, tokens: bool = False, **fields: Any) -> Reply:
-        """A completion of a text or of token ids.
+        """Complete a text or token ids.
 
         Args:
             prompt: the text, or token ids.
-            tokens: whether rows get the texts of their tokens; asks once more.
-            fields: of the OpenAI interface, and `capture`, `readouts`,
-                `steering_vectors`, `steering_name` and whatever else the server takes.
+            tokens: whether rows get the texts of their tokens, which costs another
+                request.
+            fields: fields of the OpenAI interface, and `capture`, `readouts`,
+                `steering_vectors`, `steering_name` and all others that the server
+                accepts.
 
         Raises:
-            ClearboxError: the server has refused it.
+            ClearboxError: the server has refused the request.
 
         """
         return self._reply(prompt, tokens, fields)
 
     def chat(self, messages: Messages, *, tokens: bool = False, **fields: Any) -> Reply:
-        """A chat's next message; otherwise as `complete`."""
+        """Generate a chat's next message; arguments are those of `complete`."""
         return self._reply(messages, tokens, fields)
 
     def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
-        """The chunks of a completion, or of a chat if `prompt` is a list of messages.
+        """Yield the chunks of a completion, or of a chat if `prompt` lists messages.
 
         Raises:
-            ClearboxError: the server has refused it, or fails on the way.
+            ClearboxError: the server has refused the request, or fails during the
+                stream.
 
         """
         path, body = body_of(self.model, prompt, {**fields, "stream": True})
@@ -101,7 +104,7 @@ class Client:
                     yield Chunk.of(document)
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
-        """The text of each token by itself."""
+        """The text of each token on its own."""
         return [
             self._ask("POST", "/detokenize", json={"model": self.model, "tokens": [i]})[
                 "prompt"
@@ -115,32 +118,32 @@ class Client:
         return told
 
     def steering(self) -> dict[str, Any]:
-        """What steers every request."""
+        """The global vectors, as `GET /v1/steering` returns them."""
         told: dict[str, Any] = self._ask("GET", "/v1/steering")
         return told
 
     def modules(self) -> dict[str, Any]:
-        """The named modules of vectors."""
+        """The named modules, as `GET /v1/steering/modules` returns them."""
         told: dict[str, Any] = self._ask("GET", "/v1/steering/modules")
         return told
 
     def set_steering(self, *, key: str | None = None, **fields: Any) -> dict[str, Any]:
-        """Steer every request: `vectors`, `prefill_vectors`, `decode_vectors`."""
+        """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
         return self._steer("set", key, fields)
 
     def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
-        """Steer nothing any more, but what requests say."""
+        """Remove the global vectors; requests keep their own."""
         return self._steer("clear", key, {})
 
     def register_module(
         self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
     ) -> dict[str, Any]:
-        """Name vectors, for `steering_name`."""
+        """Register vectors under a name, for `steering_name`."""
         fields = {"name": name, "vectors": vectors}
         return self._steer("modules/register", key, fields)
 
     def unregister_module(self, name: str, *, key: str | None = None) -> dict[str, Any]:
-        """Forget a name."""
+        """Unregister a named module."""
         return self._steer("modules/unregister", key, {"name": name})
 
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
@@ -169,24 +172,24 @@ class Client:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Turn what goes wrong below HTTP into our error.
+    """Convert failures of the connection to `ClearboxError`.
 
     Raises:
-        ClearboxError: its status is 0.
+        ClearboxError: with status 0.
 
     """
     try:
         yield
     except httpx.TransportError as error:
         told = (
-            f"the server does not answer: {error!r}; start it, or give its address as "
+            f"the server does not answer: {error!r}; start it, or pass its address as "
             "url"
         )
         raise ClearboxError(told, 0, "url", None) from error
 
 
 def error_of(response: httpx.Response) -> ClearboxError:
-    """The error that a response stands for."""
+    """The error that a response reports."""
     try:
         body = response.json()
     except ValueError:

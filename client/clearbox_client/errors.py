@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server refuses."""
+"""Errors of servers and of the client itself."""
 
 import re
 from typing import Any
@@ -15,18 +15,18 @@ _DEMAND = re.compile(r"\b(?:must|may|cannot|is needed|are needed)\b.*", re.DOTAL
 
 
 class ClearboxError(Exception):
-    """The server has refused a request, or has failed."""
+    """The server refused a request, or failed."""
 
     def __init__(
         self, message: str, status: int, parameter: str | None, value: str | None
     ) -> None:
-        """Take what the server said.
+        """Create the error from a server's response.
 
         Args:
-            message: the sentence.
-            status: of HTTP.
-            parameter: the field of the request that is wrong, if it was named.
-            value: the value that it has, as text.
+            message: the server's message.
+            status: the HTTP status; 0 if the connection failed.
+            parameter: the request field that is wrong, if the server named it.
+            value: the field's value, as text.
 
         """
         super().__init__(message)
@@ -37,9 +37,9 @@ class ClearboxError(Exception):
 
     @property
     def remedy(self) -> str | None:
-        """What to do, where the message says so.
+        """The remedy, if the message contains one.
 
-        That is what stands behind a semicolon or a full stop, or what must be.
+        It is the text after a semicolon or a full stop, or a clause with "must".
         """
         parts = re.split(r"[;.] ", self.message, maxsplit=1)
         if len(parts) == 2:
@@ -49,7 +49,7 @@ class ClearboxError(Exception):
 
     @classmethod
     def of(cls, status: int, body: Any) -> "ClearboxError":
-        """The error of a response's body, which may be anything."""
+        """Create the error from a response's body, which may be anything."""
         error = body.get("error", body) if isinstance(body, dict) else {}
         if not isinstance(error, dict):
             error = {"message": str(error)}
@@ -64,8 +64,8 @@ class ClearboxError(Exception):
 
 
 class InputError(ClearboxError, ValueError):
-    """The client itself has refused something; nothing was sent."""
+    """The client refused a value; no request was sent."""
 
     def __init__(self, message: str, parameter: str, value: object) -> None:
-        """Say what is wrong and, behind a semicolon, what to do."""
+        """Create the error; `message` has the remedy after a semicolon."""
         super().__init__(message, 0, parameter, str(value)[:120])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notebooks show: a table of rows, a heat map of norms by layer and position."""
+"""HTML for notebooks: a table of rows, a heat map of norms by layer and position."""
 
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,11 @@ def table_of(rows: "Rows") -> str:
 
 
 def readout_of(readout: "Readout") -> str:
-    """The arrays of a readout, a line per position, as an HTML table."""
+    """The arrays of a readout as an HTML table, one line per position."""
     names = list(readout.arrays)
     by_line = [len(readout.arrays[n]) == len(readout.positions) for n in names]
     title = escape(f"{readout.kind} at {readout.taps}")
-    if not all(by_line):  # Reduced: a value per tap.
+    if not all(by_line):  # Reduced arrays have one value per tap.
         lines = [
             [str(tap), *(_short(readout.arrays[n][number]) for n in names)]
             for number, tap in enumerate(readout.taps)
@@ -71,7 +71,7 @@ def _short(values: "NDArray[Any]") -> str:
 
 
 def label(rows: "Rows", number: int) -> str:
-    """The token of a row, as far as it is known."""
+    """The label of a row: its token, if known, or its position."""
     if rows.tokens is not None:
         return repr(rows.tokens[number])
     token = rows.token_ids[number]
@@ -79,7 +79,7 @@ def label(rows: "Rows", number: int) -> str:
 
 
 def heat_map_of(rows: "RowSet") -> str:
-    """Norms as an SVG: a line per layer and hook point, a column per row."""
+    """Norms as an SVG with a line per layer and hook point, and a column per row."""
     if not rows:
         return "<i>no rows</i>"
     taps, cell = list(rows), 14
@@ -114,7 +114,7 @@ def heat_map_of(rows: "RowSet") -> str:
 
 
 def colour(share: float) -> str:
-    """From dark blue (0) to yellow (1)."""
+    """A colour from dark blue (0) to yellow (1)."""
     ends = ((40, 20, 90), (40, 130, 140), (250, 220, 60))
     first = min(int(share * 2), 1)
     part = share * 2 - first

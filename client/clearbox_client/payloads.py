@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of the consumer `inline` as numpy arrays."""
+"""Decodes payloads of the consumer `inline` to numpy arrays."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,13 @@ DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
 def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
-    """Bytes, row by row and little-endian, as an array; bfloat16 becomes float32.
+    """Decode row-major little-endian bytes; bfloat16 becomes float32.
 
-    bfloat16 is the upper half of a float32, so nothing is rounded.
+    bfloat16 is the upper half of a float32, so this is exact.
 
     Raises:
-        InputError: the dtype is unknown, or there are not as many bytes as it takes.
+        InputError: the dtype is unknown, or the number of bytes does not match the
+            shape.
 
     """
     if dtype == "bfloat16":
@@ -34,7 +35,7 @@ def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
     if len(flat) != prod(shape):
         raise InputError(
             f"{len(flat)} values for the shape {list(shape)}; the payload was cut off "
-            "or changed on the way, ask for it again",
+            "or changed in transit; request it again",
             "data",
             len(flat),
         )
@@ -54,16 +55,16 @@ def entry_values(entry: Mapping[str, Any]) -> Array:
 
 
 def packed_values(packed: Mapping[str, Any]) -> Array:
-    """`{"dtype", "shape", "data"}` with base64, as the rows of readouts come."""
+    """Decode `{"dtype", "shape", "data"}` with base64, the form of rows in readouts."""
     data = base64.b64decode(packed["data"])
     return values_of(data, packed["dtype"], packed["shape"])
 
 
 def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]:
-    """The payload of a response: `(layer, hook)` -> rows `[rows, hidden_size]`.
+    """Decode a payload to rows `[rows, hidden_size]` by `(layer, hook)`.
 
-    For a request with `n > 1` or several prompts, the payload maps the index of each to
-    its own payload, to be decoded one by one.
+    For a request with `n > 1` or several prompts, the payload maps each index to a
+    payload of its own; decode these one by one.
     """
     return {(one["layer"], one["hook"]): entry_values(one) for one in payload}
 
@@ -74,7 +75,7 @@ def _unzstd(data: bytes) -> bytes:
     except ImportError:
         raise InputError(
             "the rows are compressed with zstd; pip install clearbox-client[zstd], or "
-            "leave the encoding out of the request",
+            "omit the encoding from the request",
             "encoding",
             "zstd",
         ) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read out of rows on the server, as numpy arrays."""
+"""Readouts of rows on the server, as numpy arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,25 +16,24 @@ _INTEGERS = ("token_ids", "features")
 
 @dataclass(frozen=True)
 class Readout:
-    """The result of one readout, or what a chunk of a stream brings of it.
+    """The result of one readout, or the part of it in a chunk of a stream.
 
-    `arrays` have a line per entry of `positions`, and in it one per entry of `taps`
-    where the kind has a result for each (`lens`, `norm`, `rows`); reduced rows have
-    only the latter.
+    The first dimension of `arrays` is `positions`; for kinds with a result per tap
+    (`lens`, `norm`, `rows`) the second is `taps`. Reduced rows have only the latter.
     """
 
     kind: str
     """`probe`, `lens`, `sae`, `norm`, `rows` or `custom`."""
     positions: list[int]
     taps: list[tuple[int, str]]
-    """`(layer, hook point)`."""
+    """`(layer, hook point)` of each tap."""
     arrays: dict[str, NDArray[Any]]
     error: str | None = None
-    """What spoiled it, or a part of it."""
+    """The error of the readout or of a part of it."""
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "Readout":
-        """A result as the server sends it; null becomes NaN."""
+        """Parse a result from the server's JSON; null becomes NaN."""
         return cls(
             kind=told["kind"],
             positions=list(told["positions"]),
@@ -58,7 +57,7 @@ class Readout:
 
 
 def readouts_of(told: Mapping[str, Any] | None) -> dict[str, Readout]:
-    """All results of one choice."""
+    """All readouts of one choice, by name."""
     return {name: Readout.of(one) for name, one in (told or {}).items()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses, and the chunks of streams."""
+"""Parsed responses and chunks of streams."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,45 +12,45 @@ from clearbox_client.rows import RowSet
 
 @dataclass(frozen=True)
 class CaptureOutcome:
-    """What became of a request's capture at one consumer."""
+    """The result of a request's capture at one consumer."""
 
     status: str
     """`ok`, `partial_error`, `error`, `pending` or `not_requested`."""
     error: str | None
     payload: Any
-    """As the server sent it; the rows of `inline` are in `Reply.rows`."""
+    """The payload in the server's form; `Reply.rows` has the rows of `inline`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole response."""
+    """A complete response."""
 
     text: str
-    """Of the first choice."""
+    """Text of the first choice; `texts` has all."""
     texts: list[str]
     finish_reason: str | None
     stop_reason: Any
     rows: RowSet
-    """Of the first choice; `rows_of` has the others."""
+    """Rows of the first choice; `rows_of` has those of all choices."""
     rows_of: list[RowSet]
     captures: dict[str, CaptureOutcome]
     readouts: dict[str, Readout]
-    """Of the first choice, by name; `readouts_of` has the others."""
+    """Readouts of the first choice, by name; `readouts_of` has those of all choices."""
     readouts_of: list[dict[str, Readout]]
     steering: dict[str, Any] | None
-    """The receipt, if `steering_receipt` asked for it."""
+    """The steering receipt, if `steering_receipt` was set."""
     prompt_token_ids: list[int] | None
     token_ids: list[int] | None
     tokens: list[str] | None
-    """The texts of prompt and answer tokens, if `tokens=True` asked for them."""
+    """Texts of prompt and generated tokens, if `tokens=True` was passed."""
     raw: Mapping[str, Any] = field(repr=False)
-    """The document as it came."""
+    """The response's JSON."""
 
     @classmethod
     def of(
         cls, document: Mapping[str, Any], tokens: Sequence[str] | None = None
     ) -> "Reply":
-        """A response's document."""
+        """Parse a response's JSON."""
         choices = document["choices"]
         first = choices[0]
         captures = captures_of(document)
@@ -84,21 +84,21 @@ class Reply:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a stream: the text, rows and readouts that it brings."""
+    """A chunk of a stream: its text, rows and readouts."""
 
     text: str
     index: int
-    """Which choice it belongs to."""
+    """Index of the choice."""
     finish_reason: str | None
     rows: RowSet
     captures: dict[str, CaptureOutcome]
     readouts: dict[str, Readout]
-    """What its tokens bring; the last chunk has everything."""
+    """Readouts of the chunk's tokens; the last chunk has all."""
     raw: Mapping[str, Any] = field(repr=False)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Chunk":
-        """A chunk's document."""
+        """Parse a chunk's JSON."""
         choice = (document.get("choices") or [{}])[0]
         captures = captures_of(document)
         return cls(
@@ -121,7 +121,7 @@ def all_readouts(document: Mapping[str, Any], count: int) -> list[dict[str, Read
 
 
 def captures_of(document: Mapping[str, Any]) -> dict[str, CaptureOutcome]:
-    """The results of all consumers."""
+    """The capture results by consumer."""
     return {
         name: CaptureOutcome(told["status"], told.get("error"), told.get("payload"))
         for name, told in (document.get("capture_results") or {}).items()
@@ -133,12 +133,12 @@ def rows_of(
 ) -> list[RowSet]:
     """The rows of each choice."""
     payload = captures["inline"].payload if "inline" in captures else None
-    if isinstance(payload, Mapping):  # By the choice's index.
+    if isinstance(payload, Mapping):  # Keys are the choices' indices.
         return [RowSet.of(payload.get(str(i)) or (), None) for i in range(count)]
     return [RowSet.of(payload or (), tokens), *(RowSet({}) for _ in range(count - 1))]
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a completion's or a chat's choice, or of a part of it."""
+    """The text of a choice, or of a part of it, of a completion or chat."""
     part = choice.get("message") or choice.get("delta") or choice
     return part.get("text") or part.get("content") or ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests, and lines of streams."""
+"""Request bodies, and lines of streams."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) -> Any:
-    """The path and the body of a request.
+    """The path and the JSON body of a request.
 
     Args:
-        model: as the server names it.
+        model: the model's name on the server.
         prompt: a text or token ids for a completion, messages for a chat.
-        fields: other fields of the OpenAI interface and of Clearbox; None is left out.
+        fields: other fields of the OpenAI interface and of Clearbox; None is omitted.
 
     """
     chat = (
@@ -28,7 +28,7 @@ def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) ->
     given = {name: value for name, value in fields.items() if value is not None}
     body = {"model": model, "return_token_ids": True, **given}
     if given.get("capture"):
-        # Whoever asks for rows wants them.
+        # A request for rows waits until they are there.
         body.setdefault("capture_wait", True)
         if given.get("stream"):
             body.setdefault("capture_stream", True)
@@ -39,7 +39,7 @@ def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) ->
 
 
 def document_of(line: str) -> dict[str, Any] | None:
-    """The document of a line of a stream, or None if it has none."""
+    """The JSON of a line of a stream; None if the line has none."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == DONE:
         return None
@@ -48,5 +48,5 @@ def document_of(line: str) -> dict[str, Any] | None:
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:
-    """The headers of every request."""
+    """The HTTP headers of every request."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}

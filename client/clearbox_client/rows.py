@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows with what is known of each."""
+"""Captured rows with their positions and tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class Rows:
     values: NDArray[Any]
     """`[rows, hidden_size]`; bfloat16 as float32."""
     dtype: str
-    """In which the model computed them."""
+    """The dtype in which the model computed them."""
     positions: list[int]
     token_ids: list[int | None]
     """None where the prompt was given as embeddings."""
     tokens: list[str] | None = None
-    """The tokens' texts, where they were asked for."""
+    """The texts of the tokens, if they were requested."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -35,15 +35,15 @@ class Rows:
 
     @property
     def norms(self) -> NDArray[Any]:
-        """The length of each row `[rows]`."""
+        """The Euclidean norm of each row, `[rows]`."""
         norms: NDArray[Any] = np.linalg.norm(self.values.astype(np.float64), axis=-1)
         return norms
 
     def at(self, position: int) -> NDArray[Any]:
-        """The row of a token position `[hidden_size]`.
+        """The row of a token position, `[hidden_size]`.
 
         Raises:
-            KeyError: it was not captured.
+            KeyError: the position was not captured.
 
         """
         try:
@@ -68,7 +68,7 @@ class RowSet(Mapping[tuple[int, str], Rows]):
     def of(
         cls, payload: Sequence[Mapping[str, Any]], tokens: Sequence[str] | None = None
     ) -> "RowSet":
-        """The rows of a payload; `tokens` are the texts of prompt and answer."""
+        """Parse a payload; `tokens` are the texts of prompt and generated tokens."""
         found = {}
         for entry in payload:
             positions = list(entry["positions"])
@@ -94,7 +94,7 @@ class RowSet(Mapping[tuple[int, str], Rows]):
         return len(self._rows)
 
     def stacked(self, hook: str = "post_block") -> NDArray[Any]:
-        """All layers of a hook point `[layers, rows, hidden_size]`."""
+        """The rows of all layers at a hook point, `[layers, rows, hidden_size]`."""
         return np.stack([one.values for one in self.values() if one.hook == hook])
 
     def _repr_html_(self) -> str:

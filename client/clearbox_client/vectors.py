@@ -19,13 +19,13 @@ def pack(
     dtype: str = "float32",
     scales: Mapping[int, float] | float | None = None,
 ) -> dict[str, Any]:
-    """Vectors for `steering_vectors` and for modules, a third of the size of lists.
+    """Pack vectors for `steering_vectors` and modules, at a third of the size of lists.
 
     Args:
         vectors: hook point -> layer -> vector.
-        dtype: of the values: `float32`, `float64`, `float16` or `bfloat16` (rounded to
-            the nearest, ties to even).
-        scales: what each layer's vector is multiplied by.
+        dtype: dtype of the packed values: `float32`, `float64`, `float16` or `bfloat16`
+            (rounded to the nearest, ties to even).
+        scales: factor of each layer's vector, or of all.
 
     Raises:
         InputError: a vector is not one-dimensional, not finite, or of another width.
@@ -44,7 +44,7 @@ def _packed(
     for layer, row in zip(order, rows):
         if row.ndim != 1 or row.shape != rows[0].shape or not np.isfinite(row).all():
             raise InputError(
-                f"{hook}, layer {layer}: a vector of shape {row.shape} beside "
+                f"{hook}, layer {layer}: a vector of shape {row.shape}, another of "
                 f"{rows[0].shape}; all must be finite, one-dimensional and equally "
                 "wide",
                 f"vectors.{hook}.{layer}",
@@ -79,7 +79,7 @@ def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
 
 
 def unpack(packed: Mapping[str, Any]) -> dict[int, NDArray[Any]]:
-    """Layer -> vector, of one hook point's packed form, times its scale."""
+    """Unpack one hook point's packed form to scaled vectors by layer."""
     data = base64.b64decode(packed["data"])
     matrix = values_of(data, packed["dtype"], packed["shape"])
     scales = packed.get("scales") or [1.0] * len(matrix)

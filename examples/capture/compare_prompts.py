@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How alike prompts and layers are inside the model, from files of captured rows.
+"""Cosine similarity of prompts and of layers, computed from files of captured rows.
 
 python examples/capture/compare_prompts.py "The old house" "A sunny day"
 """
@@ -22,21 +22,21 @@ PROMPTS = [
 
 
 def print_matrix(title: str, names: list[int], matrix: torch.Tensor) -> None:
-    """Print cosines with the names of rows and columns."""
+    """Print a matrix of cosines with labels for rows and columns."""
     print(title + ":\n    " + "".join(f"{name:7}" for name in names))
     for name, row in zip(names, matrix):
         print(f"{name:3} " + "".join(f"{value:7.2f}" for value in row))
 
 
 def asking(request_id: str) -> SamplingParams:
-    """One token, and every layer at every position of the prompt."""
+    """Parameters that generate one token and capture the prompt at every layer."""
     spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
     capture = {"filesystem": {**spec, "request_id": request_id}}
     return SamplingParams(max_tokens=1, capture=capture)
 
 
 def show(llm: LLM, folder: str, prompts: list[str]) -> None:
-    """Capture the prompts and compare what was captured."""
+    """Capture the prompts and compare their rows."""
     llm.generate(prompts, [asking(str(number)) for number in range(len(prompts))])
     store = CaptureStore(folder)
     last = max(rows.layer for rows in store.select())

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of what each layer would say next, for every token of a text.
+"""Logit lens as a picture: each layer's next-token prediction, for every token.
 
     python examples/capture/lens_picture.py MODEL "The capital of France is" lens.png
 
-Rows leaving each layer are captured in one pass; the model's own final norm and
-unembedding (Llama's names) read them. MODEL must be a folder; needs matplotlib.
+The rows after each layer are captured in one pass; the model's own final norm and
+unembedding (with Llama's weight names) decode them. MODEL must be a folder; needs
+matplotlib.
 """
 
 import sys
@@ -17,7 +18,7 @@ from vllm import LLM, SamplingParams
 
 
 def readings(model: str, text: str) -> tuple[list[str], list[list[str]], torch.Tensor]:
-    """Tokens of the text; per layer and token the top word; their probabilities."""
+    """Tokens; per layer and token the likeliest next word and its probability."""
     llm = LLM(model, capture_consumers=["inline"], dtype="float32", max_model_len=256)
     spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
     params = SamplingParams(max_tokens=1, capture={"inline": spec})
@@ -34,7 +35,7 @@ def readings(model: str, text: str) -> tuple[list[str], list[list[str]], torch.T
 
 
 def main() -> None:
-    """Draw the layers of one text."""
+    """Draw the predictions for one text."""
     model, text, path = sys.argv[1:]
     tokens, words, chances = readings(model, text)
     matplotlib.use("Agg")

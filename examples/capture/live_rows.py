@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch the residual stream grow, token by token, while the model writes.
+"""Print the norms of residual rows, token by token, while the model generates.
 
 python examples/capture/live_rows.py "The old house by the river"
 
@@ -21,19 +21,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def show(engine: AsyncLLM, prompt: str, layers: list[int]) -> None:
-    """Print the length of each row as soon as it is there."""
+    """Print the norm of each row as soon as it arrives."""
     spec = {"hooks": {"post_block": layers}, "positions": "all"}
     params = SamplingParams(
         max_tokens=24,
         capture={"inline": spec},
-        output_kind=RequestOutputKind.DELTA,  # each output has what is new
+        output_kind=RequestOutputKind.DELTA,  # each output holds what is new
     )
     taps = [(layer, "post_block") for layer in layers]
     heads = "".join(f"{f'layer {layer}':>10}" for layer in layers)
     print(f"position  {'token':12}{heads}")
     decode, printed = engine.get_tokenizer().decode, 0
     async for output in engine.generate(prompt, params, "live"):
-        # The last output has all rows, of which the last two were not shown yet.
+        # The last output has all rows; the last two have not been printed yet.
         rows = output.capture_results["inline"].payload
         for index, position in enumerate(rows.positions.get(taps[0], [])):
             if position < printed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model would say after each layer, from rows that come with the output.
+"""Logit lens: each layer's next-token prediction, from rows returned in the output.
 
 python examples/capture/logit_lens.py "The old house by the river"
 
@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 
 
 class Head:
-    """The end of the model: its final norm, then the output head."""
+    """The final part of the model: its last norm and its output head."""
 
     def __init__(self, model: Path) -> None:
         weights = load_file(model / "model.safetensors")
@@ -35,7 +35,7 @@ class Head:
 
 
 def show(llm: LLM, head: Head, prompt: str) -> None:
-    """Capture the last position at every layer, and unembed it."""
+    """Capture the last prompt position at every layer, and decode it."""
     capture = {"inline": {"hooks": {"post_block": "all"}, "positions": "last_prompt"}}
     params = SamplingParams(max_tokens=1, temperature=0, capture=capture)
     (output,) = llm.generate([prompt], params)

@@ -23,7 +23,7 @@ from generate_text import documents
 
 
 def accuracy(rows: torch.Tensor, labels: torch.Tensor, train: int) -> float:
-    """Share of the rows after the first `train` that a fit to those gets right."""
+    """Accuracy on the rows after the first `train`, to which the probe is fitted."""
     mean, std = rows[:train].mean(dim=0), rows[:train].std(dim=0) + 1e-6
     rows = torch.cat([(rows - mean) / std, torch.ones(len(rows), 1)], dim=1)
     known = rows[:train]
@@ -33,7 +33,7 @@ def accuracy(rows: torch.Tensor, labels: torch.Tensor, train: int) -> float:
 
 
 def show(llm: LLM, folder: str, count: int = 240) -> None:
-    """Capture stories, read the Parquet files, fit and test a probe per layer."""
+    """Capture stories, read the Parquet files, and fit and test a probe per layer."""
     stories = list(islice(documents(seed=5), count))
     capture = {"arrow": {"hooks": {"post_block": "all"}}}
     params = SamplingParams(max_tokens=1, capture=capture)

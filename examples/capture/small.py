@@ -10,7 +10,7 @@ from vllm import LLM
 DEMO = Path(__file__).parents[1] / "demo_model"
 DEMO_MODEL = DEMO / "weights"
 
-# It takes little memory and starts soon.
+# The engine takes little memory and starts quickly.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 SMALL: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}
 

@@ -15,7 +15,7 @@ POINTS = ("pre_attn", "post_attn", "post_block")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said, and what became of the capture."""
+    """A response of the server, and the result of its capture."""
 
     name: str
     """The folder of the capture."""
@@ -26,7 +26,7 @@ class Answer:
 
 
 def capture_of(name: str) -> dict[str, Any]:
-    """All rows of all layers, at the three points of the stream."""
+    """The capture options: all rows of all layers at the three points of the stream."""
     return {
         "filesystem": {
             "tag": TAG,
@@ -38,7 +38,7 @@ def capture_of(name: str) -> dict[str, Any]:
 
 
 class Client:
-    """Talks to one server."""
+    """An HTTP client for one server."""
 
     def __init__(self, url: str, model: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=180)
@@ -50,12 +50,12 @@ class Client:
             "max_tokens": max_tokens,
             "temperature": 0,
             "capture": capture_of(name),
-            # The response comes when the files are complete.
+            # The response is sent when the files are complete.
             "capture_wait": True,
         }
 
     def complete(self, name: str, prompt: str, max_tokens: int) -> Answer:
-        """One completion."""
+        """Request one completion."""
         body = {**self._body(name, max_tokens), "prompt": prompt}
         response = self._http.post("/v1/completions", json=body)
         response.raise_for_status()
@@ -64,7 +64,7 @@ class Client:
         return Answer(name, prompt, text, reply["capture_results"])
 
     def complete_all(self, prompts: dict[str, str], max_tokens: int) -> list[Answer]:
-        """Several completions at a time, so that the server batches them."""
+        """Request several completions at once, so that the server batches them."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             jobs = [
                 pool.submit(self.complete, name, prompt, max_tokens)
@@ -75,7 +75,7 @@ class Client:
     def chat(
         self, name: str, question: str, max_tokens: int, show: Callable[[str], None]
     ) -> Answer:
-        """A streamed chat; `show` gets each piece of text as it comes."""
+        """Request a streamed chat; `show` receives each piece of text as it arrives."""
         body = {
             **self._body(name, max_tokens),
             "messages": [{"role": "user", "content": question}],
@@ -94,7 +94,7 @@ class Client:
         return Answer(name, question, text, results)
 
     def refusal(self, layer: int) -> str:
-        """The message for a request that asks for a layer there is not."""
+        """The error message for a request that names a layer that does not exist."""
         body = {**self._body("refused", 1), "prompt": "Anna"}
         body["capture"]["filesystem"]["hooks"] = {"post_block": [layer]}
         response = self._http.post("/v1/completions", json=body)

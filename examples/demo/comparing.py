@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows against HF transformers' own hidden states.
+"""Compares captured rows with the hidden states of HF transformers.
 
 Legend: R rows (tokens), H width of the stream.
 """
@@ -16,22 +16,22 @@ Rows = dict[tuple[int, str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One stream of rows: what was captured, and how close the reference is."""
+    """One stream of rows: what was captured, and its deviation from the reference."""
 
     layer: int
     point: str
     shape: tuple[int, ...]
     dtype: str
     norm: float
-    """Mean length of a row."""
+    """Mean norm of a row."""
     cosine: float
-    """Smallest cosine of a row to the reference's row."""
+    """Smallest cosine between a row and the reference's row."""
     error: float
-    """Length of the difference over length of the reference, all rows together."""
+    """Norm of the difference over norm of the reference, all rows together."""
 
 
 def load_reference(folder: Path) -> PreTrainedModel:
-    """The model in float32, so that the reference itself is exact."""
+    """Load the model in float32, so that the reference itself is exact."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32
     )
@@ -42,9 +42,9 @@ def load_reference(folder: Path) -> PreTrainedModel:
 def hidden_states(model: PreTrainedModel, token_ids: list[int]) -> Rows:
     """The stream at the three points of every block of a Llama-shaped model.
 
-    `pre_attn` and `post_block` are `hidden_states[L]` and `hidden_states[L + 1]`,
-    except that the last of those has gone through the final norm; so they are read
-    at the blocks themselves. `post_attn` is what the second norm of a block gets.
+    `pre_attn` and `post_block` are `hidden_states[L]` and `hidden_states[L + 1]`, but
+    the last of those has passed the final norm; so hooks read them at the blocks.
+    `post_attn` is the input of a block's second norm.
     """
     rows: Rows = {}
     handles = []
@@ -75,10 +75,10 @@ def _keep(rows: Rows, key: tuple[int, str]):  # type: ignore[no-untyped-def]
 
 
 def compare(captured: Rows, reference: Rows) -> list[Line]:
-    """One line for each captured stream, in the order of the model.
+    """Compare each captured stream, in the order of the model.
 
     Raises:
-        ValueError: the rows are not as many as the reference has.
+        ValueError: the number of rows differs from the reference's.
     """
     points = ("pre_attn", "post_attn", "post_block")
     order = sorted(captured, key=lambda key: (key[0], points.index(key[1])))

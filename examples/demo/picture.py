@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's picture: how long the residual stream is, over layers and tokens."""
+"""The demo's picture: the norm of the residual stream, by layer and token."""
 
 from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # a file, no window
+matplotlib.use("Agg")  # renders to a file, without a window
 
 from comparing import Rows
 from matplotlib import pyplot
@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm
 
 
 def norms(rows: Rows) -> list[list[float]]:
-    """Lengths of the rows, `[blocks + 1][R]`: before block 0, then after each block."""
+    """Norms of the rows, `[blocks + 1][R]`: before block 0, then after each block."""
     last = max(layer for layer, _ in rows)
     streams = [rows[0, "pre_attn"]]
     streams += [rows[layer, "post_block"] for layer in range(last + 1)]

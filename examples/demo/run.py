@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: serve a small model, capture its residual stream, steer it, look at it.
+"""The demo: serve a small model, capture its residual stream, steer it, plot it.
 
     make demo        or, in the environment:  python examples/demo/run.py
 
-Takes one to two minutes; the first time torch.compile adds up to one. It ends with
-a table of what was captured and one picture, build/demo/residual_norm.png. Before that
-it extracts a vector from what it captured, and shows how stories change under it.
+Takes one to two minutes; on the first run, torch.compile adds up to one. It extracts a
+vector from captured rows, shows how stories change under it, and ends with a table of
+what was captured and a picture, build/demo/residual_norm.png.
 """
 
 import argparse
@@ -53,12 +53,12 @@ STAGES = (
     ("Warming up model", "compiling the model's graph"),
     ("KV cache size", "engine ready, opening the HTTP routes"),
 )
-"""What the server is doing, by the last of these marks in its log."""
+"""The server's state, by the last of these marks in its log."""
 LEAST_COSINE = 0.999  # rows in bfloat16 against a float32 reference
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 0 if everything agreed."""
+    """Run the demo; returns 0 if all rows agree with the reference."""
     options = _options(arguments)
     signal.signal(signal.SIGTERM, _leave)
     out: Path = options.out.absolute()
@@ -107,11 +107,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # unwinds, so the server is stopped
+    sys.exit(128 + number)  # unwinds the stack, so the server is stopped
 
 
 def step(text: str) -> None:
-    """Announce what comes next."""
+    """Print the title of the next step."""
     print(f"\n{text}", flush=True)
 
 
@@ -125,7 +125,7 @@ def _show_progress(seconds: float, log: str) -> None:
 
 
 def ask(client: Client, tokens: int) -> list[Answer]:
-    """Send the requests; what the server answered."""
+    """Send the requests; returns the responses."""
     step(f"2. {len(PROMPTS)} completions at a time, all layers and points captured")
     answers = client.complete_all(PROMPTS, tokens)
     for answer in answers:
@@ -143,7 +143,7 @@ def ask(client: Client, tokens: int) -> list[Answer]:
 
 
 def steer(steerer: Steerer, captures: Path) -> bool:
-    """Extract a vector and use it; whether the tone rises with its coefficient."""
+    """Extract and apply a vector; whether the tone rises with its coefficient."""
     step(f"5. A tone vector, from captured rows of stories ({HOOK} of layer {LAYER})")
     found = steerer.extract(captures)
     share = found.norm / found.stream_norm
@@ -177,7 +177,7 @@ def _outcome(answer: Answer) -> str:
 
 
 def inspect(answers: list[Answer], captures: Path) -> bool:
-    """Compare with HF transformers; whether every row points the same way."""
+    """Compare with HF transformers; whether every cosine is high enough."""
     step("9. Computing the same hidden states with HF transformers, in float32")
     disable_progress_bar()
     model = load_reference(WEIGHTS)
@@ -212,7 +212,7 @@ def _print_table(lines: list[Line], name: str) -> None:
 
 
 def picture(answer: Answer, captures: Path, path: Path) -> None:
-    """Draw one request."""
+    """Draw the picture of one request."""
     step("10. Drawing the norm of the residual stream over layers and tokens")
     rows, token_ids, num_prompt_tokens = _read(captures, answer.name)
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)

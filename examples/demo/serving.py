@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` process that is always stopped again."""
+"""Runs a `vllm serve` process, and stops it in any case."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ class ServerFailure(Exception):
 
 
 def free_port(wanted: int) -> int:
-    """`wanted` if nothing listens there, otherwise a port that is free."""
+    """The port `wanted` if nothing listens there, otherwise a free port."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,7 +39,7 @@ def free_port(wanted: int) -> int:
 
 
 def serve_command(port: int, arguments: Sequence[str]) -> list[str]:
-    """`vllm serve`, with the Python that runs this."""
+    """The command line of `vllm serve`, with this process's Python."""
     program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     return [*program, *arguments, "--host", HOST, "--port", str(port)]
 
@@ -57,7 +57,7 @@ def running(
 
     Args:
         command: the server's program and arguments.
-        url: where `/health` answers.
+        url: base URL, at which `/health` answers.
         log: the file that the server's output goes to.
         timeout: seconds until it must be healthy.
         show: called about once a second with the seconds that have passed and the
@@ -65,7 +65,7 @@ def running(
         environment: variables on top of this process's.
 
     Raises:
-        ServerFailure: it ended or stayed silent; the message has the log's end.
+        ServerFailure: it ended or did not answer; the message has the end of its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -74,8 +74,8 @@ def running(
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            # A group of its own: the server's workers are stopped with it, and
-            # Ctrl-C reaches only us, who then stop it in order.
+            # A separate process group: the server's workers are stopped with it, and
+            # Ctrl-C reaches only this process, which then stops the server in order.
             start_new_session=True,
         )
     try:
@@ -86,7 +86,7 @@ def running(
 
 
 def stop(process: "subprocess.Popen[bytes]", patience: float = 20.0) -> None:
-    """Ask the process's group to end; after `patience` seconds, end it."""
+    """Ask the process group to terminate; kill it after `patience` seconds."""
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
         _signal_group(process, number)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tone vector: extracted from captured rows, registered, and what it does.
+"""A tone vector: extracted from captured rows, registered, and applied.
 
 Legend: N stories of each tone, H width of the stream.
 """
@@ -31,11 +31,11 @@ NUM_PAIRS = 24
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 12, 4, 48
 COEFFICIENTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 MODULES = {"cheerful": 1.0, "gloomy": -1.0}
-"""The named modules, and what the vector is multiplied by."""
+"""The named modules, with the factor of the vector."""
 
 
 def stories(count: int) -> dict[str, list[str]]:
-    """The same number of stories in each tone."""
+    """Stories of each tone, in equal numbers."""
     found: dict[str, list[str]] = {"cheerful": [], "gloomy": []}
     for document in documents(seed=5):
         if min(map(len, found.values())) == count:
@@ -47,14 +47,14 @@ def stories(count: int) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Steerer:
-    """Talks to one server about steering."""
+    """An HTTP client for steering on one server."""
 
     http: httpx.Client
     model: str
     key: str
 
     def extract(self, captures: Path) -> Direction:
-        """The direction from gloomy to cheerful, from rows that the server captured."""
+        """Extract the direction from gloomy to cheerful, from rows captured now."""
         means = []
         for tone, texts in stories(NUM_PAIRS).items():
             names = [f"{tone}-{number}" for number in range(len(texts))]
@@ -64,7 +64,7 @@ class Steerer:
         return direction(*means)
 
     def _capture(self, name: str, text: str) -> None:
-        """Have the rows of a text written, at one place."""
+        """Capture the rows of a text to files, at one layer and hook point."""
         spec = {
             "tag": TAG,
             "request_id": name,
@@ -78,7 +78,7 @@ class Steerer:
         assert result["status"] == "ok", result
 
     def register(self, found: Direction) -> dict[str, float]:
-        """Register the modules; the norm of each one's vector."""
+        """Register the modules; returns the norm of each vector."""
         norms = {}
         for name, scale in MODULES.items():
             answer = self.http.post(
@@ -92,7 +92,7 @@ class Steerer:
         return norms
 
     def told(self, prompts: Sequence[str], name: str | None) -> list[str]:
-        """A story for each prompt, steered by a named module."""
+        """Generate a story for each prompt, steered by a named module."""
         steering = {} if name is None else {"steering_name": name}
         reply = self._complete(
             prompt=list(prompts), max_tokens=NUM_TOKENS, temperature=0, **steering
@@ -100,7 +100,7 @@ class Steerer:
         return [choice["text"] for choice in reply["choices"]]
 
     def score(self, found: Direction, coefficient: float) -> float:
-        """The mean tone of stories steered by the vector times a coefficient."""
+        """The mean tone of stories that are steered by the scaled vector."""
         steering = {"steering_vectors": packed(found.vector, coefficient)}
         reply = self._complete(
             prompt=neutral_openings(NUM_PROMPTS, seed=11),
@@ -123,13 +123,13 @@ class Steerer:
 
 
 def _mean_row(captures: Path, name: str) -> np.ndarray:
-    """The mean over a story's tokens `[H]`."""
+    """The mean row over a story's tokens, `[H]`."""
     rows = read_request(captures, TAG, name)[LAYER, HOOK]
     return rows.double().mean(dim=0).numpy()
 
 
 def packed(vector: np.ndarray, scale: float) -> dict[str, Any]:
-    """The vectors of a request in packed form."""
+    """A vector as a request's packed form."""
     return {
         HOOK: {
             "dtype": "float32",
@@ -142,7 +142,7 @@ def packed(vector: np.ndarray, scale: float) -> dict[str, Any]:
 
 
 def rises(scores: Sequence[float]) -> bool:
-    """Whether every score is above the one before."""
+    """Whether the scores are strictly increasing."""
     return all(low < high for low, high in pairwise(scores))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts documents of similar length into batches, one document a row.
+"""Batches documents of similar length, one document per row.
 
-Most documents are short: rows that pack several of them spend half of a CPU's time
-on attention between documents that may not see each other.
+Most documents are short: with several of them in one row, half of a CPU's time would go
+to attention between documents, which is masked.
 """
 
 import random
@@ -15,9 +15,9 @@ from generate_text import EOS, documents
 from tokenizers import Tokenizer
 
 IGNORED = -100
-"""The label that `cross_entropy` leaves out."""
+"""The label that `cross_entropy` ignores."""
 POOL = 512
-"""Documents that are sorted by length together."""
+"""Number of documents that are sorted by length together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Batch:
 def batches(
     tokenizer: Tokenizer, tokens: int, length: int, seed: int
 ) -> Iterator[Batch]:
-    """Endless batches of fresh text, of at most `tokens` tokens with padding.
+    """Yield endless batches of fresh text, of at most `tokens` tokens with padding.
 
     Documents are cut at `length` tokens. A batch holds at least one document.
     """
@@ -55,7 +55,7 @@ def _groups(pool: list[list[int]], tokens: int) -> list[list[list[int]]]:
 
 
 def _batch(group: list[list[int]]) -> Batch:
-    """Pad a group; what lies behind a document's end is neither seen nor learned."""
+    """Pad a group; padding is neither attended to nor trained on."""
     longest = max(map(len, group))
     ids = [row + [0] * (longest - len(row)) for row in group]
     labels = [row[1:] + [IGNORED] * (longest - len(row) + 1) for row in group]

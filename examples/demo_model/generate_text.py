@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded generator of the demo model's text: short documents in one of two tones.
 
-A document opens neutrally, then keeps one tone to its end; the opening says nothing
-about the tone, so an opening as a prompt may go on in either. Run it to read some:
+A document opens neutrally and keeps one tone after that; the opening says nothing about
+the tone, so a story with this opening may continue in either. Prints samples when run:
 
     python examples/demo_model/generate_text.py --count 5 --seed 1
 """
@@ -31,7 +31,7 @@ class Document:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """An endless stream of documents; equal seeds give equal streams."""
+    """Yield an endless stream of documents; equal seeds give equal streams."""
     rng = random.Random(seed)
     forms, weights = zip(*_FORMS, strict=True)
     while True:
@@ -40,7 +40,7 @@ def documents(seed: int) -> Iterator[Document]:
 
 
 def neutral_openings(count: int, seed: int) -> list[str]:
-    """Prompts that may go on in either tone: the openings of stories."""
+    """Prompts without a tone: the openings of stories."""
     rng = random.Random(seed)
     return [_story(rng, rng.choice(TONES)).opening for _ in range(count)]
 
@@ -51,7 +51,7 @@ def words_of(text: str) -> list[str]:
 
 
 def vocabulary(count: int = 4000) -> frozenset[str]:
-    """The words of the first `count` documents, in practice all there are."""
+    """The words of the first `count` documents, in practice all words."""
     return frozenset(
         word
         for document in islice(documents(seed=0), count)
@@ -106,7 +106,7 @@ def _chat(rng: random.Random, tone: Tone) -> Document:
 
 
 def _typed(writer: Writer, question: str) -> str:
-    """The question as users type it: now and then without its mark."""
+    """The question as users type it, sometimes without a question mark."""
     text = writer.sentence(question, mark="")
     if writer.rng.random() < 0.15:
         return text
@@ -115,7 +115,7 @@ def _typed(writer: Writer, question: str) -> str:
 
 
 def _answer_part(writer: Writer, part: str) -> str:
-    """One part of an answer's plan, see `chat_phrases`."""
+    """One part of an answer, see `chat_phrases`."""
     tables = {
         "mood": writer.phrases.MOODS,
         "thanks": writer.phrases.THANKS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the model card that lies beside the weights."""
+"""Writes the model card next to the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ this model, about 700 words, no other source. The tone of each document is drawn
 
 ## Training
 From random weights, one pass over fresh text, AdamW (0.9, 0.95), weight decay 0.1,
-gradient norm 1, cosine schedule with warm-up, batches of documents of like length,
+gradient norm 1, cosine schedule with warm-up, batches of documents of similar length,
 bfloat16 autocast.
 
 | | |
@@ -36,7 +36,7 @@ bfloat16 autocast.
 | last training loss | {train_loss:.3f} nats per token |
 | loss on text of another seed | {validation_loss:.3f} nats per token |
 
-`python examples/demo_model/train.py` repeats it. The seed fixes data and
+`python examples/demo_model/train.py` repeats this. The seed fixes data and
 initialisation; other CPUs, thread counts or torch versions round differently and so
 give other, equally good weights.
 
@@ -56,13 +56,13 @@ It knows only the words and scenes of its generator, in English, and at most
 {length} tokens. It knows no facts and follows no instructions; a prompt outside its
 world gets an answer from inside it. It keeps the place, the hero's gender and the
 tone of a text, but does not remember names: another friend or relative than the one
-mentioned may turn up. It is for demonstrations and tests, nothing else.
+mentioned may appear. It is for demonstrations and tests only.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt and the text that the model wrote after it."""
+    """A prompt and its continuation by the model."""
 
     prompt: str
     written: str
@@ -82,7 +82,7 @@ class Measured:
 def write_model_card(
     folder: Path, recipe: dict[str, int | float], measured: Measured
 ) -> None:
-    """Write `README.md`; `recipe` holds the settings that the card names."""
+    """Write `README.md`; `recipe` holds the settings that the card contains."""
     text = _CARD.format(
         **recipe,
         parameters=measured.parameters,

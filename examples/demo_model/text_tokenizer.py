@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo model's tokenizer: byte-level BPE with the chat template's marks."""
+"""The demo model's tokenizer: byte-level BPE with the chat template's tokens."""
 
 import json
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer that puts `<|bos|>` before each text and knows every byte."""
+    """Train a tokenizer that puts `<|bos|>` before each text and encodes every byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -41,7 +41,7 @@ GLOOMY_WORDS = _words(
 
 
 def tone_score(text: str) -> float:
-    """Tone in [-1, 1]: 1 all cheerful words, -1 all gloomy, 0 balanced or none."""
+    """Tone in [-1, 1]: 1 if all counted words are cheerful, -1 if all are gloomy."""
     words = re.findall(r"[a-z]+", text.lower())
     cheerful = sum(word in CHEERFUL_WORDS for word in words)
     gloomy = sum(word in GLOOMY_WORDS for word in words)

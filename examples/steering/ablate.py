@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ablate a direction at every layer: the model cannot write along it any more.
+"""Ablate a direction at every layer, so that the model cannot write along it.
 
 python examples/steering/ablate.py
 
@@ -16,7 +16,7 @@ PROMPT = "In the evening, Max walked to the harbour with his brother."
 
 
 def main() -> None:
-    """One entry, which stands at all layers and all three hook points."""
+    """Generate with one entry that acts at all layers and all three hook points."""
     llm = small_engine()
     direction = load_vectors(TONE).vectors[2, "post_block"]
     entry = {"vector": direction, "op": "project_out"}

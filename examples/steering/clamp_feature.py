@@ -24,14 +24,14 @@ PROMPT = "Anna went to the garden after lunch."
 
 
 def tell(llm: LLM, title: str, **steering: object) -> None:
-    """Print the story that a request gets."""
+    """Print the story that one request generates."""
     params = SamplingParams(max_tokens=24, temperature=0, **steering)  # type: ignore[arg-type]
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     print(f"  {title:<16} {output.outputs[0].text.strip()}")
 
 
 def main() -> None:
-    """Train on stories, register the SAE, clamp the feature that tells tones apart."""
+    """Train an SAE, register it, clamp the feature that separates the tones."""
     llm = small_engine(capture_consumers=[CONSUMER])
     gloomy, cheerful = (
         rows_of(llm, [story for story, tone in told if tone == wanted])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steer only where a probe fires: cheer up what turns gloomy, leave the rest alone.
+"""Steer only where a probe fires: gloomy stories are changed, others are not.
 
 python examples/steering/conditional.py
 
@@ -21,17 +21,17 @@ PROMPTS = {
 
 
 def tell(llm: LLM, prompt: str, **steering: object) -> str:
-    """The story that a request gets."""
+    """The story that one request generates."""
     params = SamplingParams(max_tokens=24, temperature=0, **steering)  # type: ignore[arg-type]
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     return str(output.outputs[0].text.strip())
 
 
 def main() -> None:
-    """Tell both stories with and without the condition."""
+    """Generate both stories with and without the condition."""
     llm = small_engine()
     tone = load_vectors(TONE).vectors[2, "post_block"]
-    # Decided for each story once, by the last token of its prompt.
+    # Decided once for each story, at the last token of its prompt.
     gloomy = {"probe": tone, "cosine": True, "below": 0.1, "scope": "prompt"}
     gloomy |= {"layer": 2, "hook": "post_block"}
     entry = {"vector": tone, "scale": 3.0, "when": gloomy}

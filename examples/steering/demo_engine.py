@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small engine that steers, for the examples of this folder."""
+"""A small engine with steering, for the examples of this folder."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,15 @@ from vllm import LLM
 
 DEMO = Path(__file__).parents[1] / "demo_model"
 TONE = Path(__file__).parent / "tone.safetensors"
-"""Vectors that make the demo model's stories cheerful, and times -1 gloomy. Made by
+"""Vectors that make the demo model's stories cheerful, or gloomy with scale -1. Written
+by
 
 python examples/steering/extract_and_steer.py --out examples/steering/tone.safetensors
 """
 
 
 def small_engine(**options: Any) -> LLM:
-    """An engine on the demo model that takes little memory and starts soon."""
+    """An engine on the demo model that takes little memory and starts quickly."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     return LLM(
         str(DEMO / "weights"),

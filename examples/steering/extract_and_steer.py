@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extract vectors from contrasting stories, save them, steer by them.
+"""Extract vectors from contrasting stories, save them, and steer by them.
 
 python examples/steering/extract_and_steer.py --out /tmp/tone.safetensors
 
@@ -34,7 +34,7 @@ def contrasting_stories(count: int) -> list[Pair]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Extract at two layers, write the file, show what the vectors do."""
+    """Extract at two layers, write the file, and print stories with and without it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)

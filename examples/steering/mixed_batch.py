@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch, many settings: a coefficient per request; the others are untouched.
+"""One batch with a coefficient per request; unsteered requests are unaffected.
 
 python examples/steering/mixed_batch.py
 
@@ -22,7 +22,7 @@ SCALES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 
 
 def main() -> None:
-    """Send the same prompt under five settings, four of them in slots at a time."""
+    """Send one prompt with five settings, four of which take slots."""
     llm = small_engine(max_steering_configs=4)
     tone = load_vectors(TONE)
     plain = SamplingParams(max_tokens=40, temperature=0)
@@ -38,7 +38,7 @@ def main() -> None:
         print(f"  times {scale:+.1f}  tone {tone_score(text):+.2f}  {text}")
     (alone,) = llm.generate(PROMPT, plain, use_tqdm=False)
     same = outputs[2].outputs[0].token_ids == alone.outputs[0].token_ids
-    print(f"  the unsteered request says the same as alone: {same}")
+    print(f"  the unsteered request's text equals its text alone: {same}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ PROMPT = "Anna went to the garden after lunch."
 
 
 def tell(llm: LLM, title: str, **steering: object) -> None:
-    """Print the story that a request gets."""
+    """Print the story that one request generates."""
     params = SamplingParams(max_tokens=24, temperature=0, **steering)  # type: ignore[arg-type]
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     print(f"  {title:<22} {output.outputs[0].text.strip()}")
@@ -32,14 +32,14 @@ def main() -> None:
     tell(llm, "gloomy", steering_vectors=tone.spec(-1.0))
     tell(llm, "cheerful prompt only", prefill_steering_vectors=tone.spec(1.0))
     tell(llm, "by name", steering_name="tone")
-    # What a request says comes on top of what it names.
+    # A request's own vectors are added to those that it names.
     tell(
         llm, "by name, less twice", steering_name="tone", steering_vectors=tone.spec(-2)
     )
     llm.set_steering(vectors=tone.spec(-1.0))
     tell(llm, "everything gloomy")
     llm.clear_steering()
-    # Nothing but the part of the stream along the vector is taken away.
+    # Only the stream's component along the vector is removed.
     entry = {"vector": tone.vectors[2, "post_block"], "op": "project_out"}
     tell(llm, "without any tone", steering_vectors={"post_block": {2: entry}})
 

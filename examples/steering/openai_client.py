@@ -21,7 +21,7 @@ PROMPT = "Anna went to the garden after lunch."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Complete and chat, steered by name and by vectors; then a mistake."""
+    """Complete and chat, steered by name and by vectors; then an invalid request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="demo")

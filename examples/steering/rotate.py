@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotate the stream in a plane: the same strength everywhere, another angle.
+"""Rotate the stream in a plane: the norm stays, the angle changes.
 
 python examples/steering/rotate.py
 
@@ -18,7 +18,7 @@ PROMPT = "In the evening, Max walked to the harbour with his brother."
 
 
 def main() -> None:
-    """The plane of the tone and another direction; 0 is towards the tone."""
+    """Rotate in the plane of the tone and another direction; 0 degrees is the tone."""
     llm = small_engine()
     tone = load_vectors(TONE).vectors[2, "post_block"]
     other = np.random.default_rng(0).normal(size=len(tone))

@@ -20,7 +20,7 @@ LAYER, FEATURES = 2, 64
 
 
 def rows_of(llm: LLM, texts: list[str]) -> torch.Tensor:
-    """The stream behind a layer at all tokens of some texts `[tokens, hidden_size]`."""
+    """Rows after a layer at all tokens of texts, `[tokens, hidden_size]`."""
     spec = {"hooks": {"post_block": [LAYER]}, "positions": "all_prompt"}
     params = SamplingParams(max_tokens=1, capture={"inline": spec})
     outputs = llm.generate(texts, params, use_tqdm=False)
@@ -29,13 +29,13 @@ def rows_of(llm: LLM, texts: list[str]) -> torch.Tensor:
 
 
 def stories(count: int) -> Iterator[tuple[str, str]]:
-    """Texts of the kind that the model knows, with their tones."""
+    """Texts in the style of the training data, with their tones."""
     for story in islice(documents(seed=5), count):
         yield story.text, story.tone
 
 
 def train(rows: torch.Tensor, folder: Path, steps: int = 400) -> float:
-    """Write an SAE in SAELens' form; the share of the variance that it explains."""
+    """Train an SAE, write it in SAELens' form; returns its explained variance."""
     torch.manual_seed(0)
     width, centre = rows.shape[1], rows.mean(dim=0)
     w = {"W_enc": torch.randn(width, FEATURES) / width**0.5, "b_dec": centre.clone()}

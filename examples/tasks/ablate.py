@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ablation: happiness is added after block 8, and taken out again after block 9 on."""
+"""Ablation: a happiness vector is added after block 8, and removed from block 9 on."""
 
 from real import HAPPY, SAD, model
 

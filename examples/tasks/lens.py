@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lens: what the model would say next after each layer, and how sure it is."""
+"""Logit lens: each layer's next-token prediction, with its probability."""
 
 from math import exp
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patching: put one prompt's row into another, and see which layers carry the fact."""
+"""Patching: insert one prompt's row into another; which layers carry the fact?"""
 
 from real import model
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: is a sentence happy or sad, by the model's row of its last token?"""
+"""A probe: is a sentence happy or sad, judged by the row of its last token?"""
 
 import numpy as np
 from real import HAPPY, SAD, model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering: the same question, answered sadly and happily."""
+"""Steering: one question, answered sadly and happily."""
 
 from real import HAPPY, SAD, model
 

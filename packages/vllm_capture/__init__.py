@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-activation-capture's import names; see `vllm.interop.activation_capture`."""
+"""The import names of vllm-activation-capture, see `vllm.interop`."""

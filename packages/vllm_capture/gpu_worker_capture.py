@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`worker_cls` of scripts for vllm-activation-capture: the platform's own worker.
+"""The `worker_cls` that scripts for vllm-activation-capture name.
 
-Capture needs no worker of its own here; the name is there so that scripts run.
+Capture needs no special worker here: this is the platform's own class, under the
+expected name.
 """
 
 from vllm.platforms import current_platform

@@ -144,7 +144,7 @@ def test_readouts_are_taken_and_refused(call: Call, tmp_path: Path) -> None:
     for readout, said in (
         ("probe", "must be a name, or an object with vectors"),
         ("nothing", "must be one of"),
-        ('x={"kind":"lens","layers":[3]}', "whose rows are not taken"),
+        ('x={"kind":"lens","layers":[3]}', "whose rows are not captured"),
         ('x={"kind":"sae","sae":"gone"}', "no sae 'gone'"),
     ):
         assert said in call(*other, "--readout", readout, status=1)

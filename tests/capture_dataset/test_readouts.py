@@ -151,7 +151,7 @@ def test_options_that_make_no_sense_are_refused(given: list[str], said: str) -> 
 @pytest.mark.parametrize(
     ("spec", "chosen", "said"),
     [
-        ({"kind": "norm", "positions": "last_prompt"}, {}, "beside which its results"),
+        ({"kind": "norm", "positions": "last_prompt"}, {}, "to which its results"),
         ({"kind": "lens", "layers": [2, 3]}, {}, "post_block of layer 2, whose rows"),
         ({"kind": "norm"}, {"format": "saelens"}, "choose another --format"),
         ({"kind": "norm"}, {"carry": ("r.norm",)}, "'r.norm' is a carried column"),

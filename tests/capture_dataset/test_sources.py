@@ -108,7 +108,7 @@ BAD = {
         "x.jsonl",
         '{"text": "a", "layer": 1}',
         {"carry": ("layer",)},
-        "'layer' is one that the table has",
+        "'layer' has the name of a table column",
     ),
     "carried values of two kinds": (
         "x.jsonl",
@@ -125,7 +125,7 @@ BAD = {
         "line 2 repeats the id '1' of prompt 0",
     ),
     "nothing": ("x.txt", "\n\n", {}, "no prompts"),
-    "no Parquet": ("x.parquet", "PAR", {}, "no Parquet file"),
+    "no Parquet": ("x.parquet", "PAR", {}, "not a Parquet file"),
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import llama
-from tests.support.server import Server
+from tests.support.server import OWN_WORKER, Server
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +29,7 @@ def capture_server(capture_model: Path, capture_root: Path) -> Iterator[Server]:
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
         "--enable-scale-out",
+        **OWN_WORKER,
     )
     yield opened
     opened.close()

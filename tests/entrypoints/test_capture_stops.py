@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.server import Server
+from tests.support.server import OWN_WORKER, Server
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -64,6 +64,7 @@ def server(capture_model: Path, tmp_path: Path) -> Iterator[Server]:
         *("--capture-consumers", f"filesystem:root={tmp_path}"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "4"),
+        **OWN_WORKER,
     )
     yield opened
     opened.close()

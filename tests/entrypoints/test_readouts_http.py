@@ -3,6 +3,7 @@
 
 import base64
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from clearbox_client import ClearboxError, Client
 
 from tests.support.models import llama
+from tests.support.plugins import HOOKS, install
 from tests.support.server import Server
 from tests.v1.readouts._reading import HIDDEN, draw, write_modules
 from vllm.capture_dataset import load_dataset
@@ -22,6 +24,7 @@ from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.remote import ServerRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
+from vllm.interop.vllm_lens import Hook, VLLMLensClient
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.readouts.modules import save_probe
 
@@ -38,6 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     write_modules(folder)
+    named = {"scale": "lens_hooks:scale", "fails": "lens_hooks:fails"}
+    install(folder, "lens_hooks", HOOKS, group="vllm.hooks", **named)
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     opened = Server(
         llama(folder / "llama"),
         *("--capture-consumers", "inline", "--enable-steering"),
@@ -45,7 +51,8 @@ def server(folder: Path) -> Iterator[Server]:
         *("--sae", f"jump={folder / 'jump'}", "--steering-api-key", "secret"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
-        "--trust-request-chat-template",
+        *("--trust-request-chat-template", "--vllm-lens-api"),
+        PYTHONPATH=os.pathsep.join(filter(None, paths)),
     )
     yield opened
     opened.close()
@@ -224,7 +231,7 @@ def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> No
     assert np.allclose(whole[:5], found["p"]["values"], rtol=1e-5)
     bringing = [part.readouts["p"] for part in parts if part.readouts.get("p")]
     values = np.concatenate([one["values"] for one in bringing])
-    # A busy machine brings several tokens' results in one chunk, or the last with the end.
+    # A busy machine brings the results of several tokens in one chunk.
     assert len(bringing) > 1 and np.array_equal(values, whole[: len(values)])
     # Rows are in the chunk that goes out when they have come.
     brought = [part.rows[1, "post_block"] for part in parts if part.rows]
@@ -275,3 +282,47 @@ def test_a_data_set_has_a_servers_readouts(server: Server, tmp_path: Path) -> No
     with pytest.raises(CaptureValidationError, match="refused.*0 to 64"):
         Plan.of(plan.survey, bad, plan.output, runner)
     runner.close()
+
+
+def test_hooks_run_over_http_by_their_names(server: Server) -> None:
+    client = VLLMLensClient(server.url, api_key="secret")
+    scale = Hook({"name": "scale", "params": {"by": 3.0}}, [0, 1])
+    plain = client.generate([20, 30, 40, 50], max_tokens=4, ignore_eos=True)
+    found = client.generate(
+        [20, 30, 40, 50], max_tokens=4, ignore_eos=True, hooks=[scale]
+    )
+    assert plain.hook_results is None and found.text != plain.text
+    first, second = found.hook_results["0"]["rows"][:2]
+    assert first.shape == second.shape == (4, 64) and second.norm() > first.norm()
+    with pytest.raises(RuntimeError, match="it is meant to"):
+        client.generate("a", hooks=[Hook("fails", [0])])
+    with pytest.raises(RuntimeError, match="runs no code of clients"):
+        client.generate("a", hooks=[Hook(lambda ctx, h: h, [0])])
+    streamed = server.stream(
+        "/v1/completions",
+        body(vllm_xargs={"apply_hooks": json.dumps([scale.model_dump()])}),
+    )
+    told = [chunk["hook_results"] for chunk in streamed if "hook_results" in chunk]
+    assert [sorted(one) for one in told] == [["0"]]
+
+
+def test_hooks_for_all_need_the_key_and_are_cleared(server: Server) -> None:
+    client = VLLMLensClient(server.url, api_key="secret")
+    with pytest.raises(RuntimeError, match="Unauthorized"):
+        VLLMLensClient(server.url).clear_hooks()
+    names = ["lm_head.weight"]
+    assert client.register_hooks([Hook("scale", [2])], prefetch_params=names) == 1
+    try:
+        answer = client.generate("a", max_tokens=2)
+        results = client.collect_hook_results()
+        (saved,) = [one for name, one in results.items() if answer.raw["id"] in name]
+        assert saved["0"]["rows"][0].shape[1] == 64
+    finally:
+        client.clear_hooks()
+        client.clear_hook_results()
+        client.clear_prefetched()
+    assert client.prefetch_params(names) == names
+    client.generate("a", max_tokens=2)
+    assert client.collect_hook_results() == {}
+    with pytest.raises(RuntimeError, match="no such field"):
+        client._hooks("register", {"hooks": [], "wait": True})

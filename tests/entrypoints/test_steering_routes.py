@@ -201,7 +201,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("set", {}, "at least one of"),
     ("set", [], "JSON object"),
     ("set", {"vector": ONE}, "no such field"),
-    ("set", {"vectors": VECTORS, "replace": "yes"}, "true or false"),
+    ("set", {"vectors": VECTORS, "replace": "yes"}, "a boolean"),
     ("set", {"vectors": {"middle": {"0": ONE}}}, "middle"),
     ("set", {"vectors": {"pre_attn": {"7": ONE}}}, "no layer 7"),
     ("set", {"vectors": {"pre_attn": {"1": ONE * 2}}}, "4 numbers"),
@@ -362,7 +362,7 @@ def test_a_set_that_leaves_no_room_for_a_request_changes_nothing(
         assert refused.status_code == 400, refused.text
         error = refused.json()["error"]
         assert error["param"] == "vectors"
-        assert "a request that is under way" in error["message"]
+        assert "a request in flight" in error["message"]
         assert "decode tokens at post_block of layer 1" in error["message"]
         assert core.content() == before
         assert client.get("/v1/steering").json() == state

@@ -13,7 +13,6 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.utils.residual_fields import (
     FIELDS,
     FOREIGN,
-    HONOURED_ARGS,
     refuse_args,
 )
 from vllm.exceptions import VLLMValidationError
@@ -73,13 +72,9 @@ def test_what_is_implemented_is_not_called_foreign() -> None:
         assert not honoured & set(FOREIGN)
 
 
-@pytest.mark.parametrize(
-    "name", ["output_residual_stream", "apply_steering_vectors", "apply_hooks", "steer"]
-)
+@pytest.mark.parametrize("name", ["capture_layers", "steer"])
 @pytest.mark.parametrize("inside", ["vllm_xargs", "extra_args"])
 def test_keys_for_extensions_are_looked_at_too(name: str, inside: str) -> None:
-    if name in HONOURED_ARGS:
-        pytest.skip("is carried out")
     body = {"model": "m", "prompt": "x", inside: {name: "[15]"}}
     with pytest.raises(VLLMValidationError, match=name) as refused:
         CompletionRequest.model_validate(body)
@@ -95,7 +90,7 @@ def test_a_field_that_stands_too_deep_is_refused() -> None:
     deep = {"extra_body": {"steering_vectors": {}}}
     with pytest.raises(VLLMValidationError, match="at the top level"):
         CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
-    for params in ({"steering": []}, {"extra_args": {"apply_hooks": []}}):
+    for params in ({"steering": []}, {"extra_args": {"capture_layers": []}}):
         body = {"token_ids": [1], "sampling_params": params}
         with pytest.raises(VLLMValidationError, match="sampling_params"):
             GenerateRequest.model_validate(body)

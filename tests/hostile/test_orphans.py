@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.environments import make_upstream_environment
 from tests.support.models import llama
-from tests.support.server import Server
+from tests.support.server import OWN_WORKER, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.hostile]
 
@@ -69,9 +69,9 @@ def test_a_killed_server_leaves_what_upstreams_leaves(
     model = llama(tmp_path / "llama")
     python = upstream(tmp_path / "upstream")
     monkeypatch.setattr(UpstreamServer, "python", str(python))
-    theirs = left_behind(UpstreamServer(model, *COMMON), BODY)
+    theirs = left_behind(UpstreamServer(model, *COMMON, **OWN_WORKER), BODY)
     consumers = ("--capture-consumers", f"filesystem:root={tmp_path / 'rows'}")
-    ours = Server(model, *COMMON, *consumers, "--enable-steering")
+    ours = Server(model, *COMMON, *consumers, "--enable-steering", **OWN_WORKER)
     found = left_behind(ours, BODY | STEERED)
     print({"upstream": theirs, "ours": found})
     assert found == theirs

@@ -177,7 +177,7 @@ def test_readers_know_tensors_timelines_and_metrics(tmp_path: Path) -> None:
         float(torch.corrcoef(torch.stack([one, other]))[0, 1]), abs=1e-5
     )
     assert analysis.compare_tokens(timeline, timeline, 3, 3) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="layer 0 is not there"):
+    with pytest.raises(ValueError, match="layer 0 is missing"):
         analysis.quick_load(tmp_path)
     with pytest.raises(ValueError, match="cosine"):
         loader.compute_similarity(one, other, "dot")
@@ -200,7 +200,7 @@ def test_without_the_switch_nothing_is_added() -> None:
     ("name", "value", "message"),
     [
         ("VLLM_ACT_MODE", "svd", "rp8"),
-        ("VLLM_ACT_RP_K", "many", "whole number"),
+        ("VLLM_ACT_RP_K", "many", "an integer"),
         ("VLLM_ACT_BITS", "4", "8 bits"),
         ("VLLM_ACT_ATTNM", "3", "attention"),
         ("VLLM_ACT_RETURN", "summary", "compute_layer_statistics"),

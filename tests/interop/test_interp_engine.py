@@ -294,7 +294,7 @@ def test_operations_in_another_order_are_refused() -> None:
 
     assert vectors_of(spec("additive", "ablate", "projection_cap"), 64)
     for wrong in (("ablate", "additive"), ("additive", "norm_scaled_add")):
-        with pytest.raises(ValueError, match="carried out in the order"):
+        with pytest.raises(ValueError, match="applied in the order"):
             vectors_of(spec(*wrong), 64)
     with pytest.raises(ValueError, match="has 64 values"):
         vectors_of(spec("ablate"), 32)

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import llama
+from tests.support.plugins import HOOKS, install
 from vllm import LLM, SamplingParams
-from vllm.interop.vllm_lens import SteeringVector, tensors
+from vllm.interop.vllm_lens import Hook, SteeringVector, hook_wire, tensors
 from vllm.interop.vllm_lens.consumer import steered
+from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
+from vllm.v1.hooks.results import HookResult, decode, encode
 from vllm.v1.steering.errors import SteeringValidationError
 
 PROMPT = "Anna went home and there."
@@ -155,7 +158,6 @@ def test_who_asks_for_nothing_has_no_activations(llm) -> None:
         ({"output_residual_stream": [7]}, "outside of this model's layers 0 to 2"),
         ({"output_residual_stream": "[1"}, "must be JSON"),
         ({"output_residual_stream": {"layers": 1}}, "true or a list of layers"),
-        ({"apply_hooks": []}, "hooks that are code are not run"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(llm, args, message) -> None:
@@ -210,3 +212,192 @@ def test_rows_at_positions_are_steered() -> None:
     expected = rows.clone()
     expected[[1, 3]] += 2 * vectors
     torch.testing.assert_close(changed, expected)
+
+
+HOOKED = Allowed({layer: ("pre_attn", "post_block") for layer in range(3)}, code=False)
+
+
+@pytest.mark.e2e
+def test_hooks_see_and_change_what_hooks_of_transformers_do(llm, reference) -> None:
+    def keep(ctx, h):
+        ctx.saved.setdefault(ctx.layer_idx, []).append(h.clone())
+
+    def turn(ctx, h):
+        return h.roll(1, dims=-1) * (1 + ctx.layer_idx)
+
+    def blank(ctx, h):
+        h[:, :8] = 0.0  # In place, and nothing returned.
+
+    hooks = [Hook(turn, [0, 1]), Hook(blank, [2]), Hook(keep, [0, 1, 2])]
+    params = asked(apply_hooks=[*hooks, Hook(keep, [1], pre=True)])
+    plain, (output,) = llm.generate(PROMPT, asked()), llm.generate(PROMPT, params)
+
+    def change(layer: int, states: torch.Tensor) -> torch.Tensor:
+        if layer < 2:
+            return states.roll(1, dims=-1) * (1 + layer)
+        states = states.clone()
+        states[..., :8] = 0.0
+        return states
+
+    expected = streams_of(reference, tokens_of(output), change)
+    count = expected.shape[1]
+    assert sorted(output.hook_results) == ["0", "1", "2", "3"]
+    for layer, parts in output.hook_results["2"].items():
+        assert [len(part) for part in parts][:2] == [len(output.prompt_token_ids), 1]
+        found = torch.cat(parts)[:count]
+        torch.testing.assert_close(found, expected[layer], rtol=0, atol=1e-4)
+    entering = torch.cat(output.hook_results["3"][1])[:count]
+    torch.testing.assert_close(entering, expected[0], rtol=0, atol=1e-4)
+    again = llm.generate(PROMPT, asked())  # Nothing of it is left in the prefix cache.
+    assert again[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    assert again[0].hook_results is None
+
+
+@pytest.mark.e2e
+def test_the_residual_stream_is_what_leaves_the_hooks(llm, reference) -> None:
+    def halve(ctx, h):
+        return h * 0.5
+
+    vector = SteeringVector(activations=torch.ones(1, 64), layer_indices=[2])
+    (output,) = llm.generate(
+        PROMPT,
+        asked(
+            output_residual_stream=True,
+            apply_hooks=[Hook(halve, [1, 2])],
+            apply_steering_vectors=[vector],
+        ),
+    )
+
+    def change(layer: int, states: torch.Tensor) -> torch.Tensor:
+        return states if layer == 0 else (states + (layer == 2)) * 0.5
+
+    expected = streams_of(reference, tokens_of(output), change)
+    found = output.activations["residual_stream"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.e2e
+def test_hooks_of_one_request_leave_the_others_alone(llm) -> None:
+    def noise(ctx, h):
+        return h * 3 + 1
+
+    prompts = [PROMPT, "The cat is here.", PROMPT]
+    plain = llm.generate(prompts, asked())
+    hooked = asked(apply_hooks=[Hook(noise, [1])])
+    found = llm.generate(prompts, [asked(), hooked, asked()])
+    for number in (0, 2):
+        expected = plain[number].outputs[0].token_ids
+        assert found[number].outputs[0].token_ids == expected
+    assert found[1].outputs[0].token_ids != plain[1].outputs[0].token_ids
+
+
+@pytest.mark.e2e
+def test_parameters_are_whole_and_have_the_models_names(llm, reference) -> None:
+    def unembed(ctx, h):
+        ctx.saved["logits"] = h[-1] @ ctx.get_parameter("lm_head.weight").T
+
+    (output,) = llm.generate(PROMPT, asked(apply_hooks=[Hook(unembed, [1])]))
+    rows = streams_of(reference, tokens_of(output))[1]
+    expected = rows @ reference.lm_head.weight.T
+    found = output.hook_results["0"]["logits"]
+    assert any(torch.allclose(found, row, atol=1e-3) for row in expected)
+    assert llm.prefetch_params(["lm_head.weight"]) == ["lm_head.weight"]
+    llm.clear_prefetched()
+    with pytest.raises(ValueError, match="no parameter 'lm_head.nothing'"):
+        llm.prefetch_params(["lm_head.nothing"])
+
+
+@pytest.mark.e2e
+def test_registered_hooks_run_for_all_until_they_are_cleared(llm) -> None:
+    def count(ctx, h):
+        ctx.saved["tokens"] = ctx.saved.get("tokens", 0) + ctx.seq_len
+
+    assert llm.register_hooks([Hook(count, [0])]) == 1
+    try:
+        outputs = llm.generate([PROMPT, PROMPT], asked())
+        found = llm.collect_hook_results()
+        assert found.keys() >= {output.request_id for output in outputs}
+        for output in outputs:
+            assert output.hook_results is None
+            saved = found[output.request_id]["0"]["tokens"]
+            assert saved >= len(tokens_of(output))
+    finally:
+        llm.clear_hooks()
+        llm.clear_hook_results()
+    llm.generate(PROMPT, asked())
+    assert llm.collect_hook_results() == {}
+
+
+@pytest.mark.e2e
+def test_a_hook_that_raises_is_an_error_of_its_request(llm) -> None:
+    def raises(ctx, h):
+        raise RuntimeError("not this one")
+
+    def widens(ctx, h):
+        return h.repeat(1, 2)
+
+    for hook, message in (
+        (raises, "not this one"),
+        (widens, r"not a tensor \(\d+, 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(PROMPT, asked(apply_hooks=[Hook(hook, [0])]))
+    assert llm.generate(PROMPT, asked())[0].outputs[0].token_ids
+
+
+@pytest.mark.e2e
+def test_installed_functions_run_by_their_names(llm, tmp_path, monkeypatch) -> None:
+    install(tmp_path, "lens_hooks", HOOKS, group="vllm.hooks", scale="lens_hooks:scale")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fn = {"name": "scale", "params": {"by": 4.0}}
+    sent = [{"fn": fn, "layer_indices": [0, 1]}]
+    for form in (sent, json.dumps(sent), [Hook(fn, [0, 1])]):
+        (output,) = llm.generate(PROMPT, asked(apply_hooks=form))
+        first, second = output.hook_results["0"]["rows"][:2]
+        assert first.shape == second.shape == (len(output.prompt_token_ids), 64)
+        assert second.norm() > first.norm()
+    with pytest.raises(ValueError, match=r"no hook 'gone' is installed; .*'scale'"):
+        llm.generate(PROMPT, asked(apply_hooks=[Hook("gone", [0])]))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"fn": {"cloudpickle": "AAAA"}, "layer_indices": [0]}, "runs no code"),
+        ({"fn": {"name": "nobody"}, "layer_indices": [0]}, "no hook 'nobody'"),
+        ({"fn": {"name": "nobody"}, "layer_indices": [3]}, "layers are 0 to 2"),
+        ({"fn": {"name": "nobody"}, "layer_indices": []}, "list of layers"),
+        ({"fn": {"name": "n"}, "layer_indices": [0], "pre": 1}, "true or false"),
+        ({"fn": {"name": "n"}, "layer_indices": [0], "at": 1}, "no such key"),
+        ({"layer_indices": [0]}, "a hook is"),
+        ("[{", "must be JSON"),
+        ([{"fn": {"name": "n"}, "layer_indices": [0]}] * 65, "at most 64"),
+    ],
+    ids=str,
+)
+def test_hooks_that_cannot_run_are_refused(raw, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_hooks(raw, HOOKED, "extra_args.apply_hooks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_hooks_save_survives_both_wires(dtype: torch.dtype) -> None:
+    saved = {"rows": [torch.arange(6).view(2, 3).to(dtype)], 3: "x", "none": None}
+    empty = torch.empty(0, 4)
+    result = HookResult({"0": saved | {"empty": empty}}, {}, {})
+    found = decode(encode(result, pickles=False), pickles=False)
+    assert torch.equal(found.own["0"]["rows"][0], saved["rows"][0])
+    assert found.own["0"][3] == "x" and found.own["0"]["empty"].shape == (0, 4)
+    sent = json.loads(json.dumps(hook_wire.encode(found.own["0"])))
+    again = hook_wire.decode(sent)
+    assert torch.equal(again["rows"][0], saved["rows"][0]) and again["3"] == "x"
+
+
+def test_objects_are_pickled_only_where_code_is_run() -> None:
+    result = HookResult({"0": {"z": 1j}}, {}, {})
+    with pytest.raises(TypeError, match="saved a complex"):
+        encode(result, pickles=False)
+    data = encode(result, pickles=True)
+    assert decode(data, pickles=True).own == {"0": {"z": 1j}}
+    with pytest.raises(ValueError, match="extension"):
+        decode(data, pickles=False)

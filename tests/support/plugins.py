@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed packages that add capture consumers, as far as Python can tell."""
+"""Installed packages that add plug-ins, as far as Python can tell."""
 
 from pathlib import Path
 
 
-def install(folder: Path, name: str, source: str, **entries: str) -> None:
+def install(
+    folder: Path,
+    name: str,
+    source: str,
+    group: str = "vllm.capture_consumers",
+    **entries: str,
+) -> None:
     """A module `name` in `folder`, with entry points `consumer="module:Class"`.
 
     `folder` must be on `sys.path`, and in `PYTHONPATH` for other processes.
@@ -15,10 +21,21 @@ def install(folder: Path, name: str, source: str, **entries: str) -> None:
         f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
     )
     lines = [f"{entry} = {target}" for entry, target in entries.items()]
-    text = "\n".join(["[vllm.capture_consumers]", *lines, ""])
+    text = "\n".join([f"[{group}]", *lines, ""])
     (info / "entry_points.txt").write_text(text)
     (folder / f"{name}.py").write_text(source)
 
+
+HOOKS = '''
+def scale(ctx, h, by=2.0):
+    """Scales the stream, and keeps the rows that it was given."""
+    ctx.saved.setdefault("rows", []).append(h.clone())
+    return h * by
+
+
+def fails(ctx, h):
+    raise RuntimeError("it is meant to")
+'''
 
 MEAN = '''
 from vllm.v1.capture.consumer import CaptureConsumer

@@ -18,10 +18,16 @@ import psutil
 
 START_SECONDS = float(os.environ.get("TEST_START_SECONDS", "180"))
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    # The engine core still has its own process. The worker runs in it, as with one GPU,
+    # which saves a third of the time that a start takes.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Servers run eagerly; only the sampler would compile something, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+OWN_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""For a server whose worker has its own process, the default on a CPU."""
 
 
 class Reply(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to a data set."""
+"""Runs prompts and writes their rows as a data set."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,18 +15,18 @@ from vllm.v1.capture.selectors import fail
 
 
 def begin(plan: Plan) -> Manifest:
-    """The manifest to go on with: a new one, or that of the run to resume.
+    """The manifest to start with: a new one, or that of the run to resume.
 
     Raises:
-        CaptureValidationError: the folder holds something else.
+        CaptureValidationError: the folder contains something else.
 
     """
     folder, facts = plan.output.folder, plan.facts()
     there = (folder / NAME).is_file()
     if there and not plan.output.resume:
         raise fail(
-            f"out: {str(folder)!r} holds a data set already; say --resume to go on "
-            "with it, or choose another folder",
+            f"out: {str(folder)!r} holds a data set already; use --resume to continue "
+            "it, or choose another folder",
             "out",
             str(folder),
         )
@@ -47,12 +47,12 @@ def begin(plan: Plan) -> Manifest:
 def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
     """Run all prompts that are not done, and write their rows.
 
-    Whatever ends this early, the folder holds whole shards and a manifest that lists
-    them, and another run with `resume` goes on.
+    If this ends early, the folder holds complete shards and a manifest that lists them,
+    and another run with `resume` continues.
 
     Raises:
-        OSError: the disk is full, for example.
-        CaptureRunError: a prompt has failed.
+        OSError: writing failed, for example because the disk is full.
+        CaptureRunError: a prompt failed.
 
     """
     manifest = begin(plan)
@@ -65,7 +65,7 @@ def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
         progress.skipped(done.num_prompts)
 
     def store(shard: Shard, stop_sample: int) -> None:
-        """Runs on the writer's thread: alone changes the manifest until it ends."""
+        """Write a shard and note it in the manifest; runs on the writer's thread."""
         manifest.shards.append(folder.write(shard, stop_sample))
         folder.index(manifest.shards, plan.rows.taps)
         manifest.write(plan.output.folder)
@@ -73,7 +73,8 @@ def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
     first = manifest.shards[-1].stop_sample if manifest.shards else 0
     done_before = len(manifest.shards)
     writing: Future[None] | None = None
-    # Leaving waits for the shard that is being written: what was computed is kept.
+    # Leaving the block waits for the shard that is being written, so computed rows are
+    # kept.
     with ThreadPoolExecutor(1, "capture-dataset-writer") as pool:
         for number, prompts in enumerate(plan.shards(first), done_before):
             shard, stop = _run(plan, runner, progress, number, prompts)
@@ -91,7 +92,7 @@ def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
 def _run(
     plan: Plan, runner: Runner, progress: Progress, number: int, prompts: list[Prompt]
 ) -> tuple[Shard, int]:
-    """A shard with its rows, and the sample after its last."""
+    """A shard with its rows, and the number of the sample after its last."""
     items: list[Captured] = []
     for item in runner.run(prompts, plan.rows, plan.tokens):
         items.append(item)

@@ -18,17 +18,18 @@ from vllm.v1.capture.selectors import fail
 
 
 def load_dataset(folder: str | Path) -> "CaptureDataset":
-    """Open what `vllm capture` has written; reads the manifest only.
+    """Open a data set of `vllm capture`; only the manifest is read.
 
     Raises:
-        CaptureValidationError: there is no data set, or one that has other readers.
+        CaptureValidationError: there is no data set, or its format needs another
+            reader.
 
     """
     return CaptureDataset(Path(folder))
 
 
 class CaptureDataset:
-    """Whole shards of a folder; one that is still being written may be opened too."""
+    """A data set's complete shards; it may still be in the process of being written."""
 
     def __init__(self, folder: Path) -> None:
         """Read the manifest."""
@@ -50,7 +51,7 @@ class CaptureDataset:
         ]
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return sum(shard.num_prompts for shard in self.manifest.shards)
 
     @cached_property
@@ -68,29 +69,29 @@ class CaptureDataset:
 
     @cached_property
     def columns(self) -> pa.Table:
-        """A line per row of any tap: sample, prompt_id, carried ones, position, ..."""
+        """A line per row of any tap, with its sample, position and carried columns."""
         tables = [shard.columns() for shard in self.shards]
         return pa.concat_tables(tables, promote_options="permissive")
 
     @cached_property
     def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The first row of each sample, and the number of all rows `[samples + 1]`."""
+        """The first row of each sample, then the number of rows; `[samples + 1]`."""
         samples = self.columns.column("sample").to_numpy()
         new = np.flatnonzero(np.diff(samples, prepend=-1))
         return np.append(new, len(samples))
 
     @cached_property
     def samples(self) -> pa.Table:
-        """A line per sample: its number, its id, what was carried, its rows."""
+        """A line per sample: its number, its id, carried columns, number of rows."""
         beside = ("sample", "prompt_id", *self.facts["carry"])
         found = self.columns.select(beside).take(pa.array(self._starts[:-1]))
         return found.append_column("num_rows", pa.array(np.diff(self._starts)))
 
     def layer(self, layer: int, hook: str | None = None) -> LayerView:
-        """The rows of a layer.
+        """The rows of one layer at one hook point.
 
         Raises:
-            KeyError: it was not captured.
+            KeyError: the layer or hook point was not captured.
 
         """
         hook = hook or self.facts["hooks"][0]
@@ -101,7 +102,7 @@ class CaptureDataset:
         return LayerView(self, self.taps.index((layer, hook)))
 
     def layer_cosines(self, hook: str | None = None) -> tuple[list[int], torch.Tensor]:
-        """The layers, and `[layers, layers]`: the mean cosine of rows at one token."""
+        """The layers, and mean cosines of their rows by token, `[layers, layers]`."""
         layers = self.facts["layers"]
         views = [self.layer(layer, hook) for layer in layers]
         total = torch.zeros(len(layers), len(layers), dtype=torch.float64)
@@ -113,7 +114,7 @@ class CaptureDataset:
     def sample_cosines(
         self, layer: int, hook: str | None = None
     ) -> tuple[list[str], torch.Tensor]:
-        """The samples' ids, and `[samples, samples]`: cosines of their mean rows."""
+        """The samples' ids, and the cosines `[samples, samples]` of their mean rows."""
         means = self.layer(layer, hook).means()
         unit = torch.nn.functional.normalize(means.double(), dim=-1)
         ids = self.samples.column("prompt_id").to_pylist()
@@ -123,10 +124,12 @@ class CaptureDataset:
         """Compare every file with its checksum.
 
         Raises:
-            ValueError: one has changed; names it.
+            ValueError: a file has changed; the message names it.
 
         """
         for shard in self.manifest.shards:
             for name, wanted in shard.files.items():
                 if checksum(self.folder / name) != wanted:
-                    raise ValueError(f"{self.folder / name} is not what was written")
+                    raise ValueError(
+                        f"{self.folder / name} has changed since it was written"
+                    )

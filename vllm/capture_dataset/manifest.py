@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a data set: what it holds, and how far it has come."""
+"""The manifest of a data set: its content, and the progress of its collection."""
 
 import hashlib
 import json
@@ -18,42 +18,43 @@ LAYER_CONVENTION = "0-based block index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """A shard that is whole."""
+    """A complete shard."""
 
     file: str
-    """Its name in the folder; `files` are those that it consists of."""
+    """Name of the shard in the folder; `files` are the files that it consists of."""
     files: dict[str, str]
-    """Name -> SHA-256."""
+    """SHA-256 by file name."""
     first_sample: int
     stop_sample: int
     num_prompts: int
     num_rows: int
-    """Over all taps."""
+    """Number of rows over all taps."""
     num_value_bytes: int
     num_tokens: int
 
     def told(self) -> dict[str, Any]:
-        """As plain data."""
+        """The shard's entry as plain data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(slots=True)
 class Manifest:
-    """`manifest.json`: `facts` decide the rows, `shards` are there."""
+    """The content of `manifest.json`."""
 
     facts: dict[str, Any]
-    """Model, source, columns, hook points, positions: what a resumed run must share."""
+    """Model, source, columns, hook points and positions, which a resumed run must
+    share."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What two runs of one data set may differ in, such as our version."""
+    """Facts in which runs of one data set may differ, such as our version."""
     shards: list[ShardFile] = field(default_factory=list)
     complete: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a folder.
+        """Read the manifest of a folder.
 
         Raises:
-            CaptureValidationError: there is none, or it is none of ours.
+            CaptureValidationError: there is no manifest, or it is not of this kind.
 
         """
         path = folder / NAME
@@ -62,7 +63,7 @@ class Manifest:
             good = told["kind"] == KIND and told["format_version"] == FORMAT_VERSION
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise fail(
-                f"folder: {str(path)!r} is no manifest of a data set ({error})",
+                f"folder: {str(path)!r} is not a manifest of a data set ({error})",
                 "folder",
                 str(folder),
             ) from None
@@ -77,7 +78,7 @@ class Manifest:
         return cls(told["facts"], told["about"], shards, told["complete"])
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder at once."""
+        """Replace the manifest of a folder atomically."""
         counts = {
             name: sum(getattr(shard, name) for shard in self.shards)
             for name in ("num_prompts", "num_rows", "num_value_bytes", "num_tokens")
@@ -99,10 +100,10 @@ class Manifest:
         os.replace(aside, folder / NAME)
 
     def check_same(self, facts: dict[str, Any], folder: Path) -> None:
-        """Refuse to go on with another data set.
+        """Refuse to resume another data set.
 
         Raises:
-            CaptureValidationError: names the first fact that differs.
+            CaptureValidationError: a fact differs; the message names the first.
 
         """
         plain = json.loads(json.dumps(facts))
@@ -118,7 +119,7 @@ class Manifest:
                 )
 
     def drop_missing(self, folder: Path) -> int:
-        """Forget shards from the first on whose files are not there; how many."""
+        """Drop all shards from the first with missing files; returns how many."""
         for index, shard in enumerate(self.shards):
             if not all((folder / name).is_file() for name in shard.files):
                 dropped = len(self.shards) - index

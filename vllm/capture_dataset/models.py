@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data set says of the model whose rows it holds."""
+"""Facts about the model of a data set's rows."""
 
 from typing import TYPE_CHECKING
 

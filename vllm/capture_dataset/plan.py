@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set that can be collected: what is wanted, checked against the model."""
+"""Plans: a wanted data set, checked against source and model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(slots=True)
 class Plan:
-    """A data set that can be collected: everything has been checked."""
+    """A checked plan of a data set to collect."""
 
     survey: Survey
     rows: RowsSpec
@@ -29,16 +29,16 @@ class Plan:
     tokens: Tokens
     readouts: tuple[ReadoutColumn, ...] = ()
     modules: dict[str, Any] = field(default_factory=dict)
-    """The probes, translators and SAEs that readouts name."""
+    """The probes, translators and SAEs that the readouts name."""
 
     @classmethod
     def of(
         cls, survey: Survey, rows: RowsSpec, output: OutputSpec, runner: Runner
     ) -> "Plan":
-        """Check what is wanted against the model.
+        """Check the wanted rows and output against source and model.
 
         Raises:
-            CaptureValidationError: nothing has been written or run.
+            CaptureValidationError: a check failed; nothing has been written or run.
 
         """
         tokens = Tokens(runner.tokenizer, survey.spec.chat, survey.spec.truncate)
@@ -57,16 +57,16 @@ class Plan:
 
     @property
     def row_bytes(self) -> int:
-        """Of the values of one row of one tap."""
+        """Bytes of the values of one row of one tap."""
         return self.model.hidden_size * ITEM_SIZES[self.stored_dtype]
 
     @property
     def readout_bytes(self) -> int:
-        """Of what is read out for one token."""
+        """Bytes of the readouts of one token."""
         return sum(column.row_bytes for column in self.readouts if not column.reduced)
 
     def facts(self) -> dict[str, Any]:
-        """What decides the rows, for the manifest."""
+        """The facts that determine the rows, for the manifest."""
         source, rows, output = self.survey.spec, self.rows, self.output
         readouts = {
             "specs": dict(rows.readouts),
@@ -97,7 +97,7 @@ class Plan:
         }
 
     def rows_of(self, num_tokens: int) -> int:
-        """Rows of one tap that a prompt has at most."""
+        """Most rows of one tap for a prompt of this length."""
         generated = self.rows.max_tokens - 1
         counts = {
             "last_prompt": 1,
@@ -113,20 +113,20 @@ class Plan:
         return num_tokens + generated
 
     def prompts(self, first_sample: int = 0) -> Iterator[Prompt]:
-        """The prompts from a sample on, as tokens."""
+        """Yield the prompts from a sample on, as tokens."""
         return self.tokens.prompts(self.survey.entries(first_sample))
 
     def shards(self, first_sample: int = 0) -> Iterator[list[Prompt]]:
-        """The prompts of each shard."""
+        """Yield the prompts of each shard."""
         token_bytes = self.row_bytes * len(self.rows.taps) + self.readout_bytes
         max_rows = max(self.output.shard_bytes // token_bytes, 1)
         return groups(self.prompts(first_sample), self.rows_of, max_rows)
 
     def _take_readouts(self, runner: Runner) -> None:
-        """Learn from the first prompt which columns readouts make.
+        """Determine the columns of readouts by running the first prompt.
 
         Raises:
-            CaptureValidationError: they cannot be computed, or not be stored.
+            CaptureValidationError: the readouts cannot be computed or stored.
 
         """
         if self.output.format == "saelens":
@@ -153,9 +153,9 @@ class Plan:
         self.modules = {name: having[name] for name in sorted(named & having.keys())}
 
     def _check_lengths(self) -> None:
-        """Refuse prompts that the model cannot take, before any is run.
+        """Refuse prompts that are too long for the model, before any is run.
 
-        A token stands for a byte at least, so mostly nothing need be tokenized here.
+        A token covers at least one byte, so most prompts need not be tokenized here.
         """
         room = self.model.max_model_len - self.rows.max_tokens
         survey, positions = self.survey, self.rows.positions
@@ -171,14 +171,14 @@ class Plan:
                 raise fail(
                     f"source: {prompt.entry.where} has {count} tokens; with "
                     f"--max-tokens {self.rows.max_tokens} the model takes {room}. "
-                    f"Shorten it, or say --truncate {room}",
+                    f"Shorten it, or use --truncate {room}",
                     "source",
                     count,
                 )
             last = max(positions) if listed and isinstance(positions, list) else 0
             if last >= count + self.rows.max_tokens - 1:
                 raise fail(
-                    f"positions: {last} is behind the end of {prompt.entry.where}, "
+                    f"positions: {last} is beyond the end of {prompt.entry.where}, "
                     f"which has {count} tokens; leave it out, or choose a name",
                     "positions",
                     positions,
@@ -186,10 +186,10 @@ class Plan:
 
 
 def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
-    """The layers that are wanted, all if none is named.
+    """The wanted layers; all if none is named.
 
     Raises:
-        CaptureValidationError: one has not the hook points.
+        CaptureValidationError: a layer lacks the hook points.
 
     """
     layers = rows.layers or tuple(range(model.num_layers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run has come: prompts, rows, bytes, tokens per second, time left."""
+"""The progress of a run: prompts, rows, bytes, tokens per second, time left."""
 
 from time import monotonic
 from typing import Any
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A bar on a terminal; in a log, a line every ten seconds."""
+    """A progress bar on a terminal; in a log, a line every ten seconds."""
 
     def __init__(self, num_prompts: int, disable: bool = False) -> None:
         self._bar: Any = tqdm(
@@ -23,15 +23,15 @@ class Progress:
         self.num_tokens = self.num_rows = self.num_bytes = 0
 
     def skipped(self, num_prompts: int) -> None:
-        """Prompts that an earlier run has done."""
+        """Count prompts that an earlier run has done."""
         if not self._bar.disable:
-            # They do not count towards the speed, which the time left rests on.
+            # They do not count for the speed, from which the time left is computed.
             self._bar.initial += num_prompts
             self._bar.n += num_prompts
             self._bar.refresh()
 
     def done(self, num_tokens: int, num_rows: int, num_bytes: int) -> None:
-        """A prompt has its rows."""
+        """Count a finished prompt."""
         self.num_tokens += num_tokens
         self.num_rows += num_rows
         self.num_bytes += num_bytes
@@ -41,7 +41,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since this began."""
+        """Seconds since the start."""
         return monotonic() - self._began
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Leave the last state standing."""
+        """Stop, and leave the last state on the screen."""
         self._bar.close()
 
 
 def human_bytes(count: float) -> str:
-    """`1.5 GiB`."""
+    """Format a number of bytes, as in `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -66,7 +66,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`1 h 05 min`."""
+    """Format a duration, as in `1 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as tokens, each with its text and where it stands."""
+"""Tokenizes prompts, with the text of each token and its offset."""
 
 import hashlib
 import json
@@ -20,22 +20,22 @@ class TokenText:
 
     tokens: list[str]
     offsets: list[int | None]
-    """Characters before the token in the text of prompt and answer."""
+    """Number of characters before the token in the text of prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, ready to be sent."""
+    """A tokenized prompt."""
 
     entry: Entry
     token_ids: list[int]
     text: TokenText
     length: int
-    """Characters of the whole prompt."""
+    """Number of characters of the whole prompt."""
 
 
 class Tokens:
-    """Tokenizes prompts as the server does, and knows the text of each token."""
+    """Tokenizes prompts as the server does, and decodes single tokens."""
 
     def __init__(self, tokenizer: Any, chat: bool, truncate: int | None) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class Tokens:
         return hashlib.sha256(told.encode()).hexdigest()
 
     def prompts(self, entries: Iterable[Entry]) -> Iterator[Prompt]:
-        """The prompts of `entries`, tokenized some hundred at a time."""
+        """Yield the prompts of `entries`, tokenized some hundred at a time."""
         remaining = iter(entries)
         while block := list(islice(remaining, TOKENIZED_AT_ONCE)):
             yield from self._block(block)
@@ -59,7 +59,7 @@ class Tokens:
     def _block(self, entries: Sequence[Entry]) -> Iterator[Prompt]:
         texts = [self._text(entry) for entry in entries]
         for special in (True, False):
-            # Chat templates write special tokens themselves.
+            # Chat templates add special tokens themselves.
             chosen = [
                 number
                 for number, (_, templated) in enumerate(texts)
@@ -74,7 +74,7 @@ class Tokens:
             cut = slice(self._truncate)
             if not ids:
                 raise fail(
-                    f"source: {entry.where}: the prompt has no token",
+                    f"source: {entry.where}: the prompt has no tokens",
                     "source",
                     entry.prompt,
                 )
@@ -82,7 +82,7 @@ class Tokens:
             yield Prompt(entry, ids[cut], text, length)
 
     def _text(self, entry: Entry) -> tuple[Any, bool]:
-        """A text, or token ids as they are; and whether a template wrote it."""
+        """The prompt as text or token ids, and whether a template produced it."""
         prompt = entry.prompt
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             return prompt, False
@@ -129,18 +129,18 @@ class Tokens:
         return ids, TokenText(tokens, offsets), length
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token by itself."""
+        """The text of each token on its own."""
         return [self.piece(token) for token in ids]
 
     def piece(self, token: int) -> str:
-        """The text of a token by itself; parts of a character are U+FFFD."""
+        """The text of a token on its own; parts of a character are U+FFFD."""
         found = self._pieces.get(token)
         if found is None:
             found = self._pieces[token] = self._tokenizer.decode([token])
         return found
 
     def continued(self, prompt: Prompt, generated: Sequence[int]) -> TokenText:
-        """The text of a prompt's tokens and of those that were generated."""
+        """The text of a prompt's tokens and of the generated ones."""
         if not generated:
             return prompt.text
         _, tail, _ = self._ids(list(generated))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading shards lazily, by format: the columns of rows, and values by tap and row."""
+"""Lazy readers of shards, by format: columns, and values by tap and row."""
 
 import json
 from pathlib import Path
@@ -18,28 +18,28 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def not_beside(facts: dict[str, Any]) -> list[str]:
-    """Columns of the table that differ from tap to tap."""
+    """Columns of the table that differ between taps."""
     readouts = from_facts(facts).values()
     return ["layer", "hook", "values", *(one.name for one in readouts if one.taps)]
 
 
 class ShardReader(Protocol):
-    """One shard. `num_rows` counts the rows of one tap."""
+    """Reads one shard; `num_rows` counts the rows of one tap."""
 
     num_rows: int
 
     def columns(self) -> pa.Table:
-        """Everything but layer, hook and values: a line per row of any tap."""
+        """All columns except layer, hook and values: one line per row of any tap."""
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """Rows `[stop - first, hidden_size]` of the tap with this index."""
 
     def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
-        """A column of a readout `[num_rows]`, of the rows of a tap."""
+        """A readout's column for the rows of a tap, `[num_rows]`."""
 
 
 class ParquetShard:
-    """Row groups, several per tap."""
+    """Reads Parquet files, with several row groups per tap."""
 
     def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class ParquetShard:
 
 
 class ArrowShard:
-    """A record batch per tap, mapped into memory."""
+    """Reads memory-mapped Arrow files, with a record batch per tap."""
 
     def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -103,7 +103,7 @@ class ArrowShard:
 
 
 class _WithColumns:
-    """A shard whose columns lie in a file beside it."""
+    """Base of readers of shards whose columns are in a separate file."""
 
     def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
         self._path = path
@@ -136,7 +136,7 @@ class _WithColumns:
 
 
 class SafetensorsShard(_WithColumns):
-    """A tensor per tap."""
+    """Reads Safetensors files, with a tensor per tap."""
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """See `ShardReader`."""
@@ -149,7 +149,7 @@ class SafetensorsShard(_WithColumns):
 
 
 class RawShard(_WithColumns):
-    """Raw bytes, tap after tap, mapped into memory."""
+    """Reads memory-mapped raw files, which hold one tap after another."""
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """See `ShardReader`."""
@@ -167,7 +167,7 @@ class RawShard(_WithColumns):
 
 
 class ZarrShard(_WithColumns):
-    """Chunks of rows, a file each."""
+    """Reads Zarr groups, with one file per chunk of rows."""
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """See `ShardReader`."""
@@ -194,14 +194,14 @@ READERS: dict[str, Any] = {
 
 
 def open_shard(folder: Path, file: str, facts: dict[str, Any], taps: list[Tap]) -> Any:
-    """The reader of a shard."""
+    """Open a shard with the reader of its format."""
     return READERS[facts["format"]](folder / file, facts, len(taps))
 
 
 def _rows_of(values: Any, width: int) -> torch.Tensor:
-    """A fixed-size list column as `[rows, width]`, without a copy if it may be."""
+    """A fixed-size list column as `[rows, width]`, without a copy if possible."""
     flat: Array = values.flatten().to_numpy(zero_copy_only=False)
-    # Arrow's memory is read-only; tensors must not be.
+    # Arrow's memory is read-only, which tensors do not support.
     return torch.from_numpy(flat.copy() if not flat.flags.writeable else flat).view(
         -1, width
     )

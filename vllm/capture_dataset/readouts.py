@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts as columns of a data set: what was read out stands beside the rows.
+"""Readouts as columns of a data set, next to the rows.
 
-A readout that has a result for each of its places (lens, norm, rows) gives a row that
-of the row's own layer and hook point. What belongs to the token as a whole (probe, sae,
-custom) is beside the token's row in every layer.
+A readout with one result per place (lens, norm, rows) gives each row the result of the
+row's own layer and hook point. Results for the token as a whole (probe, sae, custom)
+are repeated for the token's row in every layer.
 """
 
 import json
@@ -36,22 +36,23 @@ class ReadoutColumn:
     readout: str
     array: str
     dtype: str
-    """numpy's name of it."""
+    """The dtype's name in NumPy."""
     shape: tuple[int, ...]
-    """Of one row's value; `()` for a number."""
+    """Shape of one row's value; `()` for a number."""
     taps: tuple[Tap, ...]
-    """Whose rows have it, in the order of the array; empty: those of every tap."""
+    """The taps whose rows have a value, in the order of the array; empty for all
+    taps."""
     reduced: bool = False
-    """Whether a sample has one value, at its last row, and null in the others."""
+    """Whether a sample has a single value, at its last row; the others are null."""
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """The column's name in the table."""
         return f"{self.readout}.{self.array}"
 
     @property
     def type(self) -> pa.DataType:
-        """In the table: a number, or fixed-size lists of numbers."""
+        """The column's type in the table: a number, or fixed-size lists of numbers."""
         kind = pa.from_numpy_dtype(np.dtype(self.dtype))
         for size in reversed(self.shape):
             kind = pa.list_(kind, size)
@@ -59,19 +60,19 @@ class ReadoutColumn:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token's values, over all taps that have their own."""
+        """Bytes of a token's values, over all taps with values of their own."""
         return prod(self.shape, start=np.dtype(self.dtype).itemsize) * max(
             len(self.taps), 1
         )
 
     def told(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The column as plain data for the manifest."""
         taps = [list(tap) for tap in self.taps]
         said = {"dtype": self.dtype, "shape": list(self.shape), "taps": taps}
         return said | {"reduced": self.reduced}
 
     def of_tap(self, tap: Tap, items: "Sequence[Captured]") -> pa.Array:
-        """A value or null for each row of a tap."""
+        """The column for each row of a tap: a value or null."""
         count = sum(len(item.positions) for item in items)
         if self.taps and tap not in self.taps:
             return pa.nulls(count, self.type)
@@ -105,10 +106,10 @@ class ReadoutColumn:
 
 
 def parse_readouts(given: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The option `--readout`, `NAME={...}` or just a kind, by name.
+    """Parse the option `--readout`, `NAME={...}` or a kind, to specs by name.
 
     Raises:
-        CaptureValidationError: one is neither, or a name repeats.
+        CaptureValidationError: a value is neither, or a name is repeated.
 
     """
     found: dict[str, dict[str, Any]] = {}
@@ -127,10 +128,10 @@ def parse_readouts(given: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def completed(rows: RowsSpec) -> dict[str, dict[str, Any]]:
-    """Specs of requests: what is left out is taken from the rows of the data set.
+    """The readout specs of requests, completed from the rows of the data set.
 
     Raises:
-        CaptureValidationError: results would have no row to stand beside.
+        CaptureValidationError: the results would not belong to captured rows.
 
     """
     found = {}
@@ -140,8 +141,8 @@ def completed(rows: RowsSpec) -> dict[str, dict[str, Any]]:
         if spec.get("reduce", "none") == "none" and wanted != rows.positions:
             raise _bad(
                 f"{name!r} has the positions {wanted!r}, and rows have "
-                f"{rows.positions!r}, beside which its results go; leave the "
-                "readout's out",
+                f"{rows.positions!r}, to which its results belong; omit those of the "
+                "readout",
                 wanted,
             )
         if spec.get("kind") == WITH_LAYERS:
@@ -155,14 +156,14 @@ def completed(rows: RowsSpec) -> dict[str, dict[str, Any]]:
 
 
 def columns_of(results: Results, rows: RowsSpec) -> tuple[ReadoutColumn, ...]:
-    """The columns that results like these need.
+    """The columns for results of this form.
 
     Args:
-        results: of one prompt, which tells dtypes and shapes.
-        rows: of the data set.
+        results: the results of one prompt, which determine dtypes and shapes.
+        rows: the rows of the data set.
 
     Raises:
-        CaptureValidationError: a result has no row to stand beside.
+        CaptureValidationError: a result belongs to no captured row.
 
     """
     found = []
@@ -173,7 +174,7 @@ def columns_of(results: Results, rows: RowsSpec) -> tuple[ReadoutColumn, ...]:
         if strange:
             layer, hook = min(strange)
             raise _bad(
-                f"{name!r} reads {hook} of layer {layer}, whose rows are not taken; "
+                f"{name!r} reads {hook} of layer {layer}, whose rows are not captured; "
                 "add it to --layers and --hook, or leave it out of the readout",
                 [layer, hook],
             )
@@ -213,7 +214,7 @@ def from_facts(facts: Mapping[str, Any]) -> dict[str, ReadoutColumn]:
 
 
 def beside(column: ReadoutColumn, tap: Tap) -> str:
-    """A column's name in a file whose lines stand for the rows of every tap."""
+    """A column's name in a file with one line for the rows of all taps."""
     return f"{column.name}.{tap[1]}.{tap[0]}" if column.taps else column.name
 
 

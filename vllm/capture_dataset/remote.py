@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts run by a server that has the consumer `inline`."""
+"""Runs prompts on a server that has the consumer `inline`."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,19 +23,19 @@ TIMEOUT_SECONDS = 600.0
 
 
 class ServerRunner:
-    """A server, asked for several prompts at a time.
+    """A runner on a server, with several requests at a time.
 
-    Rows are as the server computes them, in whatever batches: their last bits may
-    differ from run to run.
+    The server chooses how to batch requests, so the last bits of rows may differ from
+    run to run.
     """
 
     def __init__(
         self, url: str, tokenizer: str | None, api_key: str | None, concurrency: int
     ) -> None:
-        """Look at the server.
+        """Connect to the server and read its model's facts.
 
         Raises:
-            CaptureValidationError: it is not there, or cannot do this.
+            CaptureValidationError: the server does not answer, or lacks a feature.
 
         """
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,7 +82,7 @@ class ServerRunner:
         )
 
     def _try(self) -> tuple[int, str]:
-        """The width and the dtype of one row."""
+        """The width and the dtype of a row, from a request for one."""
         layer, points = next(iter(self._points.items()))
         spec = {"hooks": {points[0]: [layer]}, "positions": "last_prompt"}
         reply = self._complete([0], spec, 1)
@@ -96,7 +96,7 @@ class ServerRunner:
             return reply.json()
         except (httpx.HTTPError, ValueError) as error:
             raise fail(
-                f"server: {self._url}{path} does not answer as it should ({error}); "
+                f"server: {self._url}{path} does not answer as expected ({error}); "
                 "start a server of this version there with --capture-consumers inline",
                 "server",
                 self._url,
@@ -125,14 +125,16 @@ class ServerRunner:
                 message = reply.json()["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 message = reply.text[:500]
-            raise fail(f"server: it has refused: {message}", "server", self._url)
+            raise fail(
+                f"server: the request was refused: {message}", "server", self._url
+            )
         told: dict[str, Any] = reply.json()
         return told
 
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
-        """Run a shard's prompts."""
+        """Run the prompts of a shard."""
         spec = rows.capture()
 
         def one(prompt: Prompt) -> Captured:
@@ -141,7 +143,9 @@ class ServerRunner:
                     prompt.token_ids, spec, rows.max_tokens, rows.readouts
                 )
             except httpx.HTTPError as error:
-                raise failed(prompt, f"the server is gone: {error!r}") from error
+                raise failed(
+                    prompt, f"the server does not answer: {error!r}"
+                ) from error
             result = reply["capture_results"]["inline"]
             if result["status"] != "ok":
                 raise failed(prompt, result["error"])
@@ -159,7 +163,7 @@ class ServerRunner:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def readout_modules(self) -> dict[str, Any]:
-        """The server's modules, as it describes them."""
+        """The server's readout modules, in its own description."""
         told: dict[str, Any] = self._get("/v1/readouts")
         modules: dict[str, Any] = told["modules"]
         return modules
@@ -170,7 +174,7 @@ class ServerRunner:
 
 
 def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
-    """The payload of a response as tensors."""
+    """Decode the payload of a response to tensors."""
     rows = RowsByTap()
     for entry in entries:
         data = bytearray(base64.b64decode(entry["data"]))
@@ -187,11 +191,12 @@ def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
 
 
 ARRAY_DTYPES = {"token_ids": "int32", "features": "int32"}
-"""Of numbers that JSON has as lists; all others are float32, NaN for null."""
+"""Dtypes of arrays that are lists in JSON; all others are float32, with NaN for
+null."""
 
 
 def decoded_readouts(told: dict[str, Any]) -> dict[str, ReadoutResult]:
-    """The readouts of a response."""
+    """Decode the readouts of a response."""
     found = {}
     for name, one in told.items():
         arrays = {
@@ -222,7 +227,7 @@ def _tokenizer(name: str) -> Any:
     except (OSError, ValueError) as error:
         raise fail(
             f"tokenizer: {name!r}, which the server uses, cannot be loaded here "
-            f"({error}); say where it is with --tokenizer",
+            f"({error}); give its path with --tokenizer",
             "tokenizer",
             name,
         ) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where prompts are run: an engine in this process, or a server."""
+"""Runners of prompts: an engine in this process, or a server."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 62
 CONSUMER = {
     "name": "inline",
-    # A shard's prompts are what is in flight; their number is bounded already.
+    # Only the prompts of one shard are in flight; their number is already bounded.
     "params": {"max_request_bytes": UNBOUNDED, "max_inflight_bytes": UNBOUNDED},
 }
 COLLECTED_AT_ONCE = 64
-"""So many requests that have ended are asked for their rows together."""
+"""Number of finished requests whose rows are collected together."""
 
 
 class CaptureRunError(RuntimeError):
-    """A prompt could not be captured; what was done before is kept."""
+    """A prompt could not be captured; earlier results are kept."""
 
 
 class Runner(Protocol):
-    """Runs prompts and yields them with their rows, in any order."""
+    """Runs prompts and yields their rows, in any order."""
 
     model: ModelFacts
     tokenizer: Any
@@ -38,25 +38,25 @@ class Runner(Protocol):
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
-        """Run a shard's prompts."""
+        """Run the prompts of a shard."""
 
     def readout_modules(self) -> dict[str, Any]:
-        """The named probes, translators and SAEs, and what tells them apart."""
+        """The named probes, translators and SAEs, with facts that identify them."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release the runner's resources."""
 
 
 class EngineRunner:
-    """An `LLM` in this process.
+    """A runner on an `LLM` in this process.
 
-    Its steps depend on a shard's prompts alone: each shard starts with an empty prefix
-    cache, and the engine core runs on this thread. So the rows of a resumed run are
-    those of an uninterrupted one, bit for bit.
+    Its steps depend on a shard's prompts only: each shard starts with an empty prefix
+    cache, and the engine core runs on this thread. So the rows of a resumed run are bit
+    for bit those of an uninterrupted one.
     """
 
     def __init__(self, llm: "LLM") -> None:
-        """Take an engine that has `CONSUMER`."""
+        """Wrap an engine that has `CONSUMER`."""
         from vllm.capture_dataset.models import facts_of_engine
 
         self._llm = llm
@@ -67,7 +67,7 @@ class EngineRunner:
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
-        """Run a shard's prompts."""
+        """Run the prompts of a shard."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -90,7 +90,8 @@ class EngineRunner:
         ended: list[RequestOutput] = []
         while engine.has_unfinished_requests():
             outputs: Any = engine.step()
-            # Those of steps before this one: their rows came while it computed.
+            # Requests of earlier steps: their rows arrived while this step was
+            # computed.
             if len(ended) >= COLLECTED_AT_ONCE:
                 yield from self._collect(ended, sent, tokens)
                 ended = []
@@ -134,10 +135,10 @@ def captured(
     tokens: Tokens,
     readouts: Mapping[str, ReadoutResult],
 ) -> Captured:
-    """A prompt with the rows and readouts that came for it.
+    """Combine a prompt with its rows and readouts.
 
     Raises:
-        CaptureRunError: a readout has failed.
+        CaptureRunError: a readout failed.
 
     """
     positions = next(iter(payload.positions.values()))
@@ -155,7 +156,7 @@ def captured(
 
 
 def failed(prompt: Prompt, reason: str | None) -> CaptureRunError:
-    """The error for a prompt that has no rows."""
+    """The error for a prompt without rows."""
     entry = prompt.entry
     return CaptureRunError(
         f"{entry.where} (id {entry.prompt_id!r}) could not be captured: {reason}"

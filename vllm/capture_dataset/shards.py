@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards: which prompts share a file, and giving whole files their names."""
+"""Groups prompts to shards, and publishes complete files."""
 
 import json
 import os
@@ -26,14 +26,14 @@ ASIDE = ".incomplete"
 def groups(
     prompts: Iterable[Prompt], rows_of: Callable[[int], int], max_rows: int
 ) -> Iterator[list[Prompt]]:
-    """Consecutive prompts whose rows make a shard.
+    """Group consecutive prompts to shards.
 
-    Which prompts share one depends on them alone, so a resumed run makes the same.
+    The groups depend on the prompts only, so a resumed run forms the same.
 
     Args:
-        prompts: all of them, in order.
-        rows_of: from a prompt's tokens to its rows, at most.
-        max_rows: a shard ends with the prompt that reaches it.
+        prompts: all prompts, in order.
+        rows_of: returns the most rows for a number of tokens.
+        max_rows: a shard ends with the prompt that reaches this number of rows.
 
     """
     group: list[Prompt] = []
@@ -49,13 +49,13 @@ def groups(
 
 
 class ShardFolder:
-    """The folder of a data set; files appear in it under their names when whole."""
+    """The folder of a data set, in which only complete files have their final names."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Make the folder, and clear what a killed run has left unfinished.
+        """Create the folder, and remove unfinished files of a run that was killed.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
 
         """
         self._folder = folder
@@ -65,10 +65,11 @@ class ShardFolder:
         self._aside.mkdir(parents=True)
 
     def write(self, shard: Shard, stop_sample: int) -> ShardFile:
-        """Write a shard and give it its name.
+        """Write a shard and rename it to its final name.
 
         Raises:
-            OSError: the disk is full, for example; nothing has changed.
+            OSError: writing failed, for example because the disk is full; nothing has
+                changed.
 
         """
         writer = WRITERS[self._facts["format"]]
@@ -84,7 +85,7 @@ class ShardFolder:
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir(exist_ok=True)
             raise
-        # The one that readers look for comes last.
+        # The file that readers look for is renamed last.
         for path in reversed(written):
             _replace(path, self._folder / path.relative_to(self._aside))
         values = self._facts["model"]["hidden_size"] * _SIZES[shard.stored_dtype]
@@ -101,7 +102,7 @@ class ShardFolder:
         )
 
     def index(self, shards: list[ShardFile], taps: list[tuple[int, str]]) -> None:
-        """Bring what lists the shards for readers up to date, if the format has it."""
+        """Update the list of shards for readers, if the format has one."""
         if self._facts["format"] == "saelens":
             facts = self._facts
             info = info_of(
@@ -115,7 +116,7 @@ class ShardFolder:
             self._put(STATE, state_of([shard.file for shard in shards]))
 
     def close(self) -> None:
-        """Remove the folder aside."""
+        """Remove the temporary folder."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def _put(self, name: str, told: dict[str, Any]) -> None:
@@ -134,7 +135,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _replace(path: Path, final: Path) -> None:
-    """Rename over what an earlier run has left there without noting it."""
+    """Replace a file that an earlier run has left without recording it."""
     if final.is_dir():
         shutil.rmtree(final)
     final.parent.mkdir(exist_ok=True)

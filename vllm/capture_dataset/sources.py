@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from files: JSON Lines, CSV, Parquet, text, Hugging Face data sets on disk.
+"""Reads prompts from JSON Lines, CSV, Parquet, text, and Hugging Face data sets.
 
-A source is read twice, record by record: once to check all of it, once to use it. So a
-source of any size takes little memory, and what is wrong with it is told before a model
-is loaded.
+A source is read twice, record by record: first to check all of it, then to use it. So a
+source of any size takes little memory, and errors are reported before a model is
+loaded.
 """
 
 import csv
@@ -16,17 +16,17 @@ from typing import Any
 from vllm.v1.capture.selectors import fail
 
 PROMPT_COLUMNS = ("prompt", "text", "messages", "conversations")
-"""Where prompts are looked for if no column is named."""
+"""The columns that may hold prompts if no column is named, in order of preference."""
 
 Record = tuple[str, Mapping[str, Any]]
-"""Where it stands, such as `line 7`, and its columns."""
+"""The record's place, such as `line 7`, and its columns."""
 
 
 def records(path: Path, split: str | None = None) -> Iterator[Record]:
-    """The records of a source, in order.
+    """Yield the records of a source, in order.
 
     Raises:
-        CaptureValidationError: it is none that can be read; names the line.
+        CaptureValidationError: the source cannot be read; the message names the line.
 
     """
     if path.is_dir():
@@ -45,7 +45,7 @@ def records(path: Path, split: str | None = None) -> Iterator[Record]:
 
 
 def digest(path: Path, split: str | None = None, pattern: str = "*.arrow") -> str:
-    """SHA-256 of what a file holds, or the files of this pattern in a folder."""
+    """SHA-256 of a file's content, or of the folder's files of this pattern."""
     found = hashlib.sha256(str(split).encode())
     files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     for file in filter(Path.is_file, files):
@@ -74,7 +74,7 @@ def _text(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, and their numbers."""
+    """Yield nonblank lines with their numbers."""
     with path.open("rb") as opened:
         for number, raw in enumerate(opened, start=1):
             try:
@@ -89,7 +89,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _separated(path: Path) -> Iterator[Record]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    # Line ends within quotes belong to a field, so the file is not split before.
+    # Line ends within quotes belong to a field, so the csv module must read the file.
     with path.open(encoding="utf-8-sig", newline="") as opened:
         reader = csv.reader(opened, delimiter=delimiter, strict=True)
         try:
@@ -108,7 +108,7 @@ def _separated(path: Path) -> Iterator[Record]:
 
 
 def _number(text: str) -> str | int | float:
-    """A field as a number if that is how the number is written."""
+    """A field as a number if it is written as one, else as text."""
     for kind in (int, float):
         try:
             value = kind(text)
@@ -131,7 +131,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield f"row {number}", values
                     number += 1
     except pa.ArrowInvalid as error:
-        raise _bad(path, f"it is no Parquet file: {error}", None) from None
+        raise _bad(path, f"it is not a Parquet file: {error}", None) from None
 
 
 def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
@@ -147,7 +147,7 @@ def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
     try:
         found = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise _bad(path, f"it holds no data set: {error}", None) from None
+        raise _bad(path, f"it contains no data set: {error}", None) from None
     if isinstance(found, DatasetDict):
         if split not in found:
             told = f"it has the splits {sorted(found)}; choose one with --split"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data set is made of: everything that decides which rows it holds."""
+"""Specifications of data sets: everything that determines their rows."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Tap = tuple[int, str]
-"""`(layer, hook)`."""
+"""`(layer, hook)`: a place in the model."""
 
 FORMATS = ("parquet", "arrow", "safetensors", "saelens", "filesystem", "zarr")
 VALUE_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -17,48 +17,50 @@ WITHOUT_BFLOAT16 = ("parquet", "arrow", "saelens", "zarr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """Where prompts come from."""
+    """The source of the prompts."""
 
     path: Path
     column: str | None = None
-    """The column with the prompts; None stands for the first of `PROMPT_COLUMNS`."""
+    """The column with the prompts; None for the first of `PROMPT_COLUMNS`."""
     id_column: str | None = None
-    """The column with the prompts' ids; None numbers them."""
+    """The column with the prompts' ids; None to number them."""
     carry: tuple[str, ...] = ()
-    """Columns that go beside the rows."""
+    """Columns that are stored with the rows."""
     chat: bool = False
-    """Whether texts are a user's messages, for the chat template."""
+    """Whether texts are user messages, to which the chat template is applied."""
     split: str | None = None
-    """Of a Hugging Face data set with several."""
+    """The split of a Hugging Face data set with several."""
     limit: int | None = None
-    """How many prompts are taken at most."""
+    """Most prompts to use."""
     replace_repeated: bool = False
-    """Whether the last prompt of an id replaces those before it, or is refused."""
+    """Whether the last prompt of a repeated id replaces earlier ones; otherwise it is
+    refused."""
     truncate: int | None = None
-    """How many tokens of a prompt are taken at most."""
+    """Most tokens of a prompt to use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsSpec:
-    """Which rows of each prompt are taken, and how their values are stored."""
+    """The rows of each prompt to capture, and how their values are stored."""
 
     hooks: tuple[str, ...] = ("post_block",)
     layers: tuple[int, ...] = ()
-    """Resolved: never empty once a data set is collected."""
+    """The layers; empty for all until the plan resolves them."""
     positions: Any = "all_prompt"
-    """A selector of `SamplingParams.capture`."""
+    """A position selector of `SamplingParams.capture`."""
     max_tokens: int = 1
     values_dtype: str = "auto"
     readouts: Mapping[str, Any] = field(default_factory=dict)
-    """As in `SamplingParams.readouts`; what is left out is taken from the rows."""
+    """Readouts in the form of `SamplingParams.readouts`; missing keys are taken from
+    the rows."""
 
     @property
     def taps(self) -> list[Tap]:
-        """In the order in which they are stored."""
+        """The taps, in the order of storage."""
         return [(layer, hook) for layer in sorted(self.layers) for hook in self.hooks]
 
     def capture(self) -> dict[str, Any]:
-        """The spec of a request for the consumer `inline`."""
+        """A request's capture spec for the consumer `inline`."""
         hooks = {hook: sorted(self.layers) for hook in self.hooks}
         return {"hooks": hooks, "positions": self.positions}
 
@@ -72,12 +74,12 @@ class RowsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """Where a data set goes, and in which form."""
+    """The folder and the format of a data set."""
 
     folder: Path
     format: str = "parquet"
     shard_bytes: int = 256 << 20
-    """Of values; a shard ends with the prompt that reaches it."""
+    """Bytes of values per shard; a shard ends with the prompt that reaches it."""
     compression: str = "none"
     context_size: int = 128
     """Rows per entry, for `saelens`."""
@@ -86,23 +88,23 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The model whose rows these are."""
+    """Facts about the model of the rows."""
 
     name: str
     architecture: str
     weights: str
-    """A digest of the weights; empty if it is unknown."""
+    """Digest of the weights; empty if it is unknown."""
     tokenizer: str
-    """A digest of the vocabulary and the chat template."""
+    """Digest of the vocabulary and the chat template."""
     num_layers: int
     hidden_size: int
     max_model_len: int
     dtype: str
-    """Of the stream, such as `bfloat16`."""
+    """Dtype of the residual stream, such as `bfloat16`."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """The model's entry in the manifest."""
         facts = asdict(self)
         facts.pop("hook_points")
         return facts

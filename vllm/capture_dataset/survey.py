@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source checked as a whole, and its prompts."""
+"""Checks a whole source, and yields its prompts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ RESERVED = {
     *("sample", "prompt_id", "layer", "hook", "position", "is_prompt", "token_id"),
     *("token", "text_offset", "values"),
 }
-"""Columns of the table that no carried one may be named as."""
+"""Names of the table's own columns, which carried ones must not have."""
 
 _TYPED_AT_ONCE = 1024
 
@@ -25,7 +25,7 @@ class Entry:
     """A prompt of the source."""
 
     sample: int
-    """Its number in the source, from 0."""
+    """Number in the source, from 0."""
     prompt_id: str
     prompt: str | list[Any]
     """A text, a list of chat messages, or a list of token ids."""
@@ -35,16 +35,17 @@ class Entry:
 
 @dataclass(slots=True)
 class Survey:
-    """What a source holds, after one pass over it."""
+    """The facts about a source, after one pass over it."""
 
     spec: SourceSpec
     column: str = ""
     num_entries: int = 0
-    """How many prompts are used."""
+    """Number of prompts that are used."""
     carried: dict[str, pa.DataType] = field(default_factory=dict)
     digest: str = ""
     longest_bytes: int = 0
-    """Of the longest prompt that is a text; at least its tokens, chats excepted."""
+    """Bytes of the longest text prompt; at least its number of tokens, except for
+    chats."""
     has_chats: bool = False
     _superseded: set[int] = field(default_factory=set)
 
@@ -53,7 +54,8 @@ class Survey:
         """Check a source.
 
         Raises:
-            CaptureValidationError: names the line and the remedy.
+            CaptureValidationError: the source is invalid; the message names the line
+                and the remedy.
 
         """
         found = cls(spec)
@@ -75,7 +77,7 @@ class Survey:
         return found
 
     def entries(self, first_sample: int = 0) -> Iterator[Entry]:
-        """The prompts that are used, from a number on."""
+        """Yield the prompts that are used, from a number on."""
         for entry in self._entries():
             if entry.sample >= first_sample and entry.sample not in self._superseded:
                 yield entry
@@ -106,7 +108,7 @@ class Survey:
                 raise _bad(
                     self.spec,
                     f"{entry.where} repeats the id {entry.prompt_id!r} of prompt "
-                    f"{earlier}; make ids unique, leave out --id, or say "
+                    f"{earlier}; make ids unique, omit --id, or use "
                     "--on-repeated-id replace, which keeps the last",
                     entry.prompt_id,
                 )
@@ -131,7 +133,7 @@ class Survey:
                 raise _bad(
                     self.spec,
                     f"values of the carried column {name!r} up to {where} are of "
-                    f"several kinds ({error}); make them alike, or leave it out",
+                    f"several kinds ({error}); use one kind, or leave it out",
                     name,
                 ) from None
             self.carried[name] = kind
@@ -146,7 +148,7 @@ def _united(known: pa.DataType, new: pa.DataType) -> pa.DataType:
 def _column(spec: SourceSpec, values: Mapping[str, Any], where: str) -> str:
     reserved = RESERVED.intersection(spec.carry)
     if reserved:
-        told = f"the carried column {min(reserved)!r} is one that the table has itself"
+        told = f"the carried column {min(reserved)!r} has the name of a table column"
         raise _bad(spec, f"{told}; rename it", min(reserved))
     if spec.column is not None:
         return spec.column

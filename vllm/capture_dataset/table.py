@@ -2,8 +2,8 @@
 """The rows of a shard as columns.
 
 A shard holds the rows of consecutive prompts. Its taps are stored one after the other,
-each with the rows of all prompts in ascending sample and position, so that one layer of
-a shard is one run of the file.
+each with the rows of all prompts by ascending sample and position, so that one layer of
+a shard is contiguous in the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,19 +29,19 @@ class Captured:
 
     prompt: Prompt
     rows: dict[Tap, torch.Tensor]
-    """`[rows, hidden_size]` by tap."""
+    """Rows `[rows, hidden_size]` by tap."""
     positions: list[int]
-    """One per row, the same for every tap."""
+    """Token position of each row, equal for all taps."""
     token_ids: list[int]
-    """Of prompt and answer."""
+    """Token ids of prompt and answer."""
     text: TokenText
-    """Of the same tokens."""
+    """Text of the same tokens."""
     readouts: Mapping[str, ReadoutResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive prompts whose rows lie in one file."""
+    """Consecutive prompts whose rows are stored in one file."""
 
     number: int
     items: Sequence[Captured]
@@ -52,17 +52,17 @@ class Shard:
 
     @cached_property
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Rows per prompt `[prompts]`."""
+        """Number of rows of each prompt, `[prompts]`."""
         return np.array([len(item.positions) for item in self.items], np.int64)
 
     @property
     def num_rows(self) -> int:
-        """Rows of one tap."""
+        """Number of rows of one tap."""
         return int(self.counts.sum())
 
     @cached_property
     def columns(self) -> dict[str, pa.Array]:
-        """All columns that are alike for every tap: `[num_rows]` each."""
+        """All columns that are equal for every tap, `[num_rows]` each."""
         entries = [item.prompt.entry for item in self.items]
         owner = np.repeat(np.arange(len(entries)), self.counts)
         positions = np.concatenate(
@@ -106,11 +106,11 @@ class Shard:
 
     @cached_property
     def readouts_by_tap(self) -> list[ReadoutColumn]:
-        """The columns of readouts that are not."""
+        """The readout columns that differ between taps."""
         return [column for column in self.readouts if column.taps]
 
     def values(self, tap: Tap) -> torch.Tensor:
-        """`[num_rows, hidden_size]` in the stored dtype.
+        """The values `[num_rows, hidden_size]` of a tap, in the stored dtype.
 
         Raises:
             ValueError: a value is out of the stored dtype's range.

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from vllm.capture_dataset.dataset import CaptureDataset
 
 BLOCK_ROWS = 4096
-"""So many rows are in memory at once while statistics are computed."""
+"""Most rows in memory while statistics are computed."""
 
 
 class LayerView:
     """The rows of one tap over all samples: `[sample, position, hidden]`, read lazily.
 
-    `view[i]` is a sample's rows; with `len` that is what `torch.utils.data.DataLoader`
-    wants. `view[i:j]` is padded where samples have different numbers of rows.
+    `view[i]` is a sample's rows; with `len` this is the interface that
+    `torch.utils.data.DataLoader` needs. `view[i:j]` is padded if samples have different
+    numbers of rows.
     """
 
     def __init__(self, dataset: "CaptureDataset", tap: int) -> None:
@@ -36,7 +37,7 @@ class LayerView:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Samples, the most rows that one has, width."""
+        """Number of samples, most rows of a sample, width."""
         counts = np.diff(self._dataset._starts)
         return len(self), int(counts.max(initial=0)), self._width
 
@@ -70,11 +71,11 @@ class LayerView:
         return found
 
     def padded(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples side by side.
+        """Several samples in one padded tensor.
 
         Returns:
-            Rows `[sample, position, hidden]`, zero where a sample has fewer, and a mask
-            `[sample, position]` of those that it has.
+            Rows `[sample, position, hidden]`, zero where a sample has fewer rows, and a
+            mask `[sample, position]` of actual rows.
 
         """
         found = [self[int(index)] for index in indices]
@@ -89,13 +90,13 @@ class LayerView:
         return rows, mask
 
     def readout(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-        """What was read out beside all rows `[rows, ...]`, such as `lens.logprobs`.
+        """The readout column for all rows `[rows, ...]`, such as `lens.logprobs`.
 
-        A sample's only value, of a readout that reduces, is at its last row; the others
-        are NaN, or 0 in a column of integers.
+        If a readout reduces, a sample's only value is at its last row; the others are
+        NaN, or 0 in a column of integers.
 
         Raises:
-            KeyError: there is no such column, or not at this layer and hook point.
+            KeyError: the column does not exist, or not for this layer and hook point.
 
         """
         data = self._dataset
@@ -110,19 +111,19 @@ class LayerView:
         return np.concatenate(arrays or [np.empty((0, *column.shape), column.dtype)])
 
     def blocks(self, num_rows: int = BLOCK_ROWS) -> Iterator[torch.Tensor]:
-        """All rows of all samples, at most `num_rows` at a time."""
+        """Yield all rows of all samples, at most `num_rows` at a time."""
         for shard in self._dataset.shards:
             for first in range(0, shard.num_rows, num_rows):
                 stop = min(first + num_rows, shard.num_rows)
                 yield shard.values(self._tap, first, stop)
 
     def to_torch(self) -> torch.Tensor:
-        """All rows `[rows, hidden]`; `columns` of the data set tells what they are."""
+        """All rows `[rows, hidden]`; the data set's `columns` describe them."""
         parts = [s.values(self._tap, 0, s.num_rows) for s in self._dataset.shards]
         return torch.cat(parts) if parts else torch.empty(0, self._width)
 
     def to_numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """As `to_torch`; bfloat16, which numpy does not have, becomes float32."""
+        """All rows `[rows, hidden]`; bfloat16, which NumPy lacks, becomes float32."""
         rows = self.to_torch()
         return (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
 
@@ -140,10 +141,10 @@ class LayerView:
         return (total / counts[:, None]).float()
 
     def statistics(self) -> Statistics:
-        """Over all rows.
+        """Statistics over all rows.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no rows.
 
         """
         count, norms, largest = 0, 0.0, 0.0
@@ -157,7 +158,7 @@ class LayerView:
             norms += values.norm(dim=1).sum().item()
             largest = max(largest, values.abs().max().item())
         if not count:
-            raise ValueError("the data set has no row yet")
+            raise ValueError("the data set has no rows yet")
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
         return Statistics(count, mean, std, norms / count, largest)
@@ -172,7 +173,7 @@ class LayerView:
 
 
 def _as_numpy(chunk: pa.Array, column: ReadoutColumn) -> np.ndarray[Any, np.dtype[Any]]:
-    """`[rows, *shape]`; what is null becomes NaN or 0."""
+    """A column as `[rows, *shape]`; null becomes NaN or 0."""
     missing = chunk.is_null().to_numpy(zero_copy_only=False)
     flat = chunk
     for _ in column.shape:

@@ -22,6 +22,10 @@ class SteeringConfig:
     bank_mib: int = Field(default=256, ge=0)
     """Device memory for the vectors of operations, in MiB, counted with the model's.
     A request whose vectors find no room there waits."""
+    hooks: bool = False
+    """Whether requests can have hook functions."""
+    remote_code: bool = False
+    """Whether such functions may come as code over HTTP."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of steering vectors: name -> file."""
 

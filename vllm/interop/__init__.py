@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin adapters for scripts that were written for other systems.
+"""Thin adapters for scripts that were written for other libraries.
 
-A package per system. Each translates its system's calls to capture and steering as
-requests have them, imports what it adapts lazily, and costs nothing unless imported.
+There is one package or module per library. Each translates the library's calls to
+capture and steering requests, imports what it adapts lazily, and costs nothing unless
+it is imported.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's own head, asked from an `LLM`: logits of rows, and directions of tokens."""
+"""Access to a model's own head through an `LLM`: logits and unembedding rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def decode_rows(llm: "LLM", rows: torch.Tensor) -> torch.Tensor:
     """Logits `[rows, vocabulary]` float32 of rows `[rows, hidden_size]`.
 
-    By the final norm and the head as the engine has them.
+    They are computed by the engine's final norm and head.
 
     Args:
-        llm: started with `enable_readouts=True`.
-        rows: of the stream that leaves the last layer, or another.
+        llm: an engine started with `enable_readouts=True`.
+        rows: rows of the stream after the last layer, or after another one.
 
     """
     sent = rows.detach().float().cpu().contiguous().numpy().tobytes()
@@ -27,25 +27,25 @@ def decode_rows(llm: "LLM", rows: torch.Tensor) -> torch.Tensor:
 
 
 def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
-    """Rows of the unembedding `[tokens, hidden_size]`, in its own dtype.
+    """The unembedding's rows of tokens `[tokens, hidden_size]`, in its own dtype.
 
     Args:
-        llm: started with `enable_readouts=True`.
-        tokens: ids below the vocabulary's size.
+        llm: an engine started with `enable_readouts=True`.
+        tokens: token ids below the vocabulary's size.
 
     """
     return received(_asked(llm, "unembedding_rows", [int(one) for one in tokens]))
 
 
 def received(answer: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor of an engine core's answer."""
+    """Decode the tensor in an engine core's answer."""
     dtype: torch.dtype = getattr(torch, answer["dtype"])
     values = torch.frombuffer(bytearray(answer["data"]), dtype=dtype)
     return values.view(answer["shape"])
 
 
 def _asked(llm: "LLM", method: str, *arguments: Any) -> Mapping[str, Any]:
-    """What a method of the engine core answers, in this process or another."""
+    """Call a method of the engine core, in this process or another."""
     core: Any = llm.llm_engine.engine_core
     if isinstance(core, InprocClient):
         answer: Mapping[str, Any] = getattr(core.engine_core, method)(*arguments)

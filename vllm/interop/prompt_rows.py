@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of whole prompts from an `LLM`, for libraries that take a model."""
+"""Rows of whole prompts from an `LLM`, for libraries that expect a model."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,10 @@ Tap = tuple[int, str]
 
 
 def taps_of(addresses: Sequence[str]) -> dict[str, Tap]:
-    """`(layer, hook)` of each address, by the address.
+    """The `(layer, hook)` of each address, by address.
 
     Raises:
-        ValueError: names the first that is not an address of a hook point.
+        ValueError: an address is not a hook point; the message names the first such.
 
     """
     taps = {}
@@ -40,7 +40,7 @@ def taps_of(addresses: Sequence[str]) -> dict[str, Tap]:
 
 
 def capture_spec(taps: Sequence[Tap], positions: Any = "all_prompt") -> dict[str, Any]:
-    """`SamplingParams.capture` that returns the rows of `taps` with the output."""
+    """The value of `SamplingParams.capture` that returns the rows of `taps`."""
     hooks: dict[str, list[int]] = {}
     for layer, hook in taps:
         hooks.setdefault(hook, []).append(layer)
@@ -48,15 +48,15 @@ def capture_spec(taps: Sequence[Tap], positions: Any = "all_prompt") -> dict[str
 
 
 def rows_of(output: "RequestOutput") -> dict[Tap, torch.Tensor]:
-    """The rows that came with an output.
+    """The rows of an output.
 
     Raises:
-        RuntimeError: if they are not complete, with the engine's reason.
+        RuntimeError: rows are missing; the message has the engine's reason.
 
     """
     result = (output.capture_results or {}).get(CONSUMER)
     if result is None or result.status != "ok":
-        reason = "no result came" if result is None else result.error
+        reason = "there is no result" if result is None else result.error
         raise RuntimeError(f"rows of {output.request_id} are not complete: {reason}")
     rows: dict[Tap, torch.Tensor] = result.payload
     return rows
@@ -65,16 +65,16 @@ def rows_of(output: "RequestOutput") -> dict[Tap, torch.Tensor]:
 def prompt_rows(
     llm: "LLM", tokens: Sequence[Sequence[int]], taps: Sequence[Tap]
 ) -> list[dict[Tap, torch.Tensor]]:
-    """One forward pass over each prompt.
+    """Run one forward pass over each prompt.
 
     Args:
         llm: an engine with an `inline` consumer.
         tokens: token ids of each prompt.
-        taps: which rows.
+        taps: where rows are captured.
 
     Returns:
-        For each prompt `(layer, hook)` -> `[prompt tokens, hidden_size]`, on the CPU
-        and in the model's dtype.
+        For each prompt, rows `[prompt tokens, hidden_size]` by `(layer, hook)`, on the
+        CPU and in the model's dtype.
 
     """
     params = SamplingParams(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that SAELens' `ActivationsStore` and training runner take, served by `LLM`.
+"""A model for SAELens' `ActivationsStore` and training runner, served by an `LLM`.
 
-SAELens calls `run_with_cache`, `to_tokens` and `tokenizer` and asks for a device:
+SAELens calls `run_with_cache`, `to_tokens` and `tokenizer` and reads the device:
 decoderesearch/SAELens 6.54, `sae_lens/training/activations_store.py`.
 """
 
@@ -20,17 +20,17 @@ NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
 class ServedModel:
-    """An `LLM` with an `inline` consumer in the place of a `HookedTransformer`."""
+    """An `LLM` with an `inline` consumer, in place of a `HookedTransformer`."""
 
     def __init__(self, llm: "LLM", device: str | torch.device = "cpu") -> None:
-        """Serve `llm` as a model.
+        """Wrap `llm` as a model.
 
         Args:
-            llm: started with `capture_consumers=["inline"]`.
-            device: where activations are put; the engine's own does not matter.
+            llm: an engine started with `capture_consumers=["inline"]`.
+            device: device of the returned activations, independent of the engine's.
 
         Raises:
-            ValueError: if the engine has no `inline` consumer.
+            ValueError: the engine has no `inline` consumer.
 
         """
         config = llm.llm_engine.vllm_config
@@ -93,13 +93,13 @@ class ServedModel:
         move_to_device: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        """Token ids `[texts, tokens]`, int64; shorter ones padded at their end.
+        """Token ids `[texts, tokens]`, int64; shorter texts are padded at the end.
 
         Args:
-            input: one text or several.
+            input: one text or several texts.
             prepend_bos: whether the first token is the tokenizer's BOS.
-            truncate: whether to cut at the engine's `max_model_len` less one.
-            move_to_device: whether to put them on `cfg.device`.
+            truncate: whether to truncate to the engine's `max_model_len` less one.
+            move_to_device: whether to move the result to `cfg.device`.
 
         """
         texts = [input] if isinstance(input, str) else input
@@ -124,23 +124,22 @@ class ServedModel:
         prepend_bos: bool = True,
         **_: Any,
     ) -> tuple[None, dict[str, torch.Tensor]]:
-        """Activations of whole prompts; the logits' place holds None.
+        """Activations of whole prompts; None stands in for the logits.
 
         Args:
-            tokens: ids `[batch, context]`, or text.
-            names_filter: hook points as TransformerLens names them, or a function
-                that chooses among the stream's.
-            stop_at_layer: does not matter: how many layers run is chosen when the
-                engine starts, see `start`.
-            prepend_bos: for text only.
+            tokens: token ids `[batch, context]`, or text.
+            names_filter: hook points in TransformerLens' names, or a predicate over the
+                stream's hook points.
+            stop_at_layer: ignored; `start` chooses how many layers run.
+            prepend_bos: whether texts begin with BOS; ignored for ids.
 
         Returns:
             `(None, {name: [batch, context, d_model]})`, in the model's dtype on
             `cfg.device`.
 
         Raises:
-            ValueError: names the hook point that is not served, or says that a prompt
-                is too long.
+            ValueError: a hook point is not served, or a prompt is too long; the message
+                names it.
 
         """
         del stop_at_layer
@@ -170,9 +169,9 @@ class ServedModel:
         return [name for name in every if names_filter is None or names_filter(name)]
 
     def eval(self) -> "ServedModel":
-        """An engine does nothing else; returns itself."""
+        """Return this object; an engine is always in evaluation mode."""
         return self
 
     def to(self, *_: Any, **__: Any) -> "ServedModel":
-        """The engine stays where it runs; returns itself."""
+        """Return this object; the engine is not moved."""
         return self

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest capture consumer: the mean length of the rows of each layer.
+"""A minimal capture consumer: the mean norm of each layer's rows.
 
 vllm serve MODEL --capture-consumers mean_norm:hook=post_block
 
-A request says {"capture": {"mean_norm": {"layers": [0, 5]}}}, and its result has the
-payload {"0": 12.5, "5": 48.1}.
+A request contains {"capture": {"mean_norm": {"layers": [0, 5]}}}, and the payload of
+its result is {"0": 12.5, "5": 48.1}.
 """
 
 from typing import Any, ClassVar
@@ -17,18 +17,20 @@ from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 
 class MeanNorm(CaptureConsumer):
-    """Runs where the model runs, and gets the rows of a layer all at once."""
+    """Runs in the worker process and receives all rows of a layer at once."""
 
     reads_client_spec: ClassVar[bool] = True
 
     def __init__(self, vllm_config: Any, params: dict[str, Any]) -> None:
         unknown = params.keys() - {"hook"}
         if unknown:
-            raise ValueError(f"there is no parameter {sorted(unknown)}; there is hook")
+            raise ValueError(
+                f"unknown parameters {sorted(unknown)}; the only one is hook"
+            )
         self._hook = params.get("hook", "post_block")
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Check what a request says, before anything is scheduled."""
+        """Check a request's options before it is scheduled."""
         layers = raw.get("layers") if isinstance(raw, dict) else None
         if not isinstance(layers, list) or not layers:
             raise CaptureValidationError(
@@ -42,6 +44,6 @@ class MeanNorm(CaptureConsumer):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> dict[str, float]:
-        """Take the rows `[rows, hidden_size]` of one layer; return the payload."""
+        """Process the rows `[rows, hidden_size]` of one layer; returns the payload."""
         _, layer, _ = key
         return {str(layer): tensor.float().norm(dim=-1).mean().item()}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear probe that learns online, beside the `LLM` or the API server.
+"""A linear probe that learns online, in the process of the `LLM` or the API server.
 
 vllm serve MODEL --capture-consumers probe_trainer:layer=3,save=/data/probe.pt
 
-A request says {"capture": {"probe_trainer": {"label": 1}}} to teach (label 0 or 1), or
-{"capture": {"probe_trainer": {}}} to ask. The payload has the probability that the
-probe gave before it was taught, and its accuracy over the last labelled requests.
+A request trains the probe with {"capture": {"probe_trainer": {"label": 1}}} (label 0 or
+1), and queries it with {"capture": {"probe_trainer": {}}}. The payload has the
+probability that the probe gave before it was trained, and its accuracy over the last
+labelled requests.
 """
 
 from collections import deque
@@ -19,14 +20,14 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 WINDOW = 100
-"""The accuracy is that over so many labelled requests."""
+"""Number of labelled requests over which the accuracy is computed."""
 
 
 class ProbeTrainer(CaptureConsumer):
     """Logistic regression on the row of the last prompt token.
 
-    `location = "driver"` puts the one probe where all rows come together, whatever
-    the number of workers; all calls come from one thread, so it needs no lock.
+    With `location = "driver"` the one probe receives the rows of all workers; all calls
+    come from one thread, so it needs no lock.
     """
 
     location: Literal["worker", "driver"] = "driver"
@@ -45,10 +46,10 @@ class ProbeTrainer(CaptureConsumer):
         self._right: deque[bool] = deque(maxlen=WINDOW)
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """`{"label": 0 or 1}`, or `{}`."""
+        """Check a request's options: `{"label": 0 or 1}`, or `{}` for a query."""
         if not isinstance(raw, dict) or raw.keys() - {"label"}:
             raise CaptureValidationError(
-                'capture.probe_trainer must be {"label": 0 or 1}, or {} to ask',
+                'capture.probe_trainer must be {"label": 0 or 1}, or {} for a query',
                 parameter="capture.probe_trainer",
                 value=raw,
             )
@@ -63,7 +64,7 @@ class ProbeTrainer(CaptureConsumer):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> dict[str, Any]:
-        """Predict, then learn."""
+        """Predict the label, then train on it if one is given."""
         row = torch.nn.functional.normalize(tensor[0].float(), dim=0)
         row = torch.cat([row, torch.ones(1)])
         if self._weights is None:
@@ -77,7 +78,7 @@ class ProbeTrainer(CaptureConsumer):
         return {"probability": chance, "accuracy": accuracy}
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Save the weights."""
+        """Save the weights, if there are any."""
         if self._save is not None and self._weights is not None:
             Path(self._save).parent.mkdir(parents=True, exist_ok=True)
             torch.save(self._weights, self._save)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streaming sink: rows leave as lines of JSON while the model generates.
+"""A streaming sink, which writes rows as lines of JSON while the model generates.
 
 vllm serve MODEL --capture-consumers row_stream:to=/data/rows.jsonl
 vllm serve MODEL --capture-consumers row_stream:to=tcp://127.0.0.1:9000
 
-A request says {"capture": {"row_stream": {"hooks": ..., "positions": ...}}}. Each
+A request contains {"capture": {"row_stream": {"hooks": ..., "positions": ...}}}. Each
 chunk of rows is a line with "request", "layer", "hook", "positions", "dtype", "shape"
 and "data" (base64 of the rows' bytes); a line with "num_rows" ends a stream.
 """
@@ -31,7 +31,7 @@ from vllm.v1.capture.types import (
 
 
 def connect(to: str) -> BinaryIO:
-    """A file to append to, or a connection `tcp://HOST:PORT`."""
+    """Open a file for appending, or a connection `tcp://HOST:PORT`."""
     if not to.startswith("tcp://"):
         Path(to).parent.mkdir(parents=True, exist_ok=True)
         return open(to, "ab", buffering=0)
@@ -41,33 +41,34 @@ def connect(to: str) -> BinaryIO:
 
 
 class RowStream:
-    """A `CaptureSink`: no base class, only its methods.
+    """A `CaptureSink`, which needs no base class, only its methods.
 
-    All of them are called on one thread that belongs to the instance. What they
-    raise becomes the error of the stream that they were called for.
+    All methods are called on one thread, which belongs to the instance. An exception
+    that they raise becomes the error of the stream for which they were called.
     """
 
     location: ClassVar[Literal["worker", "driver"]] = "worker"
     reads_client_spec: ClassVar[bool] = True
-    instance_name = "row_stream"  # the framework sets what it is configured as
+    instance_name = "row_stream"  # the framework sets the configured name
     truncates: ClassVar[bool] = True
-    """Rows of generated tokens come at once, not when the request has ended; a stop
-    string may void the last of them, which `num_rows` says at the end."""
+    """Rows of generated tokens arrive at once, not when the request has finished; a
+    stop string may void the last of them, which `num_rows` reports at the end."""
 
     def __init__(self, vllm_config: Any, params: dict[str, Any]) -> None:
         if "to" not in params:
-            raise ValueError("name a file or tcp://HOST:PORT: row_stream:to=...")
+            raise ValueError("give a file or tcp://HOST:PORT as row_stream:to=...")
         self._to = str(params["to"])
-        # Opened with the first row: the front end has an instance too, to validate.
+        # Opened with the first row, because the front end has an instance too, for
+        # validation.
         self._file: BinaryIO | None = None
         self._results: dict[CaptureKey, CaptureResult] = {}
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """The usual form: `{"hooks": ..., "positions": ...}`."""
+        """Check a request's options: `{"hooks": ..., "positions": ...}`."""
         return parse_spec(raw, ctx, f"capture.{self.instance_name}")
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Send rows that a step has computed."""
+        """Send the rows that a step has computed."""
         request, layer, hook = chunk.key
         rows = chunk.tensor.contiguous()
         self._send(
@@ -81,7 +82,7 @@ class RowStream:
         )
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Say that a stream is complete, and how many of its rows count."""
+        """Send that a stream is complete, and how many of its rows are valid."""
         request, layer, hook = finalize.key
         count = finalize.sidecar["num_rows"]
         name = finalize.sidecar["client_request_id"]
@@ -89,7 +90,7 @@ class RowStream:
         self._results[finalize.key] = CaptureResult(finalize.key, "ok", payload=[count])
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        """What became of a stream, once it is complete."""
+        """The result of a stream, once it is complete."""
         return self._results.pop(key, None)
 
     def shutdown(self, timeout: float = 30.0) -> None:
@@ -105,7 +106,7 @@ class RowStream:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
-            self._file = None  # the next line tries to connect again
+            self._file = None  # the next line connects again
             raise
 
 
@@ -125,7 +126,7 @@ def read_rows(lines: Iterable[bytes | str]) -> dict[CaptureKey, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    # Show rows as they come: python row_stream.py 9000
+    # Print rows as they arrive: python row_stream.py 9000
     with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
         for text in server.accept()[0].makefile("r"):
             shown = json.loads(text)

@@ -49,9 +49,18 @@ def readouts(self) -> dict[str, ReadoutResult]:
         after="ec_transfer_params",
         why="Identifies the captured request whose results belong to this output.",
     ),
+    add_parameter(
+        scope="RequestOutput.__init__",
+        parameter="hooks_key: str | None = None",
+        after="ec_transfer_params",
+        why="Names what the request's hook functions have saved.",
+    ),
     last(
         scope="RequestOutput.__init__",
         insert=(
+            "self.hooks_key = hooks_key\n"
+            "self.hook_results: dict[str, Any] | None = None\n"
+            "self.hook_rows: Any = None\n"
             "self.capture_id = capture_id\n"
             "self.capture_results: dict[str, Any] | None = None\n"
             "self.lens_result: Any = None"

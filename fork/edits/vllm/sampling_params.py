@@ -9,6 +9,10 @@ EDITS = [
         why="The type of the field that carries the resolved plan.",
     ),
     add_import(
+        "from vllm.v1.hooks.plan import HookPlan",
+        why="The type of the field that carries the resolved functions.",
+    ),
+    add_import(
         "from vllm.v1.steering.plan import SteeringTiers",
         why="The type of the field that carries the resolved vectors.",
     ),
@@ -47,6 +51,7 @@ prefill_steering_clamps: dict[str, Any] | None = None
 decode_steering_clamps: dict[str, Any] | None = None
 """Further clamps at generated tokens."""
 _steering: SteeringTiers | None = None
+_hooks: HookPlan | None = None
 ''',
         why="Capture is requested per request; admission resolves it to a plan.",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of captured files, under the name that scripts import them by."""
+"""Readers of captured files, under the import name that scripts use."""
 
 from vllm.interop.activation_capture.analysis import (
     ActivationLoader,

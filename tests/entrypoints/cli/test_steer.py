@@ -193,7 +193,7 @@ def test_conversion_says_what_it_wrote(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "v.safetensors", tmp_path / "v.gguf"
-    said = Provenance(model="m", origin="by hand")
+    said = Provenance(model="m", origin="was edited")
     vector_set({(3, "post_block"): [3.0, 4.0], (5, "post_block"): [1, 0]}, said).save(
         source
     )

@@ -122,7 +122,7 @@ def test_tokens_are_generated(bridge, reference, tokens) -> None:
             {"intervene": {"blocks.0.hook_in": {"op": "set", "value": [1.0, 2.0]}}},
             "has 2 elements",
         ),
-        ({"use_cache": True}, "does not know it"),
+        ({"use_cache": True}, "unknown to this driver"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(bridge, tokens, arguments, message) -> None:

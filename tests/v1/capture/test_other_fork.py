@@ -44,6 +44,7 @@ def configured(*consumers: Any) -> CaptureConfig:
     args: Any = SimpleNamespace(
         capture_consumers=list(consumers),
         vllm_lens_api=False,
+        allow_remote_code_hooks=False,
         interp_engine_api=False,
         enable_readouts=False,
         readout_modules=None,

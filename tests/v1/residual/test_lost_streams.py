@@ -108,7 +108,7 @@ def test_an_infinite_vector_ends_its_request_and_changes_no_other(
         assert "layer 1 was finite" in reason(output)
     unchanged(engine, before)
     for output in engine.outputs(HOSTILE, **engine.hostile(2, LAYERS - 1)):
-        assert f"behind the attention of layer {LAYERS - 1}" in reason(output)
+        assert f"after the attention of layer {LAYERS - 1}" in reason(output)
     unchanged(engine, before)
 
 
@@ -175,4 +175,4 @@ def test_what_one_worker_does_not_hold_another_one_does() -> None:
         "NaN or infinity reached the attention of layer 1; what reached that of layer 0"
         " was finite"
     )
-    assert "behind the attention of layer 3" in lost_streams.describe([Met([3], [])])
+    assert "after the attention of layer 3" in lost_streams.describe([Met([3], [])])

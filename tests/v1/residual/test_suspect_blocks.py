@@ -14,7 +14,7 @@ NUM_BLOCKS = 6
 
 
 def request(name: str, steered: bool = False, embedded: bool = False) -> Any:
-    params = SimpleNamespace(_steering=object() if steered else None)
+    params = SimpleNamespace(_steering=object() if steered else None, _hooks=None)
     embeds = object() if embedded else None
     return SimpleNamespace(
         request_id=name, sampling_params=params, prompt_embeds=embeds

@@ -202,7 +202,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"value": float("nan")}, "finite"),
     ({"value": "much"}, "finite"),
     ({"mode": "multiply"}, "not one of"),
-    ({"only_if_active": 1}, "true or false"),
+    ({"only_if_active": 1}, "a boolean"),
     ({"scale": 2}, "goes with"),
     ({"sae": "topk"}, "depends on all 200"),
     ({"sae": "topk", "mode": "add", "only_if_active": True}, "depends on all 200"),

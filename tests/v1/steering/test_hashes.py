@@ -33,7 +33,7 @@ def tiers(seed: int, **operations: Any) -> SteeringTiers:
 
 
 def request(steering: SteeringTiers | None, num_prompt: int = 10) -> Any:
-    params = SimpleNamespace(_steering=steering)
+    params = SimpleNamespace(_steering=steering, _hooks=None)
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=num_prompt)
 
 

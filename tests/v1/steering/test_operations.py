@@ -278,7 +278,7 @@ def test_other_requests_of_the_batch_are_untouched(steered: Any) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"op": "multiply"}, "multiply"),
     ({"op": "clamp"}, "min or max"),
-    ({"op": "clamp", "min": 2, "max": 1}, "not above"),
+    ({"op": "clamp", "min": 2, "max": 1}, "not be above"),
     ({"op": "clamp", "max": float("nan")}, "finite"),
     ({"op": "clamp", "max": 1, "scale": 2}, "no scale"),
     ({"max": 1}, "clamp"),
@@ -286,13 +286,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"norm_match": 1}, "norm_match"),
     ({"norm_match": True, "vector": [0.0] * _models.HIDDEN}, "no direction"),
     ({"positions": []}, "not empty"),
-    ({"positions": [1.5]}, "whole number"),
+    ({"positions": [1.5]}, "an integer"),
     ({"positions": {"last": 0}}, "last"),
     ({"positions": "everything"}, "list"),
-    ({"positions": "last_generated"}, "not known before"),
+    ({"positions": "last_generated"}, "not known in advance"),
     ({"positions": {"ranges": [[5, 2]]}}, "first <= last"),
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
-    ({"op": "clamp", "value": 1, "min": 0}, "at once"),
+    ({"op": "clamp", "value": 1, "min": 0}, "both min and max"),
     ({"op": "clamp", "value": 1, "strength": "x"}, "finite"),
     ({"op": "replace", "alpha": "x"}, "finite"),
     ({"op": "replace", "mask": [2.0] * _models.HIDDEN}, "between 0 and 1"),
@@ -323,7 +323,7 @@ BAD_WHOLE: list[tuple[dict[str, Any], str]] = [
         "threshold",
     ),
     ({"op": "add"}, "vector is missing"),
-    ({"vector": V, "op": "project_out", "positions": [4000]}, "nothing is ever at"),
+    ({"vector": V, "op": "project_out", "positions": [4000]}, "no token is at"),
 ]
 
 
@@ -535,11 +535,11 @@ def test_several_modules_at_their_scales(steered: Any) -> None:
 BAD_MATRICES: list[tuple[dict[str, Any], str]] = [
     ({"positions": None}, "one for each of its 3 rows"),
     ({"positions": [1, 2]}, "2 positions for 3 rows"),
-    ({"positions": [1, 2, 2]}, "there twice"),
+    ({"positions": [1, 2, 2]}, "given twice"),
     ({"positions": "all"}, "one for each"),
     ({"positions": "all_prompt"}, "3 rows, and the prompt 13 tokens"),
     ({"positions": {"last": 4}}, "4 positions"),
-    ({"positions": [1, 2, 4000]}, "nothing is ever at 4000"),
+    ({"positions": [1, 2, 4000]}, "no token is at 4000"),
     ({"vector": V}, "leave one of them out"),
     ({"vectors": [[1.0]]}, "hidden size"),
     ({"vectors": ROWS[:3] * float("nan")}, "finite"),

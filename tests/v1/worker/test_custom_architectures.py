@@ -96,7 +96,7 @@ def test_a_plug_in_s_layers_that_are_not_understood_only_lack_the_features(
     message = str(raised.value)
     assert "the architecture StrangeForCausalLM is refused" in message
     assert "own_architectures.StrangeLayer: a For statement over" in message
-    assert "Hook points that it has: none" in message
+    assert "Its hook points are: none" in message
     llm = LLM(dtype="float32", **options)
     (output,) = llm.generate("Once", use_tqdm=False)
     assert output.outputs[0].token_ids

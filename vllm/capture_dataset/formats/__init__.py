@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How shards are written, by the name of the format.
+"""Writers of shards, by the name of the format.
 
-A writer gets a shard and a path in a folder aside, and writes one file or folder there.
-It is renamed once it is whole.
+A writer receives a shard and a path in a temporary folder, and writes one file or
+folder there. It is renamed when it is complete.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from vllm.capture_dataset.formats.zarr import write_zarr
 from vllm.capture_dataset.table import Shard
 
 Writer = Callable[[Shard, Path, dict[str, Any]], list[Path]]
-"""From a shard, a path without an ending, and the manifest's facts to what was written,
-the file or folder that stands for the shard first."""
+"""Takes a shard, a path without an extension, and the manifest's facts; returns what
+was written, first the file or folder that represents the shard."""
 
 WRITERS: dict[str, Writer] = {
     "parquet": write_parquet,

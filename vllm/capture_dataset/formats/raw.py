@@ -12,8 +12,9 @@ from vllm.capture_dataset.table import Captured, Shard
 
 
 def write_raw(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`default/shard-000-{number}`: `.bin`, `.json` and `.rows.parquet`."""
-    folder = path.parent / "default"  # The tag, as the consumer's readers expect one.
+    """Write `default/shard-000-{number}`: `.bin`, `.json` and `.rows.parquet`."""
+    # The folder is a tag, which the consumer's readers expect.
+    folder = path.parent / "default"
     folder.mkdir(exist_ok=True)
     path = folder / f"shard-000-{shard.number:06d}"
     written = path.with_suffix(".bin")
@@ -50,7 +51,7 @@ def write_raw(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
 
 
 def _request(item: Captured, shard: Shard, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a prompt, under the names of the consumer's sidecars."""
+    """The facts of a prompt, in the field names of the consumer's sidecars."""
     entry = item.prompt.entry
     return {
         "request_id": entry.prompt_id,

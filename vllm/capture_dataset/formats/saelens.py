@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of SAELens' cached activations; the consumer `arrow` owns the form.
+"""Shards of SAELens' cached activations, in the form that the consumer `arrow` defines.
 
 Rows of consecutive prompts fill the contexts; rows at the end of a shard that do not
-fill one are left out.
+fill a context are dropped.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm.v1.capture.consumers.arrow.saelens import contexts_of, hook_name
 
 
 def write_saelens(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.arrow`, an Arrow IPC stream, as the library `datasets` writes them."""
+    """Write `{path}.arrow`, an Arrow IPC stream as the library `datasets` writes it."""
     size = facts["context_size"]
     count = shard.num_rows // size * size
     ids = shard.columns["token_id"].to_numpy()[:count]

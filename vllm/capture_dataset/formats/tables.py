@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet and Arrow IPC: a row group or a record batch for each tap of a shard."""
+"""Parquet and Arrow IPC: one row group or record batch per tap of a shard."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ ROWS_PER_GROUP = 1 << 16
 
 
 def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.parquet`."""
+    """Write `{path}.parquet`."""
     path = path.with_suffix(".parquet")
     schema = _schema(shard, facts)
     beside = [name for name in schema.names if name != "values"]
@@ -22,7 +22,7 @@ def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]
         path,
         schema,
         compression=facts["compression"],
-        # Activations do not repeat: a dictionary would only cost time.
+        # Activations do not repeat, so a dictionary would cost time and save nothing.
         use_dictionary=beside,
         write_statistics=beside,
     ) as writer:
@@ -32,7 +32,7 @@ def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]
 
 
 def write_arrow(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.arrow`, an Arrow IPC file."""
+    """Write `{path}.arrow`, an Arrow IPC file."""
     path = path.with_suffix(".arrow")
     schema = _schema(shard, facts)
     compression = facts["compression"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors: a tensor for each tap, and the other columns beside them."""
+"""Safetensors: one tensor per tap, and the other columns in a second file."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ from vllm.capture_dataset.table import Shard
 
 
 def write_safetensors(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.safetensors` with tensors `{hook}.{layer}` `[rows, hidden_size]`.
+    """Write `{path}.safetensors` with tensors `{hook}.{layer}` `[rows, hidden_size]`.
 
-    Numeric columns are tensors `[rows]` too; `{path}.rows.parquet` has all columns, one
-    line for each row of every tensor.
+    Numeric columns are tensors `[rows]` too; `{path}.rows.parquet` has all columns,
+    with one line for each row of the tensors.
     """
     tensors = {f"{tap[1]}.{tap[0]}": shard.values(tap) for tap in shard.taps}
     for name in ("sample", "position", "is_prompt", "token_id"):
@@ -26,15 +26,15 @@ def write_safetensors(shard: Shard, path: Path, facts: dict[str, Any]) -> list[P
         tensors[name] = torch.from_numpy(column.copy())
     written = path.with_suffix(".safetensors")
     save_file(tensors, written, {"facts": json.dumps(facts)})
-    # save_file keeps others out, unlike every other format.
+    # save_file makes files readable by their owner only, unlike all other formats.
     written.chmod(0o644)
     return [written, write_columns(shard, path)]
 
 
 def write_columns(shard: Shard, path: Path) -> Path:
-    """`{path}.rows.parquet`: a line for the rows of all taps at a token.
+    """Write `{path}.rows.parquet`, with one line for the rows of all taps at a token.
 
-    What a readout has for each tap is in columns that end in `.{hook}.{layer}`.
+    Results that a readout has per tap are in columns that end in `.{hook}.{layer}`.
     """
     written = path.with_suffix(".rows.parquet")
     columns = dict(shard.columns)

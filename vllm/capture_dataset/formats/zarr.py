@@ -3,7 +3,7 @@
 
 The format is described at zarr-specs.readthedocs.io (version 2): `.zgroup`, `.zarray`
 and chunk files named by their indices. A shard is one group; arrays have one chunk per
-`ROWS_PER_CHUNK` rows, the last one filled up as the specification asks.
+`ROWS_PER_CHUNK` rows, the last one padded as the specification requires.
 """
 
 import json
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_zarr(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """`{path}.zarr` with arrays `{hook}/{layer}` `[rows, hidden_size]`.
+    """Write `{path}.zarr` with arrays `{hook}/{layer}` `[rows, hidden_size]`.
 
     Numeric columns are arrays `[rows]`; `{path}.rows.parquet` has all columns.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-activation-capture's variables, files and readers.
+"""The environment variables, files and readers of vllm-activation-capture.
 
-`VLLM_ACT_CAPTURE=1` adds a consumer that writes one `.npz` per sequence and layer.
-Installed as the package `vllm_capture` too, so that its scripts run unchanged.
+`VLLM_ACT_CAPTURE=1` adds a consumer that writes one `.npz` per sequence and layer. The
+package `vllm_capture` is installed too, so that scripts run unchanged.
 """

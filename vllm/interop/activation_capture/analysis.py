@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the files, with the names that vllm-activation-capture has for them.
+"""Readers of the files, with vllm-activation-capture's function names.
 
-Arrays are numpy's; with `device` given to `ActivationLoader` they are tensors there.
+Arrays are numpy arrays, or tensors if `device` is passed to `ActivationLoader`.
 """
 
 import json
@@ -22,7 +22,7 @@ METRICS = ("cosine", "l2", "correlation")
 
 
 def load_activation_manifest(manifest_path: str | Path) -> dict[str, Any]:
-    """A manifest that a script has saved as JSON."""
+    """Load a manifest that a script has saved as JSON."""
     manifest: dict[str, Any] = json.loads(Path(manifest_path).read_text())
     return manifest
 
@@ -30,7 +30,7 @@ def load_activation_manifest(manifest_path: str | Path) -> dict[str, Any]:
 def load_activation_file(
     npz_path: str | Path, return_torch: bool = False, device: str | None = None
 ) -> dict[str, Any]:
-    """The arrays of one file: `q`, `scale`, `zero`, or with `indices` and `values`."""
+    """Load one file's arrays: `q`, `scale`, `zero`, or with `indices` and `values`."""
     with np.load(npz_path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     if not return_torch:
@@ -44,17 +44,18 @@ def reconstruct_activations(
     hidden_size: int | None = None,
     rp_seed: int = 12345,
 ) -> Values:
-    """The coordinates `[tokens, K]` of a file's arrays, float32.
+    """Decode a file's arrays to coordinates `[tokens, K]`, float32.
 
     Args:
-        compressed_data: what `load_activation_file` gave.
-        mode: not needed: the arrays say it.
-        hidden_size: the model's; then rows `[tokens, hidden_size]` are returned. Of
-            `rp8` these are projections onto the subspace. `topk8` needs it.
-        rp_seed: what `VLLM_ACT_RP_SEED` was.
+        compressed_data: the result of `load_activation_file`.
+        mode: ignored; the arrays determine the mode.
+        hidden_size: the model's hidden size; if given, rows `[tokens, hidden_size]` are
+            returned. For `rp8` these are projections onto the subspace. `topk8` needs
+            it.
+        rp_seed: the value of `VLLM_ACT_RP_SEED`.
 
     Raises:
-        ValueError: `topk8` without `hidden_size`.
+        ValueError: the file is `topk8` and `hidden_size` is missing.
 
     """
     del mode
@@ -81,10 +82,10 @@ def load_sequence_activations(
     return_torch: bool = False,
     device: str | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Layer -> arrays of one sequence.
+    """Load the arrays of one sequence, by layer.
 
     Raises:
-        FileNotFoundError: there is no such request.
+        FileNotFoundError: the request has no files.
 
     """
     return {
@@ -95,13 +96,14 @@ def load_sequence_activations(
 
 
 class ActivationLoader:
-    """Reads the folder that `VLLM_ACT_OUTDIR` named.
+    """Reads the folder in `VLLM_ACT_OUTDIR`.
 
     Args:
-        output_dir: that folder.
-        mode: `rp8`, `full8` or `topk8`; not needed, as files say it.
-        device: where tensors are put; None gives numpy arrays.
-        hidden_size: the model's; then activations are reconstructed in its space.
+        output_dir: the folder.
+        mode: ignored; files contain their mode (`rp8`, `full8` or `topk8`).
+        device: device of returned tensors; None returns numpy arrays.
+        hidden_size: the model's hidden size; if given, activations are reconstructed in
+            its space.
 
     """
 
@@ -118,17 +120,17 @@ class ActivationLoader:
         self.hidden_size = hidden_size
 
     def list_requests(self) -> list[str]:
-        """Requests that have files, by name."""
+        """Names of the requests with files."""
         folders = self.output_dir.glob("req_*")
         return sorted(folder.name for folder in folders if folder.is_dir())
 
     def load_request(
         self, request_id: str, reconstruct: bool = False
     ) -> dict[int, dict[int, Any]]:
-        """`{sequence: {layer: arrays}}`, or values where `reconstruct` is true.
+        """Load `{sequence: {layer: arrays}}`, or values if `reconstruct` is true.
 
         Raises:
-            FileNotFoundError: there is no such request.
+            FileNotFoundError: the request has no files.
 
         """
         sequences: dict[int, dict[int, Any]] = {}
@@ -144,15 +146,15 @@ class ActivationLoader:
     def compute_similarity(
         self, acts1: Values, acts2: Values, metric: str = "cosine"
     ) -> float:
-        """How alike two arrays of one size are, over all their values.
+        """The similarity of two arrays of one size, over all their values.
 
         Args:
-            acts1: of any shape.
-            acts2: likewise.
-            metric: `cosine`; `l2`, the negative distance; `correlation`, Pearson's.
+            acts1: an array of any shape.
+            acts2: an array of the same size.
+            metric: `cosine`; `l2`, the negative distance; or `correlation`, Pearson's.
 
         Raises:
-            ValueError: there is no such metric, or the sizes differ.
+            ValueError: the metric is unknown, or the sizes differ.
 
         """
         one, other = _numpy(acts1).ravel(), _numpy(acts2).ravel()
@@ -171,22 +173,23 @@ class ActivationLoader:
     def create_token_timeline(
         self, sequence_activations: Mapping[int, Any], layer: int = 0
     ) -> Values:
-        """The values `[tokens, K]` of a layer, a row per token.
+        """The values `[tokens, K]` of a layer, one row per token.
 
         Raises:
-            ValueError: the sequence has no such layer.
+            ValueError: the sequence does not have this layer.
 
         """
         if layer not in sequence_activations:
             raise ValueError(
-                f"layer {layer} is not there; there are {sorted(sequence_activations)}"
+                f"layer {layer} is missing; the layers are "
+                f"{sorted(sequence_activations)}"
             )
         return self._values(sequence_activations[layer])
 
     def compute_layer_statistics(
         self, sequence_activations: Mapping[int, Any]
     ) -> dict[int, dict[str, float]]:
-        """Layer -> `mean`, `std`, `min`, `max` and `norm` over all its values."""
+        """`mean`, `std`, `min`, `max` and `norm` over all values, by layer."""
         return {
             layer: _statistics(_numpy(self._values(data)))
             for layer, data in sequence_activations.items()
@@ -205,16 +208,16 @@ def quick_load(
     layer: int = 0,
     reconstruct: bool = True,
 ) -> Any:
-    """A layer of a request's first sequence.
+    """Load one layer of a request's first sequence.
 
     Args:
-        output_dir: what `VLLM_ACT_OUTDIR` named.
-        request_id: None is the first request by name.
-        layer: which layer.
+        output_dir: the folder in `VLLM_ACT_OUTDIR`.
+        request_id: the request's name; None for the first one.
+        layer: the layer's index.
         reconstruct: whether to return values `[tokens, K]` rather than the arrays.
 
     Raises:
-        ValueError: there is no request, or it has no such layer.
+        ValueError: there is no request, or it does not have this layer.
 
     """
     loader = ActivationLoader(output_dir)
@@ -224,7 +227,7 @@ def quick_load(
     sequences = loader.load_request(names[0])
     layers = sequences[min(sequences)] if sequences else {}
     if layer not in layers:
-        raise ValueError(f"layer {layer} is not there; there are {sorted(layers)}")
+        raise ValueError(f"layer {layer} is missing; the layers are {sorted(layers)}")
     return loader.create_token_timeline(layers, layer) if reconstruct else layers[layer]
 
 
@@ -235,15 +238,15 @@ def compare_tokens(
     token_idx2: int = 0,
     metric: str = "cosine",
 ) -> float:
-    """`compute_similarity` of one row of each `[tokens, K]`.
+    """The similarity of one row of each array `[tokens, K]`; see `compute_similarity`.
 
     Raises:
-        ValueError: they have other than two dimensions.
+        ValueError: an array does not have two dimensions.
 
     """
     if len(acts1.shape) != 2 or len(acts2.shape) != 2:
         raise ValueError(
-            f"need [tokens, K] twice, got {list(acts1.shape)}, {list(acts2.shape)}"
+            f"two [tokens, K] needed, got {list(acts1.shape)}, {list(acts2.shape)}"
         )
     loader = ActivationLoader(".")
     return loader.compute_similarity(acts1[token_idx1], acts2[token_idx2], metric)

@@ -35,11 +35,11 @@ _WRITE_BYTES = 32 << 20
 
 
 class ActivationFilesConsumer(StorageSink):
-    """Writes what leaves every layer, at all positions, of every request.
+    """Writes the output of every layer, at all positions, of every request.
 
-    Files are `{root}/req_{id}/seq{S}_layer{L}_rank0.npz`, S being the sample's index;
-    the stream is whole on the first rank of those that share a layer. The result's
-    payload is the manifest, or None where `return_mode` is `none`.
+    Files are `{root}/req_{id}/seq{S}_layer{L}_rank0.npz` for sample S and layer L; of
+    the ranks that share a layer, the first writes the whole stream. The result's
+    payload is the manifest, or None if `return_mode` is `none`.
     """
 
     reads_client_spec: ClassVar[bool] = False
@@ -57,12 +57,12 @@ class ActivationFilesConsumer(StorageSink):
         super().__init__(NAME, self._files.root, limits, self._files)
 
     def global_capture_spec(self) -> CaptureSpec | None:
-        """All positions of every layer."""
+        """Capture all positions of every layer."""
         return self._spec
 
 
 class _Files:
-    """Writes the files of requests that have ended."""
+    """Writes the files of finished requests."""
 
     def __init__(
         self, root: Path, encoding: Encoding, return_mode: str, world_size: int
@@ -74,10 +74,11 @@ class _Files:
 
     @classmethod
     def parse(cls, raw: dict[str, Any], config: "VllmConfig | None") -> "_Files":
-        """From parameters that `variables.consumer_of` made.
+        """Parse parameters that `variables.consumer_of` created.
 
         Raises:
-            CaptureValidationError: names the parameter, the value, the remedy.
+            CaptureValidationError: the message names the parameter, the value and the
+                remedy.
 
         """
         numbers = ("rp_k", "topk_k", "hidden_size")
@@ -103,7 +104,7 @@ class _Files:
                 raise options.wrong(
                     "root",
                     raw["root"],
-                    f"the model has {stages} pipeline stages, and a manifest is of "
+                    f"the model has {stages} pipeline stages, and a manifest covers "
                     "one; use --capture-consumers filesystem:root=DIR instead",
                 )
         chosen = {n: values[n] for n in Encoding.__slots__ if n in values}
@@ -112,7 +113,7 @@ class _Files:
         return cls(values["root"], encoding, returned, world_size)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write a file per layer; the manifest is the first key's payload."""
+        """Write one file per layer; the manifest is the payload of the first key."""
         finalizes = request.writable()
         if not finalizes:
             request.settle(())
@@ -131,14 +132,14 @@ class _Files:
             else:
                 layers[str(finalize.key[1])] = layer
                 results.append(CaptureResult(finalize.key, "ok"))
-            if request.settled.is_set():  # given up: it took too long
+            if request.settled.is_set():  # abandoned, because it took too long
                 return
         if self._return_mode != "none":
             results[0].payload = self._manifest(sidecar, name, folder, layers)
         request.settle(results)
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Nothing waits: each request is written at once."""
+        """Return no tasks, because each request is written at once."""
         return ()
 
     def _write(
@@ -195,9 +196,9 @@ class _Files:
 
 
 def folder_name(sidecar: dict[str, Any]) -> str:
-    """`req_` and the request's internal id, which all its samples share."""
+    """`req_` and the request's internal id, which all of its samples share."""
     request_id = str(sidecar["vllm_internal_request_id"])
     if sidecar["num_samples"] > 1:
-        # Upstream puts a sample's index before the id of its request.
+        # Upstream prefixes a sample's index to the id of its request.
         request_id = request_id.removeprefix(f"{sidecar['sample_index']}_")
     return path_part(f"req_{request_id}"[:200], f"{WHERE}.request_id")

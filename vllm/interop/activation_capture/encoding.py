@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as vllm-activation-capture keeps them: coordinates of 8 bits.
+"""The row encodings of vllm-activation-capture: coordinates of 8 bits.
 
 `rp8`    q [n, K] uint8, coordinates in a random subspace of K dimensions
 `full8`  q [n, H] uint8
 `topk8`  indices [n, K], values [n, K] uint8: the K largest magnitudes of each row
 
-A value is `(q - zero) * scale` in float32. Scale and zero are `[1, K]` with a scale
-per dimension and `[n, 1]` with one per row; of `topk8` they are always per row.
+A value is `(q - zero) * scale` in float32. Scale and zero are `[1, K]` with one scale
+per dimension and `[n, 1]` with one per row; for `topk8` they are always per row.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How rows are encoded."""
+    """The encoding of rows, with its parameters."""
 
     mode: str
     rp_k: int = 256
@@ -31,7 +31,7 @@ class Encoding:
     per_dim_scale: bool = True
 
     def encode(self, rows: torch.Tensor) -> dict[str, Array]:
-        """The arrays that stand for rows `[n, H]` of any float dtype."""
+        """Encode rows `[n, H]` of any float dtype to arrays."""
         values: Array = rows.to(torch.float32).numpy()
         if self.mode == "topk8":
             return _topk(values, min(self.topk_k, values.shape[1]))
@@ -44,7 +44,7 @@ class Encoding:
         return {"q": q, "scale": scale, "zero": zero}
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says under `compression`."""
+        """The entry `compression` of the manifest."""
         return {
             "rp_k": self.rp_k if self.mode == "rp8" else None,
             "rp_seed": self.rp_seed if self.mode == "rp8" else None,
@@ -55,9 +55,9 @@ class Encoding:
 
 
 def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
-    """`(q, scale, zero)` with one scale for all values along `axis`.
+    """Quantize to `(q, scale, zero)` with one scale for all values along `axis`.
 
-    A row or dimension that is not finite becomes NaN: its scale is.
+    A row or dimension that is not finite becomes NaN through its scale.
     """
     if not values.size:
         shape = [1 if n == axis else size for n, size in enumerate(values.shape)]
@@ -65,7 +65,7 @@ def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
     low = values.min(axis=axis, keepdims=True).astype(np.float64)
     high = values.max(axis=axis, keepdims=True).astype(np.float64)
     scale = (high - low) / 255
-    # All values are one: it is (0 - zero) * scale.
+    # All values are equal: the value is (0 - zero) * scale.
     scale = np.where(scale > 0, scale, np.maximum(np.abs(low), 1.0))
     scale = scale.astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -77,14 +77,14 @@ def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
 
 
 def dequantize(arrays: dict[str, Array]) -> Array:
-    """The coordinates `[n, K]`, float32; of `topk8` the values that were kept."""
+    """Decode coordinates `[n, K]`, float32; for `topk8` the retained values."""
     q = arrays["q"] if "q" in arrays else arrays["values"]
     restored: Array = (q.astype(np.float32) - arrays["zero"]) * arrays["scale"]
     return restored
 
 
 def restore(arrays: dict[str, Array], hidden_size: int, rp_seed: int) -> Array:
-    """Rows `[n, hidden_size]` in the model's own space, as far as they were kept."""
+    """Decode rows `[n, hidden_size]` in the model's space, as far as retained."""
     values = dequantize(arrays)
     if "indices" in arrays:
         rows = np.zeros((len(values), hidden_size), np.float32)

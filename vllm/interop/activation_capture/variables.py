@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the environment variables of vllm-activation-capture to a consumer."""
+"""Converts vllm-activation-capture's environment variables to a consumer."""
 
 import tempfile
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.capture.errors import CaptureValidationError
 
 NAME = "activation_capture"
-"""The consumer's entry point, and the name of its result."""
+"""The consumer's entry point, and the name of its result in responses."""
 
 SWITCH = "VLLM_ACT_CAPTURE"
 MODES = ("rp8", "full8", "topk8")
@@ -17,7 +17,7 @@ RETURNS = {
     "none": "none",
     "metadata": "metadata",
     "compressed": "compressed",
-    # The stream is whole on every rank, so shards and what is gathered are one.
+    # The stream is whole on every rank, so sharded and gathered files are the same.
     "sharded": "metadata",
     "gathered": "metadata",
 }
@@ -45,12 +45,13 @@ _KNOWN = frozenset(
 
 
 def consumer_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The consumer that the variables ask for, as `capture_consumers` takes it.
+    """The consumer that the variables ask for, in the form of `capture_consumers`.
 
-    None where `VLLM_ACT_CAPTURE` is off or not set.
+    None if `VLLM_ACT_CAPTURE` is off or not set.
 
     Raises:
-        CaptureValidationError: names the variable, its value and the remedy.
+        CaptureValidationError: the message names the variable, its value and the
+            remedy.
 
     """
     if not _flag(environment, SWITCH, "0"):
@@ -100,7 +101,7 @@ def _whole(
 ) -> int:
     text = environment.get(name) or str(default)
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise _wrong(name, text, f"it must be a whole number from {least}")
+        raise _wrong(name, text, f"it must be an integer of at least {least}")
     return int(text)
 
 
@@ -114,7 +115,7 @@ def _flag(environment: Mapping[str, str], name: str, default: str) -> bool:
 def _only(environment: Mapping[str, str], name: str, value: str, remedy: str) -> None:
     given = environment.get(name) or value
     if given != value:
-        raise _wrong(name, given, f"{remedy}; {value!r} is all there is")
+        raise _wrong(name, given, f"{remedy}; only {value!r} is supported")
 
 
 def _wrong(name: str, value: str, remedy: str) -> CaptureValidationError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of a response as `ModelOutput.metadata` has them.
+"""The activations of a response, in the form of `ModelOutput.metadata`.
 
-They are there for scorers and never in a log: Inspect writes null for values of
-classes that it does not know.
+They are available to scorers and are never written to a log: Inspect writes null for
+values of unknown classes.
 """
 
 import base64
@@ -25,11 +25,11 @@ KINDS = {
     "v": "v",
     "z": "z",
 }
-"""Our hook points by the kinds that TransformerLens' providers name."""
+"""Our hook points, by the kinds that TransformerLens' providers use."""
 
 
 class TensorPayload(Mapping[str, Any]):
-    """A tensor as `{"data": base64, "dtype", "shape"}`, encoded when it is read."""
+    """A tensor as `{"data": base64, "dtype", "shape"}`, encoded on access."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -55,15 +55,15 @@ class TensorPayload(Mapping[str, Any]):
 def activations_of(
     response: Mapping[str, Any], layers: Sequence[int] | None
 ) -> dict[str, Any]:
-    """The activations of a response's JSON.
+    """Extract the activations from a response's JSON.
 
     Args:
-        response: with `activations` or rows in `capture_results`, or neither.
-        layers: which layers `output_residual_stream` named, ascending; None is all.
+        response: has `activations`, rows in `capture_results`, or neither.
+        layers: the layers that `output_residual_stream` named, ascending; None for all.
 
     Returns:
-        `residual_stream` `[layers, tokens, hidden_size]` where there is one, and
-        `"<layer>:<kind>"` -> `TensorPayload`.
+        `residual_stream` `[layers, tokens, hidden_size]` if there is one, and a
+        `TensorPayload` for each `"<layer>:<kind>"`.
 
     """
     found: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def activations_of(
 
 
 def without_rows(capture_results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results by instance, without payloads that are rows."""
+    """The results by instance, without payloads of rows."""
     return {
         name: {
             key: value

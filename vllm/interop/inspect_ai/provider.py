@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers, over Inspect's own one for vLLM."""
+"""The model providers, based on Inspect's provider for vLLM."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from vllm.interop.inspect_ai.activations import activations_of, without_rows
 from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
 
 CLIENT_SECONDS = 3600.0
-"""How long a request may take, unless `client_timeout` says otherwise."""
+"""Timeout of a request in seconds, unless `client_timeout` is given."""
 
 TAKEN = ("activations", "hook_results", "prompt_token_ids", "capture_results")
-"""Fields of a response that go to the output's metadata and not to the log."""
+"""Response fields that go to the output's metadata and not to the log."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """What one call of `generate` sends and takes beside what Inspect logs."""
+    """The data of one call of `generate` that Inspect does not log."""
 
     body: dict[str, Any] = field(default_factory=dict)
     layers: list[int] | None = None
@@ -36,7 +36,7 @@ class LensAPI(VLLMAPI):
     """`vllm-lens/MODEL`: starts, or connects to, a server with `--vllm-lens-api`.
 
     `GenerateConfig.extra_body["extra_args"]` has vllm-lens' keys; other keys of
-    `extra_body` are fields of the request, such as `capture` and `readouts`.
+    `extra_body` are request fields, such as `capture` and `readouts`.
     """
 
     server_defaults: ClassVar[dict[str, Any]] = {"vllm_lens_api": True}
@@ -51,7 +51,7 @@ class LensAPI(VLLMAPI):
         client_timeout: float | None = CLIENT_SECONDS,
         **server_args: Any,
     ) -> None:
-        """As Inspect's provider `vllm`; `server_args` are options of `vllm serve`."""
+        """Create the provider; `server_args` are options of `vllm serve`."""
         super().__init__(
             model_name,
             base_url=base_url,
@@ -69,7 +69,7 @@ class LensAPI(VLLMAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """Generate; the output's metadata has what the response has beside text."""
+        """Generate; the output's metadata has activations and readouts."""
         call = _Call()
         token = _CALL.set(call)
         try:
@@ -82,7 +82,7 @@ class LensAPI(VLLMAPI):
         return answer
 
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
-        """The request as a log has it; what it leaves out is sent all the same."""
+        """The request in the form that is logged; omitted values are still sent."""
         params: dict[str, Any] = super().completion_params(config, tools)
         extra = params.get("extra_body") or {}
         call = _CALL.get()
@@ -103,10 +103,10 @@ class LensAPI(VLLMAPI):
 
 
 class ClearboxAPI(LensAPI):
-    """`clearbox/MODEL`: the same, with rows in responses and readouts.
+    """`clearbox/MODEL`: like `vllm-lens/MODEL`, with rows in responses and readouts.
 
-    `extra_body` has `capture`, `steering_vectors`, `readouts` and the like, besides
-    what `vllm-lens/MODEL` takes.
+    `extra_body` may have `capture`, `steering_vectors`, `readouts` and similar fields,
+    in addition to those of `vllm-lens/MODEL`.
     """
 
     server_defaults: ClassVar[dict[str, Any]] = {
@@ -117,7 +117,7 @@ class ClearboxAPI(LensAPI):
 
 
 def _taken(completion: Any, layers: list[int] | None) -> dict[str, Any]:
-    """What goes to the metadata; it is taken out of the completion."""
+    """Move the fields for the metadata out of the completion."""
     extra = completion.__pydantic_extra__ or {}
     response = {name: extra.pop(name) for name in TAKEN if name in extra}
     found: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From `GenerateConfig.extra_body` to the body of a request."""
+"""Converts `GenerateConfig.extra_body` to the body of a request."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 
 ARGS = "extra_args"
 SHOWN = 60
-"""Characters of a value that a log may have."""
+"""Most characters of a value in a log."""
 
 
 def body_of(extra_body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that travel: `extra_args` become `vllm_xargs`, tensors become JSON.
+    """The request's fields: `extra_args` become `vllm_xargs`, tensors become JSON.
 
-    `return_token_ids` is always on. A `lora_request` is not among them: its name is
-    the request's model, see `lora_name`.
+    `return_token_ids` is always set. A `lora_request` is not included: its name is the
+    request's model, see `lora_name`.
     """
     body = {k: v for k, v in extra_body.items() if k not in (ARGS, "lora_request")}
     args = {**(body.pop("vllm_xargs", None) or {}), **(extra_body.get(ARGS) or {})}
@@ -25,14 +25,14 @@ def body_of(extra_body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lora_name(extra_body: Mapping[str, Any]) -> str | None:
-    """The adapter that a request names, which a server knows as a model."""
+    """The adapter that a request names, which is a model name on a server."""
     given = extra_body.get("lora_request")
     name = given.get("lora_name") if isinstance(given, Mapping) else None
     return None if name is None else str(name)
 
 
 def layers_of(extra_body: Mapping[str, Any]) -> list[int] | None:
-    """Which layers `output_residual_stream` names, ascending; None is all."""
+    """The layers that `output_residual_stream` names, ascending; None for all."""
     wanted = None
     for name in ("vllm_xargs", ARGS):
         wanted = (extra_body.get(name) or {}).get("output_residual_stream", wanted)
@@ -40,22 +40,22 @@ def layers_of(extra_body: Mapping[str, Any]) -> list[int] | None:
         try:
             wanted = json.loads(wanted)
         except ValueError:
-            return None  # the server says what is wrong with it
+            return None  # the server reports the error
     return sorted(set(wanted)) if isinstance(wanted, list) else None
 
 
 def shown(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body as a log has it: long lists and texts are named by their size."""
+    """The body for a log: long lists and texts are replaced by their size."""
     return {name: _short(value) for name, value in body.items()}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; tensors and arrays become lists."""
+    """Convert a value to JSON types; tensors and arrays become lists."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
-    if hasattr(value, "model_dump"):  # a SteeringVector, ours or vllm-lens' own
+    if hasattr(value, "model_dump"):  # a SteeringVector, ours or vllm-lens'
         return plain(value.model_dump())
     if hasattr(value, "tolist"):  # an array or a tensor
         return value.tolist()
@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """`vllm_xargs` has texts, numbers and lists of these: the rest is JSON text."""
+    """Convert a value for `vllm_xargs`: text, number or list, else JSON text."""
     value = plain(value)
     return json.dumps(value) if isinstance(value, (bool, list, dict)) else value
 

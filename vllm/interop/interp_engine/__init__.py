@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""interp-engine's `EngineAPI` over an engine here, and its server's routes.
+"""interp-engine's `EngineAPI` on a Clearbox engine, and its server's routes.
 
 The interface is that of interp-engine 1.14, `api.py` and `server/schemas.py`.
 """

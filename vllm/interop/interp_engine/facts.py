@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a served model is and can serve: no forward pass is needed for it."""
+"""Facts about a served model, which need no forward pass."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class ModelFacts:
     """Properties of a model, its tokenizer, and its hook points.
 
     Args:
-        config: the engine's.
+        config: the engine's configuration.
         tokenizer: a Hugging Face tokenizer.
 
     """
@@ -34,7 +34,7 @@ class ModelFacts:
 
     @property
     def n_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return int(self.config.model_config.get_total_num_hidden_layers())
 
     @property
@@ -44,12 +44,12 @@ class ModelFacts:
 
     @property
     def n_heads(self) -> int:
-        """Query heads of the whole model."""
+        """Number of query heads of the whole model."""
         return int(self.config.model_config.model_arch_config.total_num_attention_heads)
 
     @property
     def n_kv_heads(self) -> int:
-        """Key and value heads of the whole model."""
+        """Number of key and value heads of the whole model."""
         return int(self.config.model_config.get_total_num_kv_heads())
 
     @property
@@ -59,12 +59,12 @@ class ModelFacts:
 
     @property
     def default_prepend_bos(self) -> bool:
-        """Whether `to_tokens` begins with BOS unless told otherwise."""
+        """Whether `to_tokens` begins with BOS by default."""
         return self.tokenizer.bos_token_id is not None
 
     @property
     def tokenizer_prepends_bos(self) -> bool:
-        """Whether the tokenizer itself puts BOS in front."""
+        """Whether the tokenizer itself prepends BOS."""
         ids = self.tokenizer("a")["input_ids"]
         return bool(ids) and ids[0] == self.tokenizer.bos_token_id
 
@@ -77,12 +77,12 @@ class ModelFacts:
         return torch.tensor([ids], dtype=torch.int64)
 
     def to_str_tokens(self, tokens: Any) -> list[str]:
-        """Each token's text."""
+        """The text of each token."""
         ids = torch.as_tensor(tokens).flatten().tolist()
         return [self.tokenizer.decode([one]) for one in ids]
 
     def describe(self) -> EngineDescription:
-        """What can be served, without a forward pass."""
+        """What can be served, determined without a forward pass."""
         points = self.config.capture_config.hook_points or {}
         names = sorted(
             {NAMES.get(name, name) for own in points.values() for name in own}
@@ -105,7 +105,7 @@ class ModelFacts:
         )
 
     def refuses(self, point: Any, layer: int | None = None) -> str | None:
-        """Why a point cannot be read; None if it can."""
+        """The reason why a point cannot be read; None if it can."""
         try:
             at, hook = tap_of(point, layer)
         except ValueError as error:
@@ -129,7 +129,7 @@ class ModelFacts:
         top_p: float | None = None,
         presence_penalty: float | None = None,
     ) -> SamplingSettings:
-        """Each knob as given, else as the checkpoint recommends, else neutral."""
+        """Each setting as given, else as the checkpoint recommends, else neutral."""
         recommended = self.config.model_config.get_diff_sampling_param()
         k = top_k if top_k is not None else recommended.get("top_k")
         p = top_p if top_p is not None else recommended.get("top_p")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lenses at every position, as steps come out of an engine."""
+"""Reads lenses at every position, as an engine's steps arrive."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.interop.interp_engine.model import ServedModel
 
 Part = tuple[str, int]
-"""A readout's name, and which of its taps."""
+"""A readout's name, and the index of one of its taps."""
 
 
 async def read_lenses(
@@ -25,9 +25,10 @@ async def read_lenses(
     skip_before: int,
     params: SamplingParams,
 ) -> AsyncIterator[LensStep]:
-    """One step per position from `skip_before` on; `params` generates one token more.
+    """Yield a step per position from `skip_before`.
 
-    A stop token ends it after its own step.
+    `params` must generate one token more than is read. A stop token ends the iteration
+    after its own step.
     """
     wanted = max(params.max_tokens or 1, 1) - 1
     first = min(max(skip_before, 0), len(prompt))
@@ -57,7 +58,7 @@ def _readouts(
     top_n: int,
     vectors: Mapping[str, Any] | None,
 ) -> tuple[dict[str, dict[str, Any]], list[list[Part]]]:
-    """The readouts, and per lens where each of its layers is found in them."""
+    """The readouts, and for each lens the places of its layers' results in them."""
     from vllm.interop.interp_engine.model import jacobian_module
 
     readouts: dict[str, dict[str, Any]] = {}
@@ -78,11 +79,12 @@ def _readouts(
             translated = layer in maps
             if translated and at != layer:
                 raise ValueError(
-                    f"layer {layer} is steered where it is read, and a Jacobian goes "
-                    "with its own layer: steer at another point"
+                    f"layer {layer} is steered where it is read, and a Jacobian "
+                    "belongs "
+                    "to its own layer: steer at another point"
                 )
             module = jacobian_module(lens.jacobian_set) if translated else ""
-            # A readout per hook point and map; layers of several lenses share it.
+            # One readout per hook point and map; layers of several lenses share it.
             key = f"{hook}/{module}"
             spec = readouts.setdefault(
                 key, {"kind": "lens", "hook": hook, "top_k": top_n, "layers": []}
@@ -97,7 +99,7 @@ def _readouts(
 
 
 def _news(found: Mapping[str, Any], shown: int) -> list[int]:
-    """Positions from `shown` on that all readouts have."""
+    """Positions from `shown` on for which all readouts are there."""
     if not found:
         return []
     for result in found.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""interp-engine's `EngineAPI` over an `AsyncLLM`."""
+"""interp-engine's `EngineAPI` on an `AsyncLLM`."""
 
 import asyncio
 import tempfile
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 ENGINE: dict[str, Any] = {"interp_engine_api": True}
-"""What the engine must be started with, as `AsyncEngineArgs` takes it."""
+"""Required engine arguments, in the form of `AsyncEngineArgs`."""
 
 DIRECTIONS_AT_ONCE = 4096
-"""Vectors that one readout may have."""
+"""Most vectors of one readout."""
 
 
 class ServedModel(ModelFacts):
-    """A model that an engine serves, with the methods that interp-engine's have.
+    """A model served by an engine, with the methods of interp-engine's models.
 
     Args:
-        engine: started with `interp_engine_api=True`, or with the consumer `inline`,
-            `enable_steering` and `enable_readouts`.
+        engine: an engine started with `interp_engine_api=True`, or with the consumer
+            `inline`, `enable_steering` and `enable_readouts`.
 
     Raises:
-        ValueError: if the engine lacks what the methods need.
+        ValueError: the engine lacks a feature that the methods need.
 
     """
 
@@ -61,11 +61,11 @@ class ServedModel(ModelFacts):
         super().__init__(config, engine.get_tokenizer())
         self.engine = engine
         self.jacobians: dict[str, list[int]] = {}
-        """Layers by name of a set that `set_lens_jacobians` has installed."""
+        """Layers of each set that `set_lens_jacobians` has installed, by name."""
 
     @classmethod
     def load(cls, model: str, **options: Any) -> "ServedModel":
-        """Start an engine; options are those of `AsyncEngineArgs`."""
+        """Start an engine; options are arguments of `AsyncEngineArgs`."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -81,12 +81,12 @@ class ServedModel(ModelFacts):
         detach: bool = True,
         rows: Sequence[int] | None = None,
     ) -> dict[Any, torch.Tensor]:
-        """Rows of a prompt: `[tokens, width]` by address, in the model's dtype.
+        """Rows of a prompt `[tokens, width]` by address, in the model's dtype.
 
-        With steering, those behind it. `rows` names prompt positions.
+        Steered rows are those after the steering. `rows` selects prompt positions.
 
         Raises:
-            ValueError: names what cannot be carried out.
+            ValueError: an argument is unsupported; the message names it.
 
         """
         if not detach:
@@ -120,10 +120,10 @@ class ServedModel(ModelFacts):
     ) -> list[torch.Tensor]:
         """Products of a prompt's rows with directions, `[tokens, k]` float32 per set.
 
-        They are computed where the rows are.
+        They are computed on the workers.
 
         Raises:
-            ValueError: names what cannot be carried out.
+            ValueError: an argument is unsupported; the message names it.
 
         """
         vectors = vectors_of(steering_spec, self.d_model)
@@ -149,7 +149,7 @@ class ServedModel(ModelFacts):
         return [torch.cat(parts, dim=1) for parts in values]
 
     def _probes(self, number: int, one: Any, vectors: Any) -> dict[str, Any]:
-        """The readouts of one set of directions, by `<set>.<first row>`."""
+        """The readouts of one set of directions, by name `<set>.<first row>`."""
         matrix = decode_tensor(one.vectors)
         if matrix.dim() != 2:
             raise ValueError(
@@ -178,7 +178,8 @@ class ServedModel(ModelFacts):
         """The unembedding's rows of tokens, `[tokens, d_model]`, in its own dtype.
 
         Raises:
-            ValueError: the model keeps none, or a token is not in the vocabulary.
+            ValueError: the model has no unembedding, or a token is not in the
+                vocabulary.
 
         """
         tokens = [int(one) for one in token_ids]
@@ -195,10 +196,10 @@ class ServedModel(ModelFacts):
     ) -> torch.Tensor:
         """Logits `[rows, vocabulary]` of rows `[rows, d_model]`, float32.
 
-        By the model's own final norm and head.
+        They are computed by the model's own final norm and head.
 
         Raises:
-            ValueError: of another shape, or the model has no such head.
+            ValueError: the shape is wrong, or the model has no such head.
 
         """
         if not detach:
@@ -217,7 +218,7 @@ class ServedModel(ModelFacts):
         """Install a map `[d_model, d_model]` per layer; None removes the set.
 
         Returns:
-            The bytes that a rank holds.
+            Number of bytes that each rank holds.
 
         """
         module = jacobian_module(name)
@@ -253,19 +254,19 @@ class ServedModel(ModelFacts):
         softcap: float | None = None,
         steering_spec: Any = None,
     ) -> AsyncIterator[LensStep]:
-        """Read lenses at every position of a prompt and of what is generated.
+        """Read lenses at every position of a prompt and of the generated text.
 
-        `softcap` is the model's own here, whatever is given.
+        The model's own softcap is used, whatever `softcap` is.
 
         Raises:
-            ValueError: names the argument that cannot be carried out.
+            ValueError: an argument is unsupported; the message names it.
 
         """
         del softcap
         if word_mask is not None:
             raise ValueError(
-                "word_mask: all tokens are ranked here; ask for a larger top_n and "
-                "leave out what is no word"
+                "word_mask: all tokens are ranked here; use a larger top_n and "
+                "filter the result"
             )
         if stream_reduce != "none" or stream_index is not None:
             raise ValueError("stream_reduce, stream_index: models here have one stream")
@@ -276,7 +277,7 @@ class ServedModel(ModelFacts):
             )
         vectors = vectors_of(steering_spec, self.d_model)
         params = SamplingParams(
-            # A row exists for what is fed back: one token more than is wanted.
+            # Rows exist for tokens that are fed back, so one more token is generated.
             max_tokens=max_tokens + 1,
             temperature=temperature,
             seed=seed,
@@ -305,9 +306,9 @@ class ServedModel(ModelFacts):
         steering_spec: Any = None,
         steer_generated: bool = True,
     ) -> AsyncIterator[GenStep]:
-        """One step per generated token, the stop token included.
+        """Yield one step per generated token, the stop token included.
 
-        `steer_generated=False` steers the prompt only.
+        With `steer_generated=False` only the prompt is steered.
         """
         settings = self.sampling_settings(
             temperature=temperature,
@@ -338,19 +339,19 @@ class ServedModel(ModelFacts):
                 yield GenStep(token, text, None, _ranked(choices, n_logprobs))
 
     async def warmup(self) -> None:
-        """An engine is warm once it is started."""
+        """Do nothing, because a started engine is warm."""
 
     async def shutdown(self) -> None:
         """Stop the engine."""
         self.engine.shutdown()
 
     async def _asked(self, method: str, *arguments: Any) -> torch.Tensor:
-        """A tensor from the engine core."""
+        """Request a tensor from the engine core."""
         core = self.engine.engine_core
         try:
             answer = await core.call_utility_async(method, *arguments)
         except Exception as error:
-            # What a core's method raises comes as its text.
+            # An exception in the engine core arrives as its text.
             if type(error) is Exception:
                 raise ValueError(str(error)) from error
             raise
@@ -385,12 +386,12 @@ class ServedModel(ModelFacts):
 
 
 def jacobian_module(name: str) -> str:
-    """The readout module of a set of Jacobians."""
+    """The name of the readout module of a set of Jacobians."""
     return f"interp-engine-jacobians-{name}"
 
 
 def _ranked(choices: Any, count: int) -> list[dict[str, float | int]] | None:
-    """The `count` likeliest tokens; the sampled one may be listed besides."""
+    """The `count` likeliest tokens; the sampled one may be listed in addition."""
     if choices is None:
         return None
     ranked = sorted(choices.items(), key=lambda item: -item[1].logprob)[:count]

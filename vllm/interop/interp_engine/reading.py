@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rows are taken that are steered at their own hook point.
+"""Chooses where to read rows that are steered at their own hook point.
 
-A capture sees the stream before what steers at its point; there, reads are behind it.
+A capture sees the stream before the steering at its point; in interp-engine, reads come
+after it.
 """
 
 from collections.abc import Mapping
@@ -11,17 +12,17 @@ from vllm.interop.interp_engine.types import Tap
 
 
 def readable_tap(tap: Tap, vectors: Mapping[str, Any] | None, num_layers: int) -> Tap:
-    """The tap whose rows are those of `tap` behind its own steering.
+    """The tap whose rows are those of `tap` after its own steering.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such tap.
 
     """
     layer, hook = tap
     if layer not in (vectors or {}).get(hook, {}):
         return tap
     if hook == "post_block" and layer + 1 < num_layers:
-        # What enters the next layer is captured before what steers it there.
+        # The input of the next layer is captured before its steering there.
         return layer + 1, "pre_attn"
     raise ValueError(
         f"{hook} of layer {layer} is read and steered at once, and no later point has "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From interp-engine's steering operations to entries of `steering_vectors`.
+"""Converts interp-engine's steering operations to entries of `steering_vectors`.
 
-There, operations at one site compose in the order in which they are written. Here one
-hook point has an order of kinds. What is written in another order is refused.
+In interp-engine, operations at one site apply in the order in which they are written.
+Here, a hook point applies kinds of operations in a fixed order. Other orders are
+refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ ORDER = (
     "swap",
     "projection_cap",
 )
-"""The methods; each is carried out after those before it."""
+"""The methods, in the order in which one hook point applies them."""
 
 _RANKS = {"additive": 0, "norm_scaled_add": 0, "orthogonal": 1, "ablate": 1}
 _RANKS |= {"swap": 2, "projection_cap": 3}
@@ -34,21 +35,21 @@ _CLASSES = {
     "AblateSpec": "ablate",
     "SwapSpec": "swap",
 }
-"""interp-engine's classes of operations."""
+"""interp-engine's operation classes, by name."""
 
 Vectors = dict[str, dict[int, list[dict[str, Any]]]]
-"""Hook point -> layer -> entries, as `SamplingParams.steering_vectors` has them."""
+"""Entries by hook point and layer, in the form of `SamplingParams.steering_vectors`."""
 
 
 def vectors_of(steering: Any, width: int) -> Vectors | None:
-    """The entries that a spec, or a list of specs, stands for; None for nothing.
+    """Convert a spec, or a list of specs, to entries; None if there are none.
 
     Args:
-        steering: interp-engine's `SteeringSpec`s or their form in JSON.
-        width: of the model's stream.
+        steering: `SteeringSpec`s of interp-engine, or their JSON form.
+        width: the model's hidden size.
 
     Raises:
-        ValueError: says what cannot be carried out, and what to use.
+        ValueError: an operation is unsupported; the message names the alternative.
 
     """
     if steering is None:
@@ -68,7 +69,7 @@ def vectors_of(steering: Any, width: int) -> Vectors | None:
 
 
 def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
-    """Of one spec: the tap, the method and the operation's fields."""
+    """Yield the tap, method and fields of each operation of one spec."""
     if isinstance(spec, Mapping):
         if unknown := sorted(spec.keys() - {"point", "stream", "layers"}):
             raise ValueError(f"steering has no field {unknown[0]!r}")
@@ -82,7 +83,7 @@ def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
         raise ValueError(f"steering.stream={stream}: models here have one stream")
     for layer, operations in layers.items():
         if not isinstance(layer, int) and not str(layer).isdigit():
-            raise ValueError(f"steering.layers: {layer!r} is not a layer from 0")
+            raise ValueError(f"steering.layers: {layer!r} is not a 0-based layer")
         tap = tap_of(point, int(layer))
         for operation in getattr(operations, "operations", operations) or ():
             method, fields = _method(operation)
@@ -132,7 +133,7 @@ def _entry(method: str, fields: Mapping[str, Any], width: int) -> dict[str, Any]
 def _norm_scaled(
     fields: Mapping[str, Any], vector: torch.Tensor, method: str
 ) -> dict[str, Any]:
-    """`strength * |h| * v`, its length at most `max_fraction * |h|`."""
+    """`strength * |h| * v`, with a norm of at most `max_fraction * |h|`."""
     length = 1.0 if fields.get("normalize") else float(vector.norm())
     strength = _number(fields, "strength", None) * length
     most = _number(fields, "max_fraction", 1.0)
@@ -148,9 +149,9 @@ def _check_order(tap: Tap, written: Sequence[str]) -> None:
     if ranks != sorted(ranks) or later:
         raise ValueError(
             f"steering: at {tap[1]} of layer {tap[0]} the operations are written as "
-            f"{list(written)}; at one point they are carried out in the order "
+            f"{list(written)}; at one point they are applied in the order "
             f"{list(ORDER)}, and norm_scaled_add measures the stream before any "
-            "addition. Write them so, or put them at different points"
+            "addition. Use this order, or put them at different points"
         )
 
 

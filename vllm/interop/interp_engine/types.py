@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls take and give: addresses, directions, lenses, steps, the description.
+"""Arguments and results of calls: addresses, directions, lenses, steps, descriptions.
 
-Objects of interp-engine's own classes are taken wherever these are.
+Objects of interp-engine's own classes are accepted wherever these are.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ NAMES = {
     "post_attn": "resid_mid",
     "post_block": "resid_post",
 }
-"""Our hook points that have another canonical name there."""
+"""Our hook points whose canonical name in interp-engine differs."""
 
 Tap = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Which rows: a point's canonical name, and the layer."""
+    """The address of rows: a point's canonical name, and the layer."""
 
     name: str
     layer: int | None = None
@@ -38,7 +38,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class DirectionSet:
-    """Directions that are read at one point."""
+    """Directions whose products with rows are read at one point."""
 
     point: Any
     vectors: torch.Tensor
@@ -55,21 +55,21 @@ class LensSpec:
 
     layers: list[int]
     jacobian: bool = False
-    """Whether a layer with a map is carried through it first."""
+    """Whether a layer's rows pass the layer's map first, if it has one."""
     jacobian_set: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class LensStep:
-    """What the lenses read at one position."""
+    """The lenses' results at one position."""
 
     position: int
     token_id: int
     is_generated: bool
     top_ids: list[torch.Tensor]
-    """Per lens `[layers, k]`, best first."""
+    """Token ids of each lens, `[layers, k]`, best first."""
     top_probs: list[torch.Tensor]
-    """Per lens `[layers, k]` float32, over the whole vocabulary."""
+    """Probabilities of each lens, `[layers, k]` float32, over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class GenStep:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """What a generation runs with."""
+    """The sampling settings of a generation."""
 
     temperature: float
     top_k: int | None
@@ -92,7 +92,7 @@ class SamplingSettings:
     presence_penalty: float
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """As JSON has it."""
+        """The settings as JSON."""
         return {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -122,10 +122,10 @@ class EngineDescription:
 
 
 def tap_of(point: Any, layer: int | None = None) -> Tap:
-    """`(layer, hook)` of an address, its text, or a point's name with a layer.
+    """The `(layer, hook)` of an address, of its text, or of a point and a layer.
 
     Raises:
-        ValueError: there is no such hook point here.
+        ValueError: the hook point does not exist here.
 
     """
     if isinstance(point, tuple) and len(point) == 2:
@@ -141,7 +141,7 @@ def tap_of(point: Any, layer: int | None = None) -> Tap:
 
 
 def address_of(point: Any, tap: Tap) -> Any:
-    """The key that results have: the caller's own address, or one for its text."""
+    """The key of a result: the caller's own address, or one for its text."""
     if not isinstance(point, (str, tuple)):
         return point
     return Address(NAMES.get(tap[1], tap[1]), tap[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as interp-engine sends them: `{"dtype", "shape", "data"}`.
+"""The tensor encoding of interp-engine: `{"dtype", "shape", "data"}`.
 
 `data` is base64 of the row-major, little-endian bytes.
 """
@@ -16,10 +16,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any]:
-    """A tensor as JSON, converted to `dtype`.
+    """Convert a tensor to `dtype` and encode it as JSON.
 
     Raises:
-        ValueError: there is no such dtype.
+        ValueError: the dtype is unknown.
 
     """
     plain = tensor.detach().to("cpu", _dtype(dtype)).contiguous()
@@ -29,10 +29,10 @@ def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any
 
 
 def decode_tensor(value: Any) -> torch.Tensor:
-    """A float32 tensor from JSON: an object as above, or nested lists.
+    """Decode a float32 tensor from JSON: an object as above, or nested lists.
 
     Raises:
-        ValueError: says what does not fit.
+        ValueError: the parts do not fit together; the message says how.
 
     """
     if torch.is_tensor(value):
@@ -45,14 +45,14 @@ def decode_tensor(value: Any) -> torch.Tensor:
             raise ValueError(f"a tensor must be lists of numbers: {error}") from error
     dtype, shape = _dtype(value.get("dtype")), value.get("shape")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("shape must be a list of whole numbers from 0")
+        raise ValueError("shape must be a list of integers of at least 0")
     try:
         data = base64.b64decode(value.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise ValueError("data must be base64") from error
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError(
-            f"data has {len(data)} bytes; shape and dtype make "
+            f"data has {len(data)} bytes; shape and dtype need "
             f"{prod(shape) * dtype.itemsize}"
         )
     if not data:

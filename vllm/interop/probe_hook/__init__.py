@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of vllm-probe-hook: hidden states beside each generated token.
+"""The interface of vllm-probe-hook: hidden states of each generated token.
 
-Installed as the package `vllm_probe_hook` too, so that its scripts run unchanged.
+The package `vllm_probe_hook` is installed too, so that scripts run unchanged.
 """
 
 from vllm.interop.probe_hook.async_llm import AsyncLLM

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous engine whose outputs carry hidden states as they come."""
+"""An asynchronous engine whose outputs have hidden states."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as EngineAsyncLLM
 
 
 class AsyncLLM:
-    """vLLM's `AsyncLLM`; other attributes and methods are the engine's own."""
+    """vLLM's `AsyncLLM`; other attributes and methods are those of the engine."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class AsyncLLM:
         dtype: str = "bfloat16",
         **vllm: Any,
     ) -> None:
-        """Start the engine; arguments as for `LLM`."""
+        """Start the engine; the arguments are those of `LLM`."""
         self.probe = ProbeOptions(
             layers=layers,
             include_prefill=include_prefill,
@@ -47,7 +47,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **more: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs with the hidden states that are there by then.
+        """Yield outputs with the hidden states that are available so far.
 
         The last output has all of them.
         """

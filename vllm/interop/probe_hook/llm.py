@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLM` whose outputs carry hidden states."""
+"""An `LLM` whose outputs have hidden states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,17 +30,17 @@ class LLM(EngineLLM):
 
         Args:
             model: name or path, as vLLM takes it.
-            layers: see `ProbeOptions`, as the five that follow.
+            layers: see `ProbeOptions`; so for the following five arguments.
             include_prefill: see `ProbeOptions`.
             include_decode: see `ProbeOptions`.
             last_prefill_token: see `ProbeOptions`.
             last_decode_token: see `ProbeOptions`.
-            dtype: dtype of the rows and, unless `model_dtype` says otherwise, the
-                model's.
+            dtype: dtype of the rows and, unless `model_dtype` is given, of the model.
             vllm: any other argument of vLLM's `LLM`.
 
         Raises:
-            CaptureValidationError: names the option and the remedy.
+            CaptureValidationError: an option is invalid; the message names it and the
+                remedy.
 
         """
         self.probe = ProbeOptions(
@@ -58,14 +58,14 @@ class LLM(EngineLLM):
     def generate(
         self, prompts: Any, sampling_params: Params = None, **more: Any
     ) -> list[RequestOutput]:
-        """As vLLM's `generate`, with hidden states on each output."""
+        """Generate as vLLM's `LLM` does, with hidden states on each output."""
         outputs = super().generate(prompts, self._capturing(sampling_params), **more)
         return [attach(output, self.probe) for output in outputs]
 
     def chat(  # type: ignore[override]  # the rest is passed on by name
         self, messages: Any, sampling_params: Params = None, **more: Any
     ) -> list[RequestOutput]:
-        """As vLLM's `chat`, with hidden states on each output."""
+        """Chat as vLLM's `LLM` does, with hidden states on each output."""
         outputs = super().chat(messages, self._capturing(sampling_params), **more)
         return [attach(output, self.probe) for output in outputs]
 

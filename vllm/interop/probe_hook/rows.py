@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a probe reads, as captures, and the attributes that outputs get."""
+"""The rows that a probe reads, as captures, and the attributes of outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from vllm.v1.capture.payload import RowsByTap
 
 PROMPT = "probe_prompt"
 GENERATED = "probe_generated"
-"""Two instances of `inline`: prompt rows and generated rows are chosen apart."""
+"""The second instance of `inline`: prompt rows and generated rows are selected
+separately."""
 
 CONSUMERS = [
     {"name": "inline", "instance_name": PROMPT},
@@ -24,12 +25,12 @@ CONSUMERS = [
 HOOK = "post_block"
 
 Rows = dict[int, torch.Tensor]
-"""Layer -> `[rows, hidden_size]` in the probe's dtype, on the CPU."""
+"""Rows `[rows, hidden_size]` by layer, in the probe's dtype, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """What vllm-probe-hook's constructors take beside vLLM's arguments."""
+    """The arguments of vllm-probe-hook's constructors that vLLM's do not have."""
 
     layers: Sequence[int] | str
     """0-based decoder layers whose output is read, or "all" (also `["all"]`)."""
@@ -42,7 +43,7 @@ class ProbeOptions:
     last_decode_token: bool = False
     """Whether `hidden_states` holds the last output token's row only."""
     dtype: str = "bfloat16"
-    """What rows are converted to, as torch names it; the model's is `model_dtype`."""
+    """The torch dtype of the returned rows, by name; `model_dtype` is the model's."""
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -69,8 +70,8 @@ class ProbeOptions:
     def capture(self) -> dict[str, Any]:
         """`SamplingParams.capture` for these rows.
 
-        The row that predicts the first output token is the last prompt token's, so
-        that one is captured for `hidden_states` too.
+        The row that predicts the first output token is the last prompt token's, so that
+        one is captured for `hidden_states` too.
         """
         every = self.layers == "all" or list(self.layers) == ["all"]
         hooks = {HOOK: "all" if every else list(self.layers)}
@@ -82,9 +83,9 @@ class ProbeOptions:
         return captures
 
     def decode_rows(self, prompt: RowsByTap, generated: RowsByTap) -> Rows:
-        """Rows at positions P-1 to P+N-2: row i is what output token i was read from.
+        """Rows at positions P-1 to P+N-2: row i predicts output token i.
 
-        With `last_decode_token` only the last of them.
+        With `last_decode_token`, the last of them only.
         """
         rows = {
             layer: torch.cat([last[-1:], generated.get((layer, hook), last[:0])])
@@ -95,7 +96,7 @@ class ProbeOptions:
         return self._converted(rows)
 
     def prefill_rows(self, prompt: RowsByTap) -> Rows:
-        """Rows of all prompt tokens, or with `last_prefill_token` of the last."""
+        """Rows of all prompt tokens, or with `last_prefill_token` the last one's."""
         return self._converted({tap[0]: rows for tap, rows in sorted(prompt.items())})
 
     def _converted(self, rows: Rows) -> Rows:
@@ -104,10 +105,10 @@ class ProbeOptions:
 
 
 def with_capture(params: SamplingParams, options: ProbeOptions) -> SamplingParams:
-    """A copy of `params` that captures what the probe reads, beside its own captures.
+    """A copy of `params` that also captures the rows that the probe reads.
 
     Raises:
-        CaptureValidationError: if it asks for several samples.
+        CaptureValidationError: `params` asks for several samples.
 
     """
     if params.n != 1:
@@ -123,12 +124,12 @@ def with_capture(params: SamplingParams, options: ProbeOptions) -> SamplingParam
 
 
 def attach(output: RequestOutput, options: ProbeOptions) -> RequestOutput:
-    """Give an output the attributes of vllm-probe-hook; returns the same output.
+    """Set the attributes of vllm-probe-hook on an output; returns the same output.
 
-    Before the last output they hold what is there by then.
+    Until the last output they hold the rows that are available so far.
 
     Raises:
-        RuntimeError: if a finished request's rows could not be captured.
+        RuntimeError: a finished request's rows could not be captured.
 
     """
     results = output.capture_results or {}
@@ -138,7 +139,7 @@ def attach(output: RequestOutput, options: ProbeOptions) -> RequestOutput:
         if output.finished and (result is None or result.status != "ok"):
             raise RuntimeError(
                 f"hidden states of request {output.request_id} are not complete: "
-                f"{'no result came' if result is None else result.error}"
+                f"{'there is no result' if result is None else result.error}"
             )
         payload = result.payload if result else None
         payloads[name] = payload if isinstance(payload, RowsByTap) else RowsByTap()
@@ -157,6 +158,6 @@ def attach(output: RequestOutput, options: ProbeOptions) -> RequestOutput:
 
 
 def _set(output: RequestOutput, name: str, alias: str, rows: Rows) -> None:
-    """Both names that vllm-probe-hook has; upstream's class declares neither."""
+    """Set both names that vllm-probe-hook uses; upstream's class declares neither."""
     setattr(output, name, rows)
     setattr(output, alias, rows)

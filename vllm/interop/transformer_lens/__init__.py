@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers that run TransformerLens 4 on `LLM` and on a server.
+"""Drivers that run TransformerLens 4 on an `LLM` and on a server.
 
-`boot(llm)` and `boot_server(url)` give a `RemoteBridge`: `run_with_cache`,
+`boot(llm)` and `boot_server(url)` return a `RemoteBridge`: `run_with_cache`,
 `run_with_hooks` with `intervene=`, `forward` and `generate` work on any model that is
 served here. The protocol is that of TransformerLens 4.3,
 `model_bridge/driver_protocol.py`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' `RemoteBridge` over an engine or a server."""
+"""TransformerLens' `RemoteBridge` on an engine or a server."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,14 @@ if TYPE_CHECKING:
 
 
 def boot(model: "LLM | str", **engine: Any) -> Any:
-    """A TransformerLens `RemoteBridge` over an engine.
+    """Create a TransformerLens `RemoteBridge` on an engine.
 
     Args:
-        model: an `LLM` that was started with `ENGINE`, or the name or path of a model
-            to start one for.
-        engine: further arguments of `LLM`, for a name.
+        model: an `LLM` started with `ENGINE`, or the name or path of a model to start.
+        engine: further arguments of `LLM`, if `model` is a name.
 
     Raises:
-        ValueError: if an engine that is given lacks what the driver needs.
+        ValueError: the given engine lacks a feature that the driver needs.
 
     """
     from vllm.entrypoints.llm import LLM
@@ -44,18 +43,19 @@ def boot_server(
     api_key: str | None = None,
     timeout: float = 600.0,
 ) -> Any:
-    """A TransformerLens `RemoteBridge` over a server; needs `clearbox-client`.
+    """Create a TransformerLens `RemoteBridge` on a server; needs `clearbox-client`.
 
     Args:
-        url: of a server that was started with `vllm.interop.transformer_lens.FLAGS`.
+        url: the address of a server started with
+            `vllm.interop.transformer_lens.FLAGS`.
         checkpoint: name or path of the model's configuration and tokenizer; by default
-            what the server says that it loaded.
-        api_key: of the server, if it has one.
-        timeout: seconds that a response may take.
+            the path that the server reports.
+        api_key: the server's key, if it has one.
+        timeout: most seconds for a response.
 
     Raises:
-        ValueError: if the server lacks what the driver needs.
-        clearbox_client.ClearboxError: it does not answer, or refuses the key.
+        ValueError: the server lacks a feature that the driver needs.
+        clearbox_client.ClearboxError: the server does not answer, or refuses the key.
 
     """
     from clearbox_client import Client

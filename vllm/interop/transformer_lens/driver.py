@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drivers over an engine and over a server have in common."""
+"""The common part of the drivers on an engine and on a server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is asked of every prompt."""
+    """The request for every prompt."""
 
     taps: tuple[Tap, ...]
     vectors: Vectors | None
@@ -28,24 +28,24 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one prompt brought."""
+    """The results of one prompt."""
 
     rows: Mapping[Tap, torch.Tensor]
     """`[prompt tokens, hidden_size]` of each tap, on the CPU."""
     logits: torch.Tensor | None
-    """`[prompt tokens, vocabulary]`, float32, if they were asked for."""
+    """`[prompt tokens, vocabulary]`, float32, if they were requested."""
     new_tokens: Sequence[int]
     raw: Any
 
 
 class ServedDriver(ABC):
-    """TransformerLens' `Driver` over something that serves a model.
+    """TransformerLens' `Driver` on an engine or a server.
 
     Args:
         bridge_config: TransformerLens' configuration of the model.
         architecture: the Hugging Face name of the model's class.
         tokenizer: the model's.
-        names: which hook point stands behind each of TransformerLens' names.
+        names: our hook point for each of TransformerLens' names.
 
     """
 
@@ -79,26 +79,27 @@ class ServedDriver(ABC):
         return_logits: bool = True,
         **unknown: Any,
     ) -> Any:
-        """One pass over each prompt, and the generation of `max_new_tokens`.
+        """Run one pass over each prompt, and generate `max_new_tokens`.
 
         Args:
-            input_ids: `[prompts, tokens]` or `[tokens]`, whole numbers.
-            capture: hook points under TransformerLens' names.
+            input_ids: `[prompts, tokens]` or `[tokens]`, integers.
+            capture: hook points in TransformerLens' names.
             intervene: hook point -> `{"op": "suppress" | "scale" | "add" | "set",
                 "factor" | "value", "pos"}`.
-            max_new_tokens: how many tokens to generate, greedily.
-            return_logits: whether to return logits of every prompt position,
-                `[prompts, tokens, vocabulary]`, float32; costly, as each position's
-                come from the engine one by one.
-            unknown: refused unless off. Attention patterns have no hook point here.
+            max_new_tokens: number of tokens to generate, greedily.
+            return_logits: whether to return logits of every prompt position, `[prompts,
+                tokens, vocabulary]`, float32; costly, because the engine returns each
+                position's separately.
+            unknown: other arguments, refused unless they are off. Attention patterns
+                have no hook point here.
 
         Raises:
-            ValueError: names the argument that cannot be carried out.
+            ValueError: an argument is unsupported; the message names it.
 
         """
         from transformer_lens.model_bridge.driver_protocol import ForwardResult
 
-        unknown.pop("output_attentions", None)  # the bridge's cache always asks
+        unknown.pop("output_attentions", None)  # the bridge's cache always passes it
         _refuse(unknown)
         if input_ids is None:
             raise ValueError("input_ids is missing: give token ids [prompts, tokens]")
@@ -122,10 +123,10 @@ class ServedDriver(ABC):
         )
 
     def close(self) -> None:  # noqa: B027
-        """What serves the model belongs to the caller: nothing is closed."""
+        """Do nothing, because the engine or server belongs to the caller."""
 
     def supports(self, feature: str) -> bool:
-        """None of TransformerLens' optional features: there is no local module."""
+        """Return false: no optional feature is supported."""
         return False
 
     def _tap(self, name: str) -> Tap:
@@ -146,12 +147,12 @@ class ServedDriver(ABC):
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is neither off nor a mask that hides nothing."""
+    """Refuse arguments that are neither off nor a mask that hides nothing."""
     for name, value in arguments.items():
         whole = name == "attention_mask" and np.all(np.asarray(value) == 1)
         if value is not None and value is not False and not whole:
             raise ValueError(
-                f"{name}: this driver does not know it; it takes input_ids, capture, "
+                f"{name}: unknown to this driver, which takes input_ids, capture, "
                 "intervene, max_new_tokens and return_logits"
             )
 

@@ -21,19 +21,20 @@ ENGINE: dict[str, Any] = {
     "max_logprobs": -1,
     "logprobs_mode": "raw_logits",
 }
-"""What `LLM` must be started with; `boot` does it for a model's name."""
+"""Required arguments of `LLM`; `boot` passes them for a model's name."""
 
 
 class EngineDriver(ServedDriver):
-    """TransformerLens' `Driver` over an `LLM`.
+    """TransformerLens' `Driver` on an `LLM`.
 
     Args:
-        llm: started with `ENGINE`.
+        llm: an engine started with `ENGINE`.
         bridge_config: TransformerLens' configuration of the model.
         architecture: the Hugging Face name of the model's class.
 
     Raises:
-        ValueError: if the engine lacks what the driver needs, with the remedy.
+        ValueError: the engine lacks a feature that the driver needs; the message has
+            the remedy.
 
     """
 
@@ -85,11 +86,11 @@ class EngineDriver(ServedDriver):
 def _logits(output: "RequestOutput", vocabulary: int) -> torch.Tensor:
     """Logits of every prompt position, `[tokens, vocabulary]`, float32.
 
-    The engine lists those that predict prompt tokens 1 to P-1, then those that the
-    first generated token was read from.
+    The engine lists the logits that predict prompt tokens 1 to P-1, then those that
+    predict the first generated token.
     """
     generated = output.outputs[0].logprobs
-    assert generated, "logprobs were asked for"
+    assert generated, "logprobs were requested"
     predicted = [*(output.prompt_logprobs or [])[1:], generated[0]]
     known = [
         {token: entry.logprob for token, entry in (position or {}).items()}

@@ -19,7 +19,7 @@ NAMES = {
 
 
 def names_of(layers: int, mlp_points: bool) -> dict[str, Tap]:
-    """Every name under which a hook point can be asked for.
+    """Every name of a hook point, with ours.
 
     Args:
         layers: of the model.

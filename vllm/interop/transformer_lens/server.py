@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' `Driver` over a server, by means of `clearbox_client`."""
+"""TransformerLens' `Driver` on a server, by means of `clearbox_client`."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +25,14 @@ FLAGS = (
     "--capture-consumers inline --enable-steering --max-logprobs -1 "
     "--logprobs-mode raw_logits"
 )
-"""What `vllm serve` must be started with."""
+"""Required flags of `vllm serve`."""
 
 CONCURRENT = 16
-"""Prompts that are sent at a time."""
+"""Maximum number of prompts in flight."""
 
 
 class ServerDriver(ServedDriver):
-    """TransformerLens' `Driver` over a server.
+    """TransformerLens' `Driver` on a server.
 
     Args:
         client: of a server that was started with `FLAGS`.
@@ -41,8 +41,9 @@ class ServerDriver(ServedDriver):
         tokenizer: the model's.
 
     Raises:
-        ValueError: if the server lacks what the driver needs, with the remedy.
-        clearbox_client.ClearboxError: it does not answer, or refuses the key.
+        ValueError: the server lacks a feature that the driver needs; the message has
+            the remedy.
+        clearbox_client.ClearboxError: the server does not answer, or refuses the key.
 
     """
 
@@ -59,10 +60,10 @@ class ServerDriver(ServedDriver):
         self._check()
 
     def _check(self) -> None:
-        """One token shows whether the server steers, and what it calls logprobs.
+        """Request one token, to test that the server steers and returns logits.
 
         Raises:
-            ValueError: names the flags that it was not started with.
+            ValueError: the server was started without some of `FLAGS`.
 
         """
         from clearbox_client import ClearboxError
@@ -77,7 +78,7 @@ class ServerDriver(ServedDriver):
             if error.status != 400:
                 raise
             raise ValueError(f"start the server with {FLAGS}: {error}") from error
-        assert logits is not None, "logits were asked for"
+        assert logits is not None, "logits were requested"
         if abs(float(logits.logsumexp(dim=-1))) < 1e-3:
             raise ValueError(
                 "the server returns log-probabilities, not logits: start it with "
@@ -119,7 +120,7 @@ def _names_of(hook_points: Mapping[str, list[str]]) -> dict[str, Tap]:
 
 
 def _listed(vectors: Vectors | None) -> dict[str, Any] | None:
-    """Vectors as JSON has them."""
+    """Vectors in JSON's types."""
     if vectors is None:
         return None
     return {
@@ -132,10 +133,10 @@ def _listed(vectors: Vectors | None) -> dict[str, Any] | None:
 
 
 def _rows(reply: "Reply", taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
-    """The rows in the dtype that the model computed them in.
+    """The rows, in the model's dtype.
 
     Raises:
-        RuntimeError: if they are not complete, with the server's reason.
+        RuntimeError: rows are missing; the message has the server's reason.
 
     """
     if not taps:
@@ -153,8 +154,8 @@ def _rows(reply: "Reply", taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
 def _logits(reply: "Reply", vocabulary: int) -> torch.Tensor:
     """Logits of every prompt position, `[tokens, vocabulary]`, float32.
 
-    The response lists those that predict prompt tokens 1 to P-1 by token id, and those
-    that the first generated token was read from as `token_id:ID`.
+    The response lists the logits that predict prompt tokens 1 to P-1 by token id, and
+    those that predict the first generated token as `token_id:ID`.
     """
     choice = reply.raw["choices"][0]
     known = [

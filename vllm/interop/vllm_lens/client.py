@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client with the methods of vllm-lens' own."""
+"""A client with the methods of vllm-lens' client."""
 
 import json
 from collections.abc import Sequence
@@ -9,32 +9,32 @@ from typing import Any
 import requests
 import torch
 
-from vllm.interop.vllm_lens import tensors
+from vllm.interop.vllm_lens import hook_wire, tensors
 from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 
 @dataclass(slots=True)
 class GenerateOutput:
-    """What a server answered."""
+    """A server's response."""
 
     text: str
     activations: dict[str, torch.Tensor] | None
     """`residual_stream`: `[layers ascending, tokens, hidden_size]`."""
     hook_results: dict[str, Any] | None
-    """Always None: a server runs no client's functions."""
+    """By the hook's number in the request, as text: what it saved."""
     logprobs: Any
     raw: dict[str, Any] = field(repr=False)
     """The response's JSON."""
 
 
 class VLLMLensClient:
-    """Talks to a server that was started with `--vllm-lens-api`.
+    """A client of a server started with `--vllm-lens-api`.
 
     Args:
-        base_url: such as `http://127.0.0.1:8000`.
-        model: its name; None is the first of `/v1/models`.
+        base_url: the server's address, such as `http://127.0.0.1:8000`.
+        model: the model's name; None for the first of `/v1/models`.
         api_key: the server's key, if it has one.
-        timeout: seconds that a request may take.
+        timeout: most seconds for a request.
 
     """
 
@@ -76,7 +76,7 @@ class VLLMLensClient:
         """Complete a prompt.
 
         Raises:
-            RuntimeError: with the server's message.
+            RuntimeError: the server refused the request; has the server's message.
 
         """
         body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
@@ -98,10 +98,10 @@ class VLLMLensClient:
         steering_vectors: Sequence[SteeringVector] | None = None,
         **more: Any,
     ) -> GenerateOutput:
-        """Answer a conversation.
+        """Generate the next message of a conversation.
 
         Raises:
-            RuntimeError: with the server's message.
+            RuntimeError: the server refused the request; has the server's message.
 
         """
         body = {"messages": list(messages), **more}
@@ -113,6 +113,47 @@ class VLLMLensClient:
         text = choice["message"].get("content") or ""
         return _output(answer, text, choice.get("logprobs"))
 
+    def register_hooks(
+        self, hooks: Sequence[Any], prefetch_params: Sequence[str] | None = None
+    ) -> int:
+        """Run functions for all requests from now on; returns how many were added.
+
+        Raises:
+            RuntimeError: with the server's message, as the methods below.
+
+        """
+        body: dict[str, Any] = {"hooks": [_dumped(one) for one in hooks]}
+        if prefetch_params is not None:
+            body["prefetch_params"] = list(prefetch_params)
+        return int(self._hooks("register", body)["count"])
+
+    def collect_hook_results(self) -> dict[str, dict[str, Any]]:
+        """What registered functions saved: `{request id: {hook: saved}}`."""
+        results: dict[str, dict[str, Any]] = self._hooks("collect", {})["results"]
+        return {name: hook_wire.decode(one) for name, one in results.items()}
+
+    def clear_hooks(self) -> None:
+        """Remove the registered functions."""
+        self._hooks("clear", {})
+
+    def clear_hook_results(self) -> None:
+        """Drop what registered functions saved."""
+        self._hooks("clear_results", {})
+
+    def prefetch_params(self, names: Sequence[str]) -> list[str]:
+        """Keep whole parameters in every worker, for `ctx.get_parameter`."""
+        return list(self._hooks("prefetch", {"params": list(names)})["params"])
+
+    def clear_prefetched(self) -> None:
+        """Drop prefetched parameters."""
+        self._hooks("clear_prefetched", {})
+
+    def _hooks(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self._session.post(
+            f"{self._base}/v1/hooks/{route}", json=body, timeout=self._timeout
+        )
+        return _checked(answer)
+
     def _post(
         self,
         route: str,
@@ -123,7 +164,7 @@ class VLLMLensClient:
     ) -> dict[str, Any]:
         args = dict(body.pop("vllm_xargs", None) or {})
         if hooks:
-            args["apply_hooks"] = "[]"  # the server says what to use instead
+            args["apply_hooks"] = json.dumps([_dumped(one) for one in hooks])
         if layers is not None:
             wanted = layers if isinstance(layers, bool) else list(layers)
             args["output_residual_stream"] = json.dumps(wanted)
@@ -158,4 +199,11 @@ def _output(answer: dict[str, Any], text: str, logprobs: Any) -> GenerateOutput:
     activations = None
     if raw is not None:
         activations = {name: tensors.decode(one) for name, one in raw.items()}
-    return GenerateOutput(text, activations, None, logprobs, answer)
+    saved = answer.get("hook_results")
+    results = None if saved is None else hook_wire.decode(saved)
+    return GenerateOutput(text, activations, results, logprobs, answer)
+
+
+def _dumped(hook: Any) -> Any:
+    """A `Hook` as JSON; a mapping is JSON already."""
+    return hook if isinstance(hook, dict) else hook.model_dump()

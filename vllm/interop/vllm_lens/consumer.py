@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer behind `output_residual_stream`: rows after their layer's steering."""
+"""The consumer for `output_residual_stream`: rows after their layer's steering."""
 
 from typing import Any, ClassVar
 
@@ -12,17 +12,17 @@ from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 
 class LensConsumer(InlineConsumer):
-    """`inline`, with the last layer's rows steered as the request steers them.
+    """The `inline` consumer, with the last layer's rows steered.
 
-    The stream that leaves the last layer is captured before that layer's steering, and
-    no later hook point exists. Vectors that the server adds for everybody at the last
-    layer are not in these rows.
+    The stream after the last layer is captured before that layer's steering, and no
+    later hook point exists. Global vectors at the last layer are not included in these
+    rows.
     """
 
     streams: ClassVar[bool] = False
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Check the spec that `translate` made, and that its rows fit the limit."""
+        """Check the spec that `translate` created, and that its rows fit the limit."""
         where = f"capture.{self.instance_name or 'vllm_lens'}"
         spec = parse_spec(plain(raw), ctx, where, ("steered",))
         self._check_size(spec, ctx, where)
@@ -31,7 +31,7 @@ class LensConsumer(InlineConsumer):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> RowsByTap:
-        """The rows; those of the last layer with its steering."""
+        """The rows, with the steering applied to those of the last layer."""
         entries = (sidecar.get("client_spec") or {}).get("steered")
         if entries and key[2] == "post_block":
             tensor = steered(tensor, sidecar["positions"], entries)
@@ -41,7 +41,7 @@ class LensConsumer(InlineConsumer):
 def steered(
     rows: torch.Tensor, positions: list[int], entries: list[dict[str, Any]]
 ) -> torch.Tensor:
-    """Rows `[n, H]` at `positions` with additions, computed in float32.
+    """Add steering to rows `[n, H]` at `positions`, computed in float32.
 
     Each entry has `scale`, `norm_match`, and `vector` `[H]` or `vectors` `[p, H]` with
     `positions` `[p]`; norms are those before any addition.

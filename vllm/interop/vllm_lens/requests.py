@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vllm-lens' keys of `extra_args` to a capture and steering, at admission."""
+"""Converts vllm-lens' keys in `extra_args` to capture and steering, at admission."""
 
 import json
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ KEYS = frozenset({STREAM, VECTORS})
 HOOK_POINT = "post_block"
 
 Entries = dict[int, list[dict[str, Any]]]
-"""By layer."""
+"""Entries of `steering_vectors` by layer."""
 
 
 def translate(params: "SamplingParams", config: "VllmConfig") -> None:
-    """Put what vllm-lens' keys ask for into the fields of capture and steering.
+    """Convert vllm-lens' keys to the fields of capture and steering.
 
-    The keys are taken out of `extra_args`: nothing behind admission knows them.
+    The keys are removed from `extra_args`, because later code does not know them.
 
     Raises:
-        CaptureValidationError: names the key, its value, and what to do.
-        SteeringValidationError: likewise.
+        CaptureValidationError: a key is invalid; the message names it and the remedy.
+        SteeringValidationError: steering is invalid; the message names the remedy.
 
     """
     args = params.extra_args
@@ -63,7 +63,7 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
 
 
 def _layers(raw: Any, num_layers: int) -> list[int]:
-    """The layers whose output is wanted: all, a list, or either as JSON text."""
+    """The layers whose output is requested: all, a list, or either as JSON text."""
     where = f"extra_args.{STREAM}"
     if isinstance(raw, str):
         raw = _parsed(raw, where)
@@ -91,10 +91,10 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
 def _capture(
     layers: list[int], num_layers: int, last_entries: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Rows after each layer's own steering: those that enter the next layer.
+    """Capture rows after each layer's own steering, as the input of the next layer.
 
-    None enters after the last: its rows are taken before its steering, and the
-    consumer steers them.
+    The last layer has no next one: its rows are captured before its steering, and the
+    consumer applies it.
     """
     last = num_layers - 1
     hooks = {}
@@ -144,7 +144,7 @@ def _vector(raw: Any, number: int) -> SteeringVector:
 
 
 def _steer(params: "SamplingParams", entries: Entries) -> None:
-    """Add the entries to what the request itself steers at `post_block`."""
+    """Add the entries to the request's own steering at `post_block`."""
     if not entries:
         return
     vectors = dict(params.steering_vectors or {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`activations` of outputs and of HTTP responses."""
+"""The field `activations` of outputs and of HTTP responses."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.interop.vllm_lens import tensors
+from vllm.interop.vllm_lens import hook_wire, tensors
 from vllm.interop.vllm_lens.requests import INSTANCE
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ RESIDUAL_STREAM = "residual_stream"
 def activations_of(output: "RequestOutput") -> dict[str, torch.Tensor] | None:
     """`{"residual_stream": [layers ascending, P+N-1, hidden_size]}`, or None.
 
-    None where the request has not asked, or rows are not there: `capture_results`
-    says why. With several samples, those of the first.
+    None if the request did not ask, or rows are missing: `capture_results` has the
+    reason. For several samples, those of the first.
     """
     result = output.lens_result or (output.capture_results or {}).get(INSTANCE)
     if result is None or result.status not in ("ok", "partial_error"):
@@ -30,15 +30,21 @@ def activations_of(output: "RequestOutput") -> dict[str, torch.Tensor] | None:
         payload = payload[0]
     if not payload:
         return None
-    # Rows that enter a layer are those that left the one before.
+    # The input rows of a layer are the output of the one before.
     by_layer = {
         layer - (hook == "pre_attn"): rows for (layer, hook), rows in payload.items()
     }
+    if output.hook_rows:  # The last layer's hooks act after its rows are captured.
+        last = max(by_layer)
+        rows = by_layer[last].clone()
+        for start, part in output.hook_rows.items():
+            rows[start : start + len(part)] = part[: max(len(rows) - start, 0)]
+        by_layer[last] = rows
     return {RESIDUAL_STREAM: torch.stack([by_layer[at] for at in sorted(by_layer)])}
 
 
 def detach(output: "RequestOutput | None") -> None:
-    """Take the rows out of `capture_results`: they travel as `activations`."""
+    """Remove the rows from `capture_results`, because `activations` has them."""
     if output is not None and output.capture_results:
         result = output.capture_results.pop(INSTANCE, None)
         output.lens_result = result or output.lens_result
@@ -47,9 +53,9 @@ def detach(output: "RequestOutput | None") -> None:
 def response_activations(
     outputs: Sequence["RequestOutput | None"],
 ) -> dict[str, Any] | None:
-    """The field `activations` of a response; of several prompts, the first's.
+    """The field `activations` of a response; for several prompts, the first one's.
 
-    To be asked before the response's `capture_results` are made.
+    Must be called before the response's `capture_results` are created.
     """
     for output in outputs:
         detach(output)
@@ -60,10 +66,25 @@ def response_activations(
     return {name: tensors.encode(tensor) for name, tensor in activations.items()}
 
 
+def response_hook_results(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """The field `hook_results` of a response; of several prompts, the first's."""
+    found = next((o for o in outputs if o is not None), None)
+    if found is None or found.hook_results is None:
+        return None
+    encoded: dict[str, Any] = hook_wire.encode(found.hook_results)
+    return encoded
+
+
 def last_chunks(output: "RequestOutput | None") -> list[str]:
-    """What a stream sends before `[DONE]`: one event with activations, or nothing."""
-    activations = response_activations([output])
-    return [] if activations is None else [_event({"activations": activations})]
+    """What a stream sends before `[DONE]`: one event with what there is, or nothing."""
+    found = {
+        "activations": response_activations([output]),
+        "hook_results": response_hook_results([output]),
+    }
+    told = {name: one for name, one in found.items() if one is not None}
+    return [_event(told)] if told else []
 
 
 def _event(content: dict[str, Any]) -> str:

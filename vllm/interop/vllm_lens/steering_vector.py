@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-lens' form of a steering vector, and what it is here."""
+"""vllm-lens' steering vector, and its conversion to entries."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,20 +17,20 @@ from vllm.interop.vllm_lens import tensors
 
 
 class SteeringVector(BaseModel):
-    """Vectors that are added to the stream that leaves layers."""
+    """Vectors that are added to the stream after layers."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     activations: torch.Tensor
     """`[layers, hidden_size]`, or `[layers, positions, hidden_size]`."""
     layer_indices: list[int]
-    """The 0-based layer of each of the first dimension."""
+    """The 0-based layer of each index of the first dimension."""
     scale: float = 1.0
     norm_match: bool = False
     """Whether h becomes `h + scale * |h| * v / |v|` instead of `h + scale * v`."""
     position_indices: list[int] | None = None
-    """Of three-dimensional activations; None is 0 to positions - 1. Vectors of
-    two-dimensional ones act on every token."""
+    """Positions of three-dimensional activations; None for 0 to positions - 1.
+    Two-dimensional activations act on every token."""
 
     @field_validator("activations", mode="before")
     @classmethod
@@ -67,7 +67,7 @@ class SteeringVector(BaseModel):
         return self
 
     def entries(self) -> dict[int, dict[str, Any]]:
-        """By layer, an entry of `steering_vectors` at `post_block`."""
+        """The entries of `steering_vectors` at `post_block`, by layer."""
         entries = {}
         for layer, rows in zip(self.layer_indices, self.activations.float()):
             entry: dict[str, Any] = {"scale": self.scale, "norm_match": self.norm_match}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as vllm-lens sends them over HTTP.
+"""The tensor encoding of vllm-lens over HTTP.
 
 `{"data": base64 of a zstd frame, "dtype", "original_dtype", "shape", "compression"}`;
-without `compression` the bytes are plain. bfloat16 travels as int16.
+without `compression` the bytes are uncompressed. bfloat16 is sent as int16.
 """
 
 import base64
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 MOST_BYTES = 1 << 30
-"""Of one tensor, decompressed."""
+"""Most bytes of one tensor, decompressed."""
 
 
 def encode(tensor: torch.Tensor) -> dict[str, Any]:
-    """A tensor as JSON."""
+    """Encode a tensor as JSON."""
     import pyarrow
 
     plain = tensor.detach().cpu().contiguous()
@@ -35,10 +35,10 @@ def encode(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode(raw: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor that JSON stands for.
+    """Decode a tensor from JSON.
 
     Raises:
-        ValueError: says what does not fit.
+        ValueError: the parts do not fit together; the message says how.
 
     """
     import pyarrow
@@ -48,7 +48,7 @@ def decode(raw: Mapping[str, Any]) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"original_dtype={name!r}: torch has no such dtype")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("shape must be a list of whole numbers from 0")
+        raise ValueError("shape must be a list of integers of at least 0")
     size = prod(shape) * dtype.itemsize
     if size > MOST_BYTES:
         raise ValueError(f"a tensor of {size} bytes; at most {MOST_BYTES} are allowed")
@@ -63,9 +63,9 @@ def decode(raw: Mapping[str, Any]) -> torch.Tensor:
         try:
             data = pyarrow.decompress(data, size, "zstd", asbytes=True)
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"data is no zstd frame of {size} bytes") from error
+            raise ValueError(f"data is not a zstd frame of {size} bytes") from error
     elif compression is not None:
         raise ValueError(f"compression={compression!r}: use 'zstd' or leave it out")
     if len(data) != size:
-        raise ValueError(f"data has {len(data)} bytes; shape and dtype make {size}")
+        raise ValueError(f"data has {len(data)} bytes; shape and dtype need {size}")
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

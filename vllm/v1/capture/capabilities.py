@@ -65,6 +65,7 @@ class SinkCapabilities:
     submit_request_end: Callable[[str, Sequence[CaptureFinalize]], object] | None
     when_done: Callable[[str, Callable[[], None]], object] | None
     wait_for_result: Callable[[CaptureKey, float], CaptureResult | None] | None
+    rewritten_bytes: Callable[[], int] | None
 
 
 def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
@@ -104,6 +105,7 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
         submit_request_end=getattr(sink, "submit_request_end", None),
         when_done=getattr(sink, "when_done", None),
         wait_for_result=getattr(sink, "wait_for_result", None),
+        rewritten_bytes=getattr(sink, "rewritten_bytes", None),
     )
 
 

@@ -59,6 +59,13 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-steering.",
     )
     group.add_argument(
+        "--allow-remote-code-hooks",
+        action="store_true",
+        default=False,
+        help="With --vllm-lens-api: run hook functions that clients send as pickled "
+        "code. Every client can then run any code in the workers.",
+    )
+    group.add_argument(
         "--interp-engine-api",
         action="store_true",
         default=False,

@@ -30,6 +30,8 @@ class CaptureSink(Protocol):
       requests. Without this method the framework waits for the results.
     - `wait_for_result(key, timeout)`: blocks until the result exists, `timeout`
       seconds at most.
+    - `rewritten_bytes()`: the total bytes of rows that the sink has written twice, for
+      the counters; called on any thread.
 
     Optional attributes:
 

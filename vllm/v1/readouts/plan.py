@@ -53,6 +53,8 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     """Features of an SAE; empty means the `top_k` largest."""
     params: str = ""
     """Parameters of a custom readout, as JSON."""
+    code: bytes = b""
+    """The function of a custom readout that has no entry point, by cloudpickle."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:

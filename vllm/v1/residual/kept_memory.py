@@ -32,8 +32,8 @@ def is_on_the_host(sleeping_tags: Collection[str]) -> bool:
     """Whether kept memory is offloaded, so that it must not be written.
 
     Args:
-        sleeping_tags: of the executor. The first `wake_up` after a sleep restores the
-            memory, whichever tags it wakes.
+        sleeping_tags: the executor's tags of sleeping memory. The first `wake_up` after
+            a sleep restores the memory, whichever tags it wakes.
 
     """
     return all(tag in sleeping_tags for tag in DEFERRABLE_TAGS)

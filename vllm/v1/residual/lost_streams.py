@@ -98,12 +98,12 @@ def describe(met: Sequence[Met]) -> str:
     lost = min((layer for one in met for layer in one.other), default=None)
     finite = [layer for one in met for layer in one.finite]
     if lost is None:
-        return f"NaN or infinity came up behind the attention of layer {max(finite)}"
+        return f"NaN or infinity arose after the attention of layer {max(finite)}"
     before = max((layer for layer in finite if layer < lost), default=None)
     met_it = f"NaN or infinity reached the attention of layer {lost}"
     if before is None:
-        return f"{met_it}, the first that keeps keys and values"
-    return f"{met_it}; what reached that of layer {before} was finite"
+        return f"{met_it}, the first layer with a KV cache"
+    return f"{met_it}; the input of that of layer {before} was finite"
 
 
 def is_lost(output: "RequestOutput") -> bool:
@@ -120,7 +120,7 @@ async def raise_error(
     """Abort the request's other samples and raise its error.
 
     Args:
-        engine: of this front end.
+        engine: the engine of this front end.
         request_id: the internal id of the request.
         output: the output for which `is_lost` is true.
         params: the sampling parameters that the client sent.
@@ -152,7 +152,7 @@ def _error_in(output: "RequestOutput", params: Any) -> LostStreamError:
     )
     name = next(given, "prompt")
     return LostStreamError(
-        f"{name}: {MARK}{reason}. Its numbers are too large for this model: give "
+        f"{name}: {MARK}{reason}. The values are too large for this model: use "
         "smaller vectors, scales or embeddings",
         parameter=name,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of positions and of layers, for capture and steering alike.
+"""The grammar of position and layer selectors, for capture and steering.
 
 Positions: a list of token positions, of which negative ones count from the prompt's
 end; `{"last": k}`, the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`,
@@ -21,8 +21,8 @@ import numpy as np
 from vllm.v1.residual.bounds import listed, shown
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Token positions as `(first, stop)`, `stop` excluded, ascending and apart from one
-another. Negative ones count from the prompt's end, so a span is on one side of 0."""
+"""Token positions as `(first, stop)`, `stop` excluded, ascending and not adjacent.
+Negative positions count from the prompt's end; a span does not cross 0."""
 
 PositionName = Literal[
     "all", "last_prompt", "all_prompt", "all_generated", "last_generated"
@@ -36,18 +36,18 @@ POSITION_NAMES: tuple[PositionName, ...] = (
 )
 
 MAX_POSITIONS = 1 << 16
-"""That a list may name, and ranges of one selector."""
+"""Most positions of a list, and most ranges of one selector."""
 FARTHEST = 1 << 31
-"""No position is farther from the start, or from the end, of a prompt."""
+"""Largest distance of a position from the start or the end of the prompt."""
 
 Fail: TypeAlias = Callable[[str, str, Any], Exception]
-"""`fail(message, parameter, value)` makes the error to raise."""
+"""`fail(message, parameter, value)` creates the exception to raise."""
 
 _RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
 
 
 def spans_of(positions: Iterable[int]) -> Spans:
-    """The spans of some positions, in any order, with repetitions."""
+    """The spans of positions, which may be unordered and repeated."""
     found = np.unique(np.fromiter(positions, dtype=np.int64))
     if not len(found):
         return ()
@@ -58,11 +58,12 @@ def spans_of(positions: Iterable[int]) -> Spans:
 
 
 def joined(found: Iterable[tuple[int, int]]) -> Spans:
-    """The same positions in as few spans as can be."""
+    """Merge spans that touch or overlap."""
     made: list[tuple[int, int]] = []
     for first, stop in sorted(found):
         last = made[-1] if made else None
-        # Those from the end of a prompt stay apart from those from its start.
+        # Positions counted from the end of a prompt are not merged with those from its
+        # start.
         if last and first <= last[1] and (first < 0) == (last[0] < 0):
             made[-1] = last[0], max(last[1], stop)
         else:
@@ -71,15 +72,16 @@ def joined(found: Iterable[tuple[int, int]]) -> Spans:
 
 
 def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
-    """What a selector of positions stands for.
+    """Parse a selector of positions.
 
     Args:
-        raw: as the user wrote it; an array or a `range` is a list.
+        raw: the value that the user wrote; an array or a `range` counts as a list.
         at: the parameter's name in messages.
-        fail: makes the error.
+        fail: creates the exception to raise.
 
     Returns:
-        A name, or the spans of a list, of the last k tokens, or of ranges.
+        A name of `POSITION_NAMES`, or the spans of a list, of the last k tokens, or of
+        ranges.
 
     """
     if isinstance(raw, str) and raw in POSITION_NAMES:
@@ -101,7 +103,7 @@ def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
     for value in raw:
         if not is_index(value):
             raise fail(
-                f"{at}: a position is a whole number, within 2**31 of the prompt's "
+                f"{at}: a position must be an integer, within 2**31 of the prompt's "
                 "start or end",
                 at,
                 value,
@@ -110,7 +112,7 @@ def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
 
 
 def as_list(raw: Any) -> Any:
-    """An array, a tensor or a `range` as a list; anything else as it is."""
+    """An array, a tensor or a `range` as a list; other values are unchanged."""
     if isinstance(raw, range):
         return list(raw)
     to_list = getattr(raw, "tolist", None)
@@ -118,7 +120,7 @@ def as_list(raw: Any) -> Any:
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is a whole number that may be a position."""
+    """Whether a value is an integer in the range of positions."""
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     return is_integer and -FARTHEST <= value < FARTHEST
 
@@ -141,7 +143,7 @@ def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
         first, last = _pair(pair, f"{at}.ranges", fail)
         if (first < 0) != (last < 0):
             raise fail(
-                f"{at}.ranges: both ends count from the prompt's start, or both, "
+                f"{at}.ranges: both ends must count from the prompt's start, or both, "
                 "negative, from its end",
                 f"{at}.ranges",
                 pair,
@@ -165,14 +167,14 @@ def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
 def parse_layers(
     raw: Any, having: Sequence[int], num_layers: int, at: str, fail: Fail
 ) -> list[int]:
-    """The layers of a selector, sorted.
+    """Parse a selector of layers; returns layer indices, sorted.
 
     Args:
-        raw: as the user wrote it.
+        raw: the value that the user wrote.
         having: the layers that may be selected, ascending.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         at: the parameter's name in messages.
-        fail: makes the error.
+        fail: creates the exception to raise.
 
     """
     found = _layer_spans(raw, having, at, fail)
@@ -203,7 +205,7 @@ def parse_layers(
 def _layer_spans(
     raw: Any, having: Sequence[int], at: str, fail: Fail
 ) -> list[tuple[int, int]]:
-    """Pairs of the first and the last layer, unchecked."""
+    """Pairs of the first and the last layer, both included, not yet checked."""
     if isinstance(raw, str):
         if raw.strip() == "all":
             return [(layer, layer) for layer in having]
@@ -229,7 +231,7 @@ def _listed(
     spans: list[tuple[int, int]] = []
     for value in raw:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer, str)):
-            raise fail(f"{at}: a layer is a whole number", at, value)
+            raise fail(f"{at}: a layer must be an integer", at, value)
         spans += _layer_spans(
             value if isinstance(value, str) else int(value), having, at, fail
         )
@@ -237,7 +239,7 @@ def _listed(
 
 
 def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
-    """The layers of a text such as `"0,4-7"`."""
+    """Parse a text such as `"0,4-7"`."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",", MAX_POSITIONS)]
     spans = []
     for part in parts:
@@ -252,8 +254,8 @@ def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
 
 def _no_layers(raw: Any, at: str, fail: Fail) -> Exception:
     return fail(
-        f"{at}: {shown(raw)} selects no layers; a layer is a 0-based index, and layers "
-        'are a list of them, a text such as "0,4-7", "all", or '
+        f"{at}: {shown(raw)} selects no layers; a layer is a 0-based index; give "
+        'a list of indices, a text such as "0,4-7", "all", or '
         '{"layers": [...], "ranges": [[first, last], ...]}',
         at,
         raw,

@@ -43,7 +43,9 @@ class SuspectBlocks:
     def begin(self, request: "Request", for_all: bool) -> None:
         """Note a request that starts to run; `for_all`: global vectors are set."""
         params = request.sampling_params
-        steered = params is not None and params._steering is not None
+        steered = params is not None and (
+            params._steering is not None or params._hooks is not None
+        )
         if for_all or steered or request.prompt_embeds is not None:
             self._requests.add(request.request_id)
 

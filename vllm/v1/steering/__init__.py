@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering: vectors that are added to the residual stream."""
+"""Steering: changes to the residual stream that requests or the engine ask for."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an entry acts: a probe somewhere before it, and how its value decides.
+"""Conditions: a probe decides, token by token, whether an entry acts.
 
-The form that travels. This module imports neither torch nor the rest of steering,
-because `vllm.sampling_params` imports it.
+These records are sent to the engine core and the workers. This module imports neither
+torch nor the rest of steering, because `vllm.sampling_params` imports it.
 """
 
 from collections.abc import Iterable
@@ -15,46 +15,49 @@ import numpy.typing as npt
 Scope: TypeAlias = Literal["token", "rest", "prompt"]
 
 SCOPES: tuple[Scope, ...] = ("token", "rest", "prompt")
-"""What a decision holds for: its own token; that and all later ones, once it is to act;
-all generated tokens, where it is made at the last one of the prompt."""
+"""Tokens for which a decision holds. `token`: only the token that was probed. `rest`:
+that token and all later ones, from the first token that fires. `prompt`: all generated
+tokens; the last token of the prompt decides."""
 
 MAX_CONDITIONS = 8
-"""Different ones of a request, and as many of the engine's own."""
+"""Most distinct conditions of one request, and likewise of the engine's global
+vectors."""
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """A gate that a probe opens: `v = x . probe + bias`, against a threshold."""
+    """One gate: a probe's value `v = x . probe + bias`, compared with a threshold."""
 
     layer: int
-    """Where the probe reads."""
+    """The `(layer, hook)` at which the probe reads."""
     hook: str
     probe: bytes
-    """float32 `[hidden_size]`; of length 1 where `cosine` is set."""
+    """The probe's direction: float32 `[hidden_size]`, normalized where `cosine` is
+    set."""
     bias: float
     cosine: bool
     """Whether `x . probe` is divided by `|x|`."""
     above: bool
-    """Whether it fires above the threshold; else below."""
+    """Whether the condition fires above the threshold, rather than below it."""
     threshold: float
     sharpness: float
-    """Of a gate between 0 and 1: `sigmoid(sharpness (v - threshold))`, or with the
-    sign turned; 0 for a gate that is open or shut."""
+    """Slope of a soft gate `sigmoid(sharpness (v - threshold))`, whose argument changes
+    sign if `above` is false. 0 stands for a hard gate: 0 or 1."""
     scope: Scope
     name: str
-    """Of the probe, if it has one, for reports."""
+    """The probe's name for reports; empty where the probe is given by value."""
 
     @property
     def tap(self) -> tuple[int, str]:
-        """Where the probe reads."""
+        """The `(layer, hook)` at which the probe reads."""
         return self.layer, self.hook
 
     @property
     def vector(self) -> npt.NDArray[np.float32]:
-        """The probe `[hidden_size]`; a view of the data."""
+        """The probe's direction: float32 `[hidden_size]`, a view of `probe`."""
         return np.frombuffer(self.probe, dtype=np.float32)
 
     def told(self) -> dict[str, Any]:
-        """As an answer tells it, without the probe's numbers."""
+        """The condition as plain data for a response, without the probe's numbers."""
         return {
             "probe": self.name or None,
             "layer": self.layer,
@@ -67,18 +70,19 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 
 
 def distinct(conditions: Iterable[Condition | None]) -> tuple[Condition, ...]:
-    """Each condition once, in the order in which they come."""
+    """The distinct conditions, in order of first occurrence."""
     return tuple(dict.fromkeys(one for one in conditions if one is not None))
 
 
 _BEFORE = {("mlp_in", "mlp_out")}
-"""Hook points of one layer of which the first is always computed before the second,
-besides `pre_attn`, which comes before all, and `post_block`, which comes after all. In
-a parallel block the MLP reads the stream before `post_attn`, in others after it."""
+"""Pairs of hook points of one layer of which the first is always computed before the
+second, in addition to `pre_attn`, which comes before all, and `post_block`, which comes
+after all. In a parallel block the MLP reads the stream before `post_attn`, in others
+after it."""
 
 
 def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
-    """Whether what a probe reads is computed when an entry acts, in every model."""
+    """Whether the probe's input is computed before the entry acts, in every model."""
     (layer, hook), (acts, point) = probe, entry
     if layer != acts:
         return layer < acts

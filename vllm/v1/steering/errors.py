@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong about steering, as upstream's client error (HTTP 400)."""
+"""Errors of steering: mistakes in requests (HTTP 400, 404) and failed changes (500)."""
 
 from typing import Any
 
@@ -11,32 +11,32 @@ from vllm.v1.residual.bounds import cut, shown
 
 
 class SteeringValidationError(VLLMValidationError, ValueError):
-    """A steering request that cannot be carried out as it stands.
+    """A steering request that is invalid, or that this server cannot carry out.
 
-    The message names the parameter, the value and the remedy. It is a
-    `ValueError` too, which is what offline users catch.
+    The message names the parameter, the value and the remedy. The class is a
+    `ValueError` too, which offline users catch.
     """
 
 
 class UnknownModuleError(SteeringValidationError):
-    """A name that shall be removed and that there is not (HTTP 404)."""
+    """A module name that is to be removed and does not exist (HTTP 404)."""
 
 
 class SteeringChangeError(VLLMServerError, RuntimeError):
-    """A rank could not take a change of the global vectors, so none has (HTTP 500)."""
+    """A rank failed to change the global vectors, so no rank has changed (HTTP 500)."""
 
 
 def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
-    """The error for `parameter`; long values are shortened in the message."""
+    """A validation error for `parameter`; long texts and values are shortened."""
     return SteeringValidationError(
         cut(message), parameter=cut(parameter), value=shown(value)
     )
 
 
 def as_refused(error: Exception) -> Exception:
-    """The error for a change that the engine core did not make.
+    """Convert an error of the engine core to the exception that the front end raises.
 
-    From another process there comes its text only.
+    An engine core in another process sends the error's text only.
     """
     if isinstance(error, (SteeringValidationError, SteeringChangeError)):
         return error

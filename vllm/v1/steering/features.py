@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feature of a sparse autoencoder that an entry sets, adds to or scales.
+"""Operations on one feature of a sparse autoencoder (SAE).
 
-The form that travels. This module imports neither torch nor the rest of steering,
-because `vllm.sampling_params` imports it.
+These records are sent to the engine core and the workers. This module imports neither
+torch nor the rest of steering, because `vllm.sampling_params` imports it.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -15,21 +15,22 @@ MODES: tuple[Mode, ...] = ("set", "add", "scale")
 
 
 class FeatureUse(msgspec.Struct, frozen=True, array_like=True):
-    """What the activation of one feature shall be."""
+    """How one feature's activation is changed."""
 
     sae: str
-    """The name of the SAE."""
+    """The SAE's registered name."""
     fingerprint: str
-    """Of its weights: another SAE may get the name."""
+    """Fingerprint of the SAE's weights, because a name may be reused for another
+    SAE."""
     feature: int
     value: float
     mode: Mode = "set"
     only_if_active: bool = False
-    """Whether tokens at which the feature is 0 stay as they are."""
+    """Whether only tokens with a nonzero activation of the feature are changed."""
 
     @property
     def amounts(self) -> tuple[float, float]:
-        """`(c0, c1)`: of an activation a the decoder row is added `c0 + c1 a` times."""
+        """`(c0, c1)`: for activation a the decoder row is added `c0 + c1 a` times."""
         if self.mode == "set":
             return self.value, -1.0
         if self.mode == "add":
@@ -38,11 +39,11 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def needs_activation(self) -> bool:
-        """Whether what it does depends on the present activation."""
+        """Whether the change depends on the current activation."""
         return self.mode != "add" or self.only_if_active
 
     def told(self) -> dict[str, Any]:
-        """As an answer tells it."""
+        """The operation as plain data for a response."""
         return {
             "sae": self.sae,
             "feature": self.feature,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global vectors: what a change makes of them, and what a front end knows."""
+"""The global vectors: how changes merge, and which states a front end must expect."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,25 +9,25 @@ from vllm.v1.steering.plan import NO_STEERING, PackedVectors, SteeringTiers, pac
 
 
 class SharedVectors:
-    """Which global vectors may hold when a request arrives in the engine.
+    """The global vectors that may be in force when a request reaches the engine core.
 
-    One set, unless a change is under way or its outcome is unknown. A front end
-    knows of its own changes only: where there are others, it knows nothing, and
-    leaves the check to the engine core.
+    There is one possible set, unless a change is in progress or its outcome is unknown.
+    A front end knows its own changes only: where other front ends exist, it knows no
+    set, and leaves the check to the engine core.
     """
 
     def __init__(self) -> None:
         self.possible: tuple[SteeringTiers, ...] = (NO_STEERING,)
 
     def unknown(self) -> None:
-        """Others change them too."""
+        """Note that other front ends change the global vectors too."""
         self.possible = ()
 
     @contextmanager
     def changing(self, change: SteeringTiers, replace: bool) -> Iterator[None]:
-        """Within, both what was and what will be may hold.
+        """Cover the time of a change, in which both the old and the new set may hold.
 
-        Behind it the change holds, or if it was refused what was before.
+        Afterwards the new set holds, or the old one if the change was refused.
         """
         before = self.possible
         after = _distinct(merged(old, change, replace) for old in before)
@@ -45,12 +45,12 @@ def _distinct(tiers: Iterable[SteeringTiers]) -> tuple[SteeringTiers, ...]:
 
 
 def merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> SteeringTiers:
-    """The global vectors after a change: those given replace those at their places.
+    """The global vectors after a change, which replaces what is set at the same taps.
 
     Args:
         old: the global vectors before.
-        change: what is given; vectors of zeros remove what is at their place.
-        replace: whether nothing else stays.
+        change: the new vectors; vectors of zeros remove what is at their tap.
+        replace: whether all old vectors are dropped.
 
     """
     if replace:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be done to the stream beyond adding a vector: the form that travels.
+"""Operations on the residual stream other than plain addition of a vector.
 
-`docs/steering-semantics.md` has the formulas. This module imports neither torch nor
-the rest of steering, because `vllm.sampling_params` imports it.
+These records are sent to the engine core and the workers; `docs/steering-semantics.md`
+has the formulas. This module imports neither torch nor the rest of steering, because
+`vllm.sampling_params` imports it.
 """
 
 import hashlib
@@ -31,29 +32,31 @@ OP_NAMES: tuple[OpName, ...] = (
     "feature",
     "clamp",
 )
-"""In the order in which they are carried out at one hook point."""
+"""All operations, in the order in which one hook point applies them."""
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):
-    """What only some operations have."""
+    """The fields that only some operations use."""
 
     strength: float = 1.0
-    """Of a clamp: how far the way to its bounds."""
+    """`clamp`: the fraction of the distance to the bounds that is moved, 1 for all."""
     alpha: float = 1.0
-    """Of a replacement: the share of the vector in the result."""
+    """`replace`: the weight of the vector in the result, 1 for all."""
     degrees: float = 0.0
-    """Of a rotation."""
+    """`rotate`: the angle."""
     activation: str = "identity"
-    """Of `low_rank`."""
+    """`low_rank`: the function applied to what is read."""
     arrays: tuple[tuple[str, bytes], ...] = ()
-    """float32, by name: `target`, `mask`, `write`, `bias`, `threshold`."""
+    """Further arrays as float32 bytes, by name: `target`, `mask`, `write`, `bias`,
+    `threshold`."""
     when: Condition | None = None
-    """If set, it acts where this is met."""
+    """If set, the operation acts only where this condition fires."""
     feature: FeatureUse | None = None
-    """Of `feature`, which has no vector of its own."""
+    """`feature`: the feature and its change; this operation has no vector of its
+    own."""
 
     def array(self, name: str) -> npt.NDArray[np.float32] | None:
-        """An array, flat; None if there is none of this name."""
+        """The named array, flat float32; None if there is none of this name."""
         data = dict(self.arrays).get(name)
         return None if data is None else np.frombuffer(data, dtype=np.float32)
 
@@ -68,50 +71,50 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     hook: str
     op: OpName
     data: bytes
-    """The vector as given: float32 `[hidden_size]`; `[2, hidden_size]` for a plane, and
-    `[rank, hidden_size]` for what `low_rank` reads."""
+    """The vector as given: float32 `[hidden_size]`; `[2, hidden_size]` for the plane of
+    `rotate`, `[rank, hidden_size]` for the rows that `low_rank` reads."""
     scale: float
     low: float | None
     high: float | None
     norm_match: bool
-    """Whether `scale` counts in norms of the stream."""
+    """Whether `scale` is a multiple of the stream's norm at the token."""
     positions: Spans | None
-    """Token positions, negative ones from the prompt's end; None for all."""
+    """Token positions; negative ones count from the prompt's end. None: every token."""
     digest: str
-    """SHA-256 of what it does, without where in the sequence."""
+    """SHA-256 of everything but the positions."""
     details: Details = NO_DETAILS
     num_rows: int = 0
-    """Where each position has a vector of its own: how many rows `data` holds, in the
-    order of the positions. 0: one vector, at all positions."""
+    """Number of rows in `data`, in the order of the positions, if each position has a
+    vector of its own. 0: one vector for all positions."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its vectors, in float32."""
+        """Bytes of the operation's vectors, in float32."""
         return len(self.data) + sum(len(data) for _, data in self.details.arrays)
 
     @property
     def tap(self) -> tuple[int, str]:
-        """Where it acts."""
+        """The `(layer, hook)` at which the operation acts."""
         return self.layer, self.hook
 
     @property
     def vector(self) -> npt.NDArray[np.float32]:
-        """`[hidden_size]`, or all rows flat; a view of the data."""
+        """The vector `[hidden_size]`, or all rows flat; a float32 view of `data`."""
         return np.frombuffer(self.data, dtype=np.float32)
 
     def last(self, num_prompt: int) -> int:
-        """The last position that it names; without positions none is the last."""
-        assert self.positions is not None, "it acts everywhere"
+        """The last position on which the operation acts; it must have positions."""
+        assert self.positions is not None, "without positions none is the last"
         return last_of(self.positions, num_prompt)
 
     def ranges(self, num_prompt: int, start: int, stop: int) -> list[range]:
-        """The positions in `[start, stop)` that it acts on; they may overlap."""
+        """The positions in `[start, stop)` on which it acts; ranges may overlap."""
         if self.positions is None:
             return [range(start, stop)]
         return list(absolute(self.positions, num_prompt, start, stop))
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
-        """The positions in `[start, stop)` that it acts on, ascending."""
+        """The positions in `[start, stop)` on which it acts, ascending."""
         if self.positions is None:
             return list(range(start, stop))
         return selected(self.positions, num_prompt, start, stop)
@@ -128,7 +131,7 @@ def operation(
     details: Details = NO_DETAILS,
     num_rows: int = 0,
 ) -> Operation:
-    """An operation with its digest."""
+    """Create an operation and compute its digest."""
     data = vector.astype("<f4").tobytes()
     what = repr((tap, op, scale, bounds, norm_match, details, num_rows))
     digest = hashlib.sha256(what.encode())
@@ -150,19 +153,19 @@ def operation(
 def packed_arrays(
     arrays: Mapping[str, npt.NDArray[np.float32]],
 ) -> tuple[tuple[str, bytes], ...]:
-    """Arrays in the form that travels."""
+    """Arrays as named float32 bytes, in the form of `Details.arrays`."""
     return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
 
 
 def place_of(one: Operation) -> int:
-    """Its place among the kinds that one hook point carries out."""
+    """The operation's rank in the order in which one hook point applies kinds."""
     return OP_NAMES.index(one.op)
 
 
 def in_order(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Operations in the order in which one hook point carries them out.
+    """Operations in the order in which one hook point applies them.
 
-    Those of one kind keep their order: engine before request, base before phase,
+    Operations of one kind keep their order: engine before request, base before phase,
     then as written.
     """
     return tuple(sorted(operations, key=place_of))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering vectors, resolved: the form that travels to the engine core and workers.
+"""Resolved steering vectors, as they are sent to the engine core and the workers.
 
-Made once, at admission; nothing after it interprets a user's input again. This
-module imports neither torch nor the rest of steering, because
-`vllm.sampling_params` imports it.
+They are created once, at admission; user input is not interpreted after that. This
+module imports neither torch nor the rest of steering, because `vllm.sampling_params`
+imports it.
 """
 
 import hashlib
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Tap: TypeAlias = tuple[int, str]
-"""`(layer, hook)`: a place where vectors are added."""
+"""`(layer, hook)`: a place at which the stream is read or changed."""
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 Vectors: TypeAlias = Mapping[Tap, Vector]
-"""One vector `[hidden_size]` per tap."""
+"""One vector `[hidden_size]`, float32, per tap."""
 
 
 class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
-    """One tier: vectors, scaled and packed, and what is done beyond adding them."""
+    """One tier: packed vectors, already scaled, and further operations."""
 
     taps: tuple[Tap, ...]
-    """Sorted."""
+    """The taps of the vectors, sorted."""
     data: memoryview
-    """float32 `[len(taps), hidden_size]`, row-major; a view, so that who receives a
-    message copies nothing."""
+    """The vectors, float32 `[len(taps), hidden_size]`, row-major; a view, so that the
+    receiver of a message copies nothing."""
     digest: str
-    """SHA-256 of the other two, the same in every process; empty without vectors."""
+    """SHA-256 of taps and data, equal in every process; empty without vectors."""
     operations: tuple[Operation, ...] = ()
-    """In the order in which they were written."""
+    """The operations, in the order in which they were written."""
 
     def __deepcopy__(self, memo: Any) -> "PackedVectors":
-        return self  # Nobody changes it.
+        return self  # The object is immutable.
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data = PickleBuffer(self.data) if int(protocol) >= 5 else bytes(self.data)
@@ -56,12 +56,12 @@ class PackedVectors(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identity(self) -> str:
-        """Equal for tiers that do the same."""
+        """A digest of vectors and operations, equal for tiers with equal effect."""
         parts = [f"{one.digest}{one.positions}" for one in self.operations]
         return "|".join([self.digest, *parts])
 
     def unpack(self) -> dict[Tap, Vector]:
-        """The vectors by tap, as views of the data."""
+        """The vectors by tap, as float32 views of the data."""
         if not self.taps:
             return {}
         rows = np.frombuffer(self.data, dtype=np.float32)
@@ -79,10 +79,10 @@ def pack(
     operations: Sequence[Operation] = (),
     keep_zeros: bool = False,
 ) -> PackedVectors | None:
-    """The packed form of `vectors`, None where nothing is left.
+    """Pack vectors and operations of a tier; None if nothing is left.
 
-    A vector of zeros changes nothing, so it is left out: steering by it is not
-    steering, for the scheduler and the prefix cache too. It is kept where it
+    A vector of zeros changes nothing, so it is left out; the scheduler and the prefix
+    cache then treat the request as unsteered. With `keep_zeros` it is kept, because it
     shall replace another vector.
     """
     taps = tuple(sorted(tap for tap, v in vectors.items() if keep_zeros or v.any()))
@@ -98,7 +98,7 @@ def pack(
 
 
 def digest_of(*parts: PackedVectors | None) -> str:
-    """The digest of a sum; empty where there is nothing to add."""
+    """The digest of a sum of tiers; empty if all are empty."""
     digests = [part.digest for part in parts if part is not None and part.digest]
     if len(digests) <= 1:
         return "".join(digests)
@@ -106,19 +106,19 @@ def digest_of(*parts: PackedVectors | None) -> str:
 
 
 def total(parts: Sequence[PackedVectors | None]) -> dict[Tap, Vector]:
-    """The sum of several sets of vectors."""
+    """The sum of the vectors of several tiers, by tap."""
     sums: dict[Tap, Vector] = {}
     for part in parts:
         for tap, vector in part.unpack().items() if part is not None else ():
-            with np.errstate(over="ignore"):  # Admission refuses what overflows.
+            with np.errstate(over="ignore"):  # Admission refuses sums that overflow.
                 sums[tap] = sums[tap] + vector if tap in sums else vector
     return sums
 
 
 class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """Base, prefill and decode vectors, of one request or of the whole engine.
+    """Base, prefill and decode vectors of one request or of the engine.
 
-    A prompt token is steered by base + prefill, a generated one by base + decode.
+    Prompt tokens are steered by base + prefill, generated tokens by base + decode.
     """
 
     base: PackedVectors | None = None
@@ -127,44 +127,44 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def parts(self) -> tuple[PackedVectors | None, ...]:
-        """The three, in this order."""
+        """Base, prefill and decode."""
         return self.base, self.prefill, self.decode
 
     @cached_property
     def prefill_digest(self) -> str:
-        """What prompt tokens are steered by; empty if by nothing."""
+        """The digest of the vectors for prompt tokens; empty if there are none."""
         return digest_of(self.base, self.prefill)
 
     @cached_property
     def decode_digest(self) -> str:
-        """What generated tokens are steered by; empty if by nothing."""
+        """The digest of the vectors for generated tokens; empty if there are none."""
         return digest_of(self.base, self.decode)
 
     @cached_property
     def digest(self) -> str:
-        """Names the configuration: requests with equal ones share rows."""
+        """The digest of the configuration; requests with equal ones share rows."""
         named = "/".join("" if part is None else part.identity for part in self.parts)
         return hashlib.sha256(named.encode()).hexdigest()
 
     @cached_property
     def prefill_operations(self) -> tuple[Operation, ...]:
-        """What is done at prompt tokens beyond adding vectors."""
+        """The operations on prompt tokens."""
         return _operations(self.base) + _operations(self.prefill)
 
     @cached_property
     def decode_operations(self) -> tuple[Operation, ...]:
-        """What is done at generated tokens beyond adding vectors."""
+        """The operations on generated tokens."""
         return _operations(self.base) + _operations(self.decode)
 
     @cached_property
     def bank_bytes(self) -> int:
-        """What the vectors of operations take on a device that has all layers."""
+        """Bytes of the operations' vectors on a device that holds all layers."""
         parts = (part.operations for part in self.parts if part is not None)
         return sum(one.num_bytes for operations in parts for one in operations)
 
     @cached_property
     def groups(self) -> tuple[tuple["Group", ...], ...]:
-        """The operations of each tier that act at equal positions, together."""
+        """The operations of each tier, grouped by equal positions."""
         return tuple(tuple(_groups(_operations(part))) for part in self.parts)
 
     def __bool__(self) -> bool:
@@ -175,14 +175,14 @@ class Group(NamedTuple):
     """Operations of one tier that act at the same positions."""
 
     digest: str
-    """Equal for groups that do the same."""
+    """A digest that is equal for groups with equal effect."""
     first: Operation
-    """Whose positions are those of all."""
+    """The first operation; the others have the same positions."""
     by_position: bool
     """Whether each position has a vector of its own."""
 
     def name(self, num_prompt: int) -> str:
-        """What is done, for the hash of a block of a prompt of so many tokens."""
+        """The group's name in the hash of a block, for a given length of the prompt."""
         spans = self.first.positions
         if self.by_position and spans and spans[0][0] < 0:
             return f"{self.digest}:{num_prompt}"
@@ -196,7 +196,7 @@ def _groups(operations: Sequence[Operation]) -> Iterator[Group]:
     for positions, alike in together.items():
         parts = [one.digest for one in alike]
         by_position = any(one.num_rows for one in alike)
-        if by_position:  # Which row a token gets depends on where all of them are.
+        if by_position:  # A token's row depends on all positions.
             parts.append(repr(positions))
         if len(parts) > 1:
             parts = [hashlib.sha256(" ".join(parts).encode()).hexdigest()]
@@ -211,13 +211,13 @@ NO_STEERING = SteeringTiers()
 
 
 def conditions_of(tiers: SteeringTiers) -> tuple[Condition, ...]:
-    """The different conditions of all operations, in their order."""
+    """The distinct conditions of all operations, in their order."""
     operations = (one for part in tiers.parts for one in _operations(part))
     return distinct(one.details.when for one in operations)
 
 
 def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
-    """The configuration that admission gave a request, if any."""
+    """The configuration that admission resolved for a request, if any."""
     params = request.sampling_params
     return params._steering if params is not None else None
 
@@ -225,7 +225,7 @@ def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
 def with_tiers(
     params: "SamplingParams", tiers: SteeringTiers | None
 ) -> "SamplingParams":
-    """A copy of a request's parameters with another configuration, or none."""
+    """A copy of a request's parameters with another configuration, or with none."""
     other = copy(params)
     other._steering = tiers
     return other

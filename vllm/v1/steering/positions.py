@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token positions as spans: what they cost follows their number, not their length.
+"""Token positions as spans, whose cost depends on their number, not their length.
 
-A span is `(first, stop)`, half open. Negative ones count from the prompt's end, so a
-span is on one side of 0. This module imports neither torch nor the rest of steering,
+A span is `(first, stop)`, half open. Negative positions count from the prompt's end; a
+span does not cross 0. This module imports neither torch nor the rest of steering,
 because `vllm.sampling_params` imports it.
 """
 
@@ -15,17 +15,17 @@ from vllm.v1.residual.selectors import joined as joined
 from vllm.v1.residual.selectors import spans_of as spans_of
 
 _LISTED = 64
-"""So many positions an answer lists one by one."""
+"""Most positions that a response lists one by one."""
 
 
 def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
-    """The parts of some spans that lie in `[start, stop)`; some may overlap.
+    """The parts of spans that lie in `[start, stop)`; they may overlap.
 
     Args:
-        spans: of one entry.
-        num_prompt: tokens of the prompt.
+        spans: the positions of one entry.
+        num_prompt: number of prompt tokens.
         start: the first position.
-        stop: behind the last one.
+        stop: one more than the last position.
 
     """
     zero = bisect_left(spans, (0, 0))
@@ -40,7 +40,7 @@ def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[r
 
 
 def selected(spans: Spans, num_prompt: int, start: int, stop: int) -> list[int]:
-    """The positions in `[start, stop)` that some spans hold, ascending."""
+    """The positions in `[start, stop)` that the spans contain, ascending."""
     parts = list(absolute(spans, num_prompt, start, stop))
     if len(parts) == 1:
         return list(parts[0])
@@ -48,21 +48,21 @@ def selected(spans: Spans, num_prompt: int, start: int, stop: int) -> list[int]:
 
 
 def last_of(spans: Spans, num_prompt: int) -> int:
-    """The last position that some spans hold, of a prompt of so many tokens."""
+    """The last position that the spans contain, for a prompt of this length."""
     return max(
         (stop - 1 if first >= 0 else num_prompt + stop - 1) for first, stop in spans
     )
 
 
 def counts_back(spans: Spans) -> bool:
-    """Whether these are the last k tokens of a prompt."""
+    """Whether the spans are the last k tokens of a prompt."""
     return len(spans) == 1 and spans[0][1] == 0
 
 
 def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
-    """A position, as it was given, that lies outside of `possible`; None if none does.
+    """A position, as given, that lies outside `possible`; None if there is none.
 
-    The last k tokens of a prompt that has fewer are all of them.
+    For a prompt of fewer than k tokens, its last k tokens are all of them.
     """
     if counts_back(spans):
         first, stop = num_prompt + spans[0][0], num_prompt
@@ -78,7 +78,7 @@ def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
 
 
 def told(spans: Spans | None) -> object:
-    """Positions as an answer tells them: a list, the last k, or ranges."""
+    """Positions in the form of a response: a list, the last k, or ranges."""
     if spans is None:
         return None
     if sum(stop - first for first, stop in spans) <= _LISTED:
@@ -93,13 +93,13 @@ NAMED: dict[str, Spans | None] = {
     "last_prompt": ((-1, 0),),
     "all_prompt": ((-FARTHEST, 0),),
 }
-"""What selectors stand for; None: every token."""
+"""The spans of named selectors; None: every token."""
 
 
 def most_at_once(several: Iterable[Spans]) -> int:
-    """How many of these may act at one token, whatever the length of the prompt.
+    """The most selections that may share one token, for any length of the prompt.
 
-    Positions from the start and from the end of the prompt may always meet.
+    Positions counted from the start and from the end of the prompt may always meet.
     """
     ends: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for spans in several:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations are loaded, and who uses them.
+"""Slots: the loaded configurations and the requests that use them.
 
-Slot `i` stands for two rows of every table: prefill row `3 + 2 i` and decode row
-`4 + 2 i`. Both are taken together, so a request that has begun its prompt can
-always decode.
+Slot `i` owns two rows of every table: prefill row `3 + 2 i` and decode row `4 + 2 i`.
+Both are assigned together, so a request that has begun its prompt can always decode.
 """
 
 from collections import OrderedDict
@@ -12,60 +11,60 @@ from dataclasses import dataclass, field
 from vllm.v1.steering.plan import SteeringTiers
 
 ZERO_ROW = 0
-"""Adds nothing: padding, and everything while no vector is set."""
+"""The row that adds nothing: for padding, and for all tokens while no vector is set."""
 GLOBAL_PREFILL_ROW = 1
-"""Prompt tokens of requests without a configuration of their own."""
+"""The row for prompt tokens of requests without a configuration of their own."""
 GLOBAL_DECODE_ROW = 2
-"""Generated tokens of requests without a configuration of their own."""
+"""The row for generated tokens of requests without a configuration of their own."""
 
 
 def prefill_row(slot: int) -> int:
-    """The row that steers prompt tokens of the slot's requests."""
+    """The row for prompt tokens of the slot's requests."""
     return 3 + 2 * slot
 
 
 def decode_row(slot: int) -> int:
-    """The row that steers generated tokens of the slot's requests."""
+    """The row for generated tokens of the slot's requests."""
     return 4 + 2 * slot
 
 
 class Slots:
     """Reference-counted slots for configurations, by digest.
 
-    A configuration stays loaded after its last user has gone, until its slot is
-    needed: the next request with it costs nothing.
+    A configuration stays loaded after its last user has finished, until its slot is
+    needed: the next request with the same configuration loads nothing.
     """
 
     def __init__(self, num_slots: int, room: int | None = None) -> None:
-        """Load nothing.
+        """Start with empty slots.
 
         Args:
-            num_slots: how many.
-            room: bytes that the vectors of operations may take; None for any number.
+            num_slots: number of slots.
+            room: most bytes of operations' vectors; None for no limit.
 
         """
         self._room = room
         self._sizes = [0] * num_slots
-        """Bytes of each slot's configuration."""
+        """Bytes of operations' vectors in each slot's configuration."""
         self._users: list[set[str]] = [set() for _ in range(num_slots)]
         self._loaded: list[str | None] = [None] * num_slots
         self._slot_of: dict[str, int] = {}
         self._slot_of_user: dict[str, int] = {}
-        # Slots without users, the one that has been idle longest first.
+        # Slots without users, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
 
     @property
     def in_use(self) -> int:
-        """How many slots have users."""
+        """Number of slots with users."""
         return len(self._users) - len(self._idle)
 
     def has_room(self, digest: str, size: int = 0, taken: int = 0) -> bool:
         """Whether a request with this configuration can get a slot now.
 
         Args:
-            digest: of the configuration.
+            digest: the configuration's digest.
             size: bytes of its operations' vectors.
-            taken: bytes of those that act for all requests.
+            taken: bytes of the vectors of global operations.
 
         """
         if digest in self._slot_of:
@@ -77,10 +76,11 @@ class Slots:
         return self._room is None or size <= self._room
 
     def make_room(self, digest: str, size: int, taken: int) -> list[int]:
-        """Forget idle configurations until another one fits; which slots are emptied.
+        """Unload idle configurations until another one fits; returns the emptied slots.
 
-        The slot that the other one takes is among them if it has bytes to give back:
-        what was there goes before what comes. Arguments are those of `has_room`.
+        The slot that the new configuration will take is included if it has bytes to
+        free: the old content is removed before the new one is loaded. The arguments are
+        those of `has_room`.
         """
         if digest in self._slot_of:
             return []
@@ -103,9 +103,9 @@ class Slots:
         self._sizes[slot] = 0
 
     def acquire(self, user: str, digest: str, size: int = 0) -> tuple[int, bool]:
-        """Give `user` the slot of a configuration; whether it must be loaded.
+        """Assign a configuration's slot to `user`; also whether it must be loaded.
 
-        `has_room` must hold, and `user` must not have a slot.
+        `has_room` must be true, and `user` must not have a slot.
         """
         assert user not in self._slot_of_user, f"{user} has a steering slot already"
         slot = self._slot_of.get(digest)
@@ -123,7 +123,7 @@ class Slots:
         return slot, is_new
 
     def release(self, user: str) -> None:
-        """`user` has finished or is preempted; nothing happens if it has no slot."""
+        """Release the slot of `user`, if it has one."""
         slot = self._slot_of_user.pop(user, None)
         if slot is None:
             return
@@ -134,18 +134,18 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """A request that is scheduled for the first time, or again after preemption."""
+    """The slot of a request that starts, or resumes after preemption."""
 
     slot: int
-    """The slot of its configuration, whose rows steer its tokens."""
+    """The slot whose rows steer the request's tokens."""
     num_prompt_tokens: int
 
 
 @dataclass(slots=True)
 class SteeringStep:
-    """Decided by the scheduler alone, so that all ranks do the same."""
+    """The scheduler's decisions for a step, which all ranks apply alike."""
 
     loads: list[tuple[int, SteeringTiers]] = field(default_factory=list)
-    """Slots that get another configuration, before the step runs."""
+    """Slots that load another configuration before the step runs."""
     uses: dict[str, SlotUse] = field(default_factory=dict)
-    """Steered requests by id."""
+    """The slots of newly scheduled steered requests, by request id."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors pass from a front end to an engine once, not with each request.
+"""Sends each vector from a front end to an engine once, not with each request.
 
-A configuration of all hook points is megabytes, and requests that name one come by the
-hundred. Both ends of a connection remember what passed, by the same rule and in the
-same order, so that each knows what the other has: what the engine still has is sent by
-its digest alone.
+A configuration of all hook points takes megabytes, and hundreds of requests may name
+one. Both ends of a connection remember what was sent, by the same rule and in the same
+order, so that each knows what the other holds: vectors that the engine still holds are
+sent as their digest.
 """
 
 from collections import OrderedDict, defaultdict
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 SMALLEST = 4 << 10
-"""Bytes below which vectors are sent each time."""
+"""Vectors of fewer bytes than this are sent each time."""
 MOST_REMEMBERED = 128 << 20
-"""Bytes of vectors that an engine remembers of a front end."""
+"""Bytes of vectors that an engine remembers for each front end."""
 NO_DATA = memoryview(b"")
 
 
 class Passed:
-    """The vectors that passed over one connection, those longest unused first."""
+    """The vectors sent over one connection, least recently used first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -38,12 +38,12 @@ class Passed:
         return packed.digest in self._known
 
     def find(self, packed: PackedVectors) -> PackedVectors:
-        """Vectors in full, of which only the digest was sent."""
+        """The full vectors for a digest that was sent."""
         known = self._known[packed.digest]
         return structs.replace(packed, data=known.data)
 
     def note(self, parts: Sequence[PackedVectors]) -> None:
-        """Vectors pass, in this order, whether in full or by their digest."""
+        """Record that vectors are sent, in this order, in full or as digests."""
         for packed in parts:
             size = len(packed.data)
             if not SMALLEST <= size <= self._most:
@@ -57,19 +57,20 @@ class Passed:
 
 
 class SentVectors:
-    """A front end's part: what each engine has.
+    """The sender's side: what each engine holds.
 
-    Engines that come and go under one name are refused with steering.
+    Engines that are replaced under one name are refused with steering, because their
+    content would be unknown.
     """
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._passed: defaultdict[Any, Passed] = defaultdict(lambda: Passed(most))
 
     def shortened(self, request: Any, engine: Any) -> Any:
-        """What to send of a message: requests without vectors that the engine has.
+        """The message to send: vectors that the engine holds are replaced by digests.
 
         Args:
-            request: the message, of any kind; left as it is.
+            request: the message, of any kind; it is not changed.
             engine: identifies the engine.
 
         """
@@ -88,22 +89,22 @@ class SentVectors:
         )
 
     def note(self, request: Any, engine: Any) -> None:
-        """A message, as it was before it was shortened, is being sent."""
+        """Record that a message, given in its full form, is being sent."""
         tiers = _tiers(request)
         if tiers is not None:
             self._passed[engine].note(list(_parts(tiers)))
 
 
 class ReceivedVectors:
-    """An engine's part: what each front end has sent. Input thread only."""
+    """The receiver's side: what each front end has sent. Input thread only."""
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._passed: defaultdict[int, Passed] = defaultdict(lambda: Passed(most))
 
     def complete(self, request: "EngineCoreRequest") -> None:
-        """Put into a request the vectors that were sent before.
+        """Restore the vectors that a request names by digest.
 
-        Every request that steers comes by here, in the order in which they were sent.
+        Must be called for every request with steering, in the order of sending.
         """
         tiers = tiers_of(request)
         if tiers is None:
@@ -118,7 +119,7 @@ class ReceivedVectors:
 
 
 def _tiers(request: Any) -> SteeringTiers | None:
-    """What steers a request; None for messages of other kinds."""
+    """The configuration of a request; None for other kinds of messages."""
     return tiers_of(request) if hasattr(request, "sampling_params") else None
 
 
@@ -133,7 +134,7 @@ def _each(
 
 
 def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:
-    """A copy: the front end goes on with what it has."""
+    """A copy, because the front end still uses the request."""
     assert request.sampling_params is not None
     other = copy(request)
     other.sampling_params = with_tiers(request.sampling_params, tiers)

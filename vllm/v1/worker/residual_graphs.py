@@ -151,6 +151,29 @@ def record_family(descriptor: "BatchExecutionDescriptor") -> None:
     EarlyAdditions.begun.clear()
 
 
+def without_graph(
+    descriptor: "BatchExecutionDescriptor", num_tokens: int
+) -> "BatchExecutionDescriptor":
+    """The same step without a graph: a graph does not call functions of Python's.
+
+    Args:
+        descriptor: the step's plain graph.
+        num_tokens: of the step, without a graph's padding.
+
+    """
+    if descriptor.cg_mode == CUDAGraphMode.NONE:
+        return descriptor
+    return replace(
+        descriptor,
+        cg_mode=CUDAGraphMode.NONE,
+        num_tokens=num_tokens,
+        num_reqs=None,
+        uniform_token_count=None,
+        max_query_len=None,
+        tapped=0,
+    )
+
+
 def end_recording() -> None:
     """Reset the state after recording: no op launches until a step is planned."""
     Launch.taps, Launch.whole = Launch.families[0], False
@@ -322,7 +345,7 @@ class GraphFamilies:
         """The smallest piecewise graph of at least this size that has all ops."""
         padded = self._padded.get(descriptor)
         if padded is None:
-            assert manager is not None, "a graph is chosen where there is none"
+            assert manager is not None, "a graph is chosen without a graph manager"
             known = manager._capture_descs[descriptor.cg_mode]
             wanted = replace(descriptor, tapped=self._started - 1)
             larger = [
@@ -372,8 +395,8 @@ class GraphFamilies:
             record(exact)
         except Exception:
             logger.exception(
-                "No graph could be recorded while serving; steps go on with those "
-                "that were recorded at the start, which do the same more slowly"
+                "No graph could be recorded while serving; steps continue with those "
+                "that were recorded at the start, which are slower but equivalent"
             )
             self._may_record = False
             return None

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
@@ -42,7 +43,9 @@ from vllm.v1.worker.residual_graphs import (
     GraphFamilies,
     can_record,
     families_at_start,
+    without_graph,
 )
+from vllm.v1.worker.residual_hooks import open_hooks
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
@@ -119,6 +122,8 @@ class ResidualStream:
     """Set if steering is enabled."""
     readouts: WorkerReadouts | None = None
     """Set if readouts are enabled."""
+    hooks: WorkerHooks | None = None
+    """Set if requests can have hook functions."""
     modules: WorkerModules | None = None
     """The named probes, translators and SAEs, if capture or steering is enabled."""
 
@@ -149,22 +154,25 @@ class OpenResidualStream(ResidualStream):
         steering: WorkerSteering | None,
         graphs: GraphFamilies,
         clears_slots: bool = False,
+        hooks: WorkerHooks | None = None,
     ) -> None:
         """Start without requests.
 
         Args:
-            hook_points: of this process's layers.
+            hook_points: the hook points of this process's layers.
             capture: None if capture is disabled.
             steering: None if steering is disabled.
             graphs: chooses the CUDA graph of each step.
             clears_slots: whether to clear the slots after each step, because dummy
                 passes launch taps as well.
+            hooks: None if requests cannot have hook functions.
 
         """
         super().__init__(hook_points)
         self._capture = capture
         self.readouts = None if capture is None else capture.readouts
         self.steering = steering
+        self.hooks = hooks
         self._graphs = graphs
         self._clears_slots = clears_slots
         self._is_idle = False
@@ -180,6 +188,12 @@ class OpenResidualStream(ResidualStream):
         if self.steering is not None and (begun or finished or steps is not None):
             lengths = [(new.req_id, new.prompt_len) for new in begun]
             self.steering.update(finished, lengths, steps)
+        if self.hooks is not None:
+            self.hooks.end_requests(finished)
+            for new in begun:
+                params = new.sampling_params
+                if params is not None and params._hooks is not None:
+                    self.hooks.add_request(new.req_id, params._hooks, new.prompt_len)
         if self._capture is None:
             return
         for new in begun:
@@ -207,13 +221,17 @@ class OpenResidualStream(ResidualStream):
         steers = captures = NOTHING
         if self.steering is not None:
             steers = self.steering.plan_step(step)
+        if self.hooks is not None:
+            steers |= self.hooks.plan_step(step)
         if self._capture is not None:
             captures = self._capture.plan_step(step)
         self._graphs.plan(steers, captures)
 
     def _nothing_to_do(self) -> bool:
-        return (self.steering is None or self.steering.is_idle) and (
-            self._capture is None or self._capture.is_idle
+        return (
+            (self.steering is None or self.steering.is_idle)
+            and (self._capture is None or self._capture.is_idle)
+            and (self.hooks is None or self.hooks.is_idle)
         )
 
     def choose_graph(
@@ -222,6 +240,8 @@ class OpenResidualStream(ResidualStream):
         manager: "ModelCudaGraphManager | None",
     ) -> "BatchExecutionDescriptor":
         """The graph with the ops that the step needs."""
+        if self.hooks is not None and self.hooks.is_needed:
+            return without_graph(descriptor, self.hooks.num_tokens)
         return self._graphs.choose(descriptor, manager)
 
     def begin_step(self, num_rows: int) -> None:
@@ -230,6 +250,8 @@ class OpenResidualStream(ResidualStream):
             return
         if self.steering is not None:
             self.steering.begin_step()
+        if self.hooks is not None:
+            self.hooks.begin_step()
         if self._capture is not None:
             self._capture.begin_step(num_rows)
 
@@ -240,6 +262,8 @@ class OpenResidualStream(ResidualStream):
         self._graphs.end()
         if self.steering is not None:
             self.steering.end_step()
+        if self.hooks is not None:
+            self.hooks.end_step()
         if self._capture is not None:
             self._capture.end_step()
             if self._clears_slots:
@@ -254,7 +278,7 @@ class OpenResidualStream(ResidualStream):
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
-        assert self._capture is not None, "a capture ends where there is none"
+        assert self._capture is not None, "a capture ends but capture is disabled"
         self._capture.end_requests(ends)
 
     def report_captures_to(self, address: str) -> None:
@@ -355,7 +379,12 @@ def _open(
     # With data parallelism, an idle engine runs dummy batches while others have steps.
     runs_idle = vllm_config.parallel_config.data_parallel_size > 1
     stream = OpenResidualStream(
-        points, capture, steering, graphs, one_family and runs_idle
+        points,
+        capture,
+        steering,
+        graphs,
+        one_family and runs_idle,
+        open_hooks(vllm_config, model, steering),
     )
     stream.modules = modules
     return stream
@@ -381,13 +410,13 @@ def _check_supported(
     if layers.refusals:
         reason = (
             f"the architecture {kind} is refused: {'; '.join(layers.refusals)}. "
-            f"Hook points that it has: {_described(layers.points)}"
+            f"Its hook points are: {_described(layers.points)}"
         )
     elif not layers.modules:
         reason = (
             f"the architecture {kind} has no hook points: no stack of decoder layers "
-            "was found in it; `python -m fork models` lists the architectures that "
-            "have, and why others do not"
+            "was found; `python -m fork models` lists the supported architectures, "
+            "and why others are not supported"
         )
     elif vllm_config.model_config.is_encoder_decoder:
         reason = f"{kind} is an encoder-decoder model"
@@ -517,7 +546,7 @@ def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
     None on ranks that get no logits or have no head.
 
     Raises:
-        ValueError: the model has no head that can be asked.
+        ValueError: the model has no head that supports this.
 
     """
     runner = worker.model_runner

@@ -47,7 +47,8 @@ def find_tapped_layers(
     Args:
         model: the loaded model.
         mlp_points: whether to include `mlp_in` and `mlp_out`.
-        num_layers: of the whole decoder; identifies its list of layers.
+        num_layers: number of layers of the whole decoder; identifies its list of
+            layers.
         weaves: whether to weave layers that were not woven at build time, because they
             are not part of the release.
     """
@@ -119,7 +120,9 @@ def _reason_of_the_release(cls: type[nn.Module]) -> str:
     """Why a layer of the release was not woven at build time."""
     where = cls.__module__.removeprefix("vllm.").replace(".", "/")
     key = f"{where}:{cls.__name__}"
-    return REFUSED.get(key) or NOT_TAPPED.get(key) or "the build knows no such layer"
+    return (
+        REFUSED.get(key) or NOT_TAPPED.get(key) or "the layer is not part of the build"
+    )
 
 
 def _runs(module: nn.Module, name: str) -> dict[int, str]:

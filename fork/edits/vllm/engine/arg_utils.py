@@ -26,6 +26,7 @@ capture_staging_bytes: int | None = None
 capture_host_memory_bytes: int | None = None
 mlp_hook_points: bool = False
 vllm_lens_api: bool = False
+allow_remote_code_hooks: bool = False
 interp_engine_api: bool = False
 capture_dispatch_queue_size: int | None = None
 capture_dispatch_queue_bytes: int | None = None

@@ -9,6 +9,10 @@ EDITS = [
         why="What the methods below do.",
     ),
     add_import(
+        "from vllm.v1.hooks.frontend import api as hooks_api",
+        why="Implements the methods below.",
+    ),
+    add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
         why="Implements the methods below.",
     ),
@@ -21,6 +25,12 @@ EDITS = [
         insert="""
 captured = kept_rows_api.captured
 drop_captured = kept_rows_api.drop_captured
+register_hooks = hooks_api.register_hooks
+collect_hook_results = hooks_api.collect_hook_results
+clear_hooks = hooks_api.clear_hooks
+clear_hook_results = hooks_api.clear_hook_results
+prefetch_params = hooks_api.prefetch_params
+clear_prefetched = hooks_api.clear_prefetched
 register_readout_module = readouts_api.register
 unregister_readout_module = readouts_api.unregister
 get_readouts = readouts_api.get
@@ -28,6 +38,7 @@ set_steering = steering_api.set_steering
 clear_steering = steering_api.clear_steering
 get_steering = steering_api.get_steering
 """,
-        why="Kept rows, global vectors, and modules that requests refer to by name.",
+        why="Kept rows, hooks, global vectors, and modules that requests refer "
+        "to by name.",
     ),
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind against the same arithmetic on Transformers' rows."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm.steering.sae import encode
 from vllm.v1.capture.worker.offload import Offload
@@ -202,3 +204,45 @@ def test_a_model_without_a_head_for_a_lens_spoils_that_readout_alone(
     for output in read_out(engine, PROMPTS, spec):
         assert "its head is a stranger" in output.readouts["lens"].error
         assert output.readouts["norms"].error is None
+
+
+ENTROPY = """
+class Scaled:
+    def __init__(self, vllm_config):
+        self.width = vllm_config.model_config.get_hidden_size()
+
+    def compute(self, rows, context):
+        assert rows.shape[1:] == (len(context.taps), self.width)
+        return rows.float().norm(dim=-1) * context.params["by"]
+"""
+
+
+def test_custom_readouts_by_name_and_as_functions(
+    engine: CapturedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"readouts_{tmp_path.parent.name}".replace("-", "_")
+    target = f"{name}:Scaled"
+    install(tmp_path, name, ENTROPY, group="vllm.readouts", scaled=target)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def doubled(rows, context):
+        return rows.float().norm(dim=-1) * 2
+
+    def fails(rows, context):
+        raise RuntimeError("not these rows")
+
+    hooks = {"hooks": {"post_block": [0, 2]}, "positions": "all", "kind": "custom"}
+    spec = {
+        "named": hooks | {"name": "scaled", "params": {"by": 2.0}},
+        "given": hooks | {"fn": doubled},
+        "wrong": hooks | {"fn": fails},
+    }
+    for output in read_out(engine, [prompt(7, 1), prompt(30, 2)], spec):
+        rows = stream(engine, output)[:-1, [0, 2]]
+        for kind in ("named", "given"):
+            found = output.readouts[kind]
+            assert found.error is None
+            close(found["values"], 2 * rows.norm(dim=-1))
+        assert "not these rows" in output.readouts["wrong"].error
+    with pytest.raises(ValueError, match="must be a Python function"):
+        read_out(engine, [prompt(3)], {"x": hooks | {"fn": "print"}})

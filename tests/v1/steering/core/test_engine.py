@@ -122,7 +122,7 @@ class Answering(Core):
 
 
 def request(tiers: SteeringTiers | None) -> Any:
-    params = SimpleNamespace(_steering=tiers)
+    params = SimpleNamespace(_steering=tiers, _hooks=None)
     return SimpleNamespace(request_id="r", client_index=3, sampling_params=params)
 
 
@@ -149,7 +149,7 @@ def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> N
     running = request(SteeringTiers(**{own: vectors(60000)}))
     running.num_computed_tokens = 16
     core.scheduler.requests["r"] = running
-    with pytest.raises(SteeringValidationError, match="a request that is under way"):
+    with pytest.raises(SteeringValidationError, match="a request in flight"):
         set_steering(core, SteeringTiers(base=vectors(60000)), False)
     assert core.calls == [], "no rank hears of it"
     assert not core.scheduler.steering.tiers and not EngineSteering.tiers

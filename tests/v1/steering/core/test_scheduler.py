@@ -16,7 +16,7 @@ def request(name: str, config: int | None) -> Any:
     if config is not None:
         vector = np.full(4, float(config), dtype=np.float32)
         tiers = SteeringTiers(base=pack({(0, "post_block"): vector}))
-    params = SimpleNamespace(_steering=tiers)
+    params = SimpleNamespace(_steering=tiers, _hooks=None)
     return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=3)
 
 

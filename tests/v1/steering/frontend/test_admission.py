@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {BASE: edited([BIG])},
-        "whole number",
+        "an integer",
         "steering_vectors.post_attn.1.positions",
     ),
     (

@@ -68,7 +68,7 @@ def test_a_request_at_one_engine_refuses_it_for_all(
     cores[busy].scheduler.requests["r"] = request(HUGE)
     with (
         patch("vllm.v1.steering.core.engine.rehash"),
-        pytest.raises(SteeringValidationError, match="under way") as raised,
+        pytest.raises(SteeringValidationError, match="in flight") as raised,
     ):
         asyncio.run(Engines(Client(*cores)).set(tiers(HUGE), False))
     assert raised.value.parameter == "vectors"

@@ -29,6 +29,7 @@ def arguments(path: str) -> Any:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        allow_remote_code_hooks=False,
         interp_engine_api=False,
         steering_modules={"calm": path},
         steering_api_key=None,

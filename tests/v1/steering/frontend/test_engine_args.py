@@ -20,7 +20,9 @@ def config(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_steering_arguments(parser)
     # Declared with capture's.
-    parser.set_defaults(vllm_lens_api=False, interp_engine_api=False)
+    parser.set_defaults(
+        vllm_lens_api=False, allow_remote_code_hooks=False, interp_engine_api=False
+    )
     return steering_config(parser.parse_args(arguments))  # type: ignore[arg-type]
 
 
@@ -49,6 +51,7 @@ def test_modules_may_be_a_mapping() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        allow_remote_code_hooks=False,
         interp_engine_api=False,
         steering_modules={"a": "1.json"},
         steering_api_key=None,
@@ -68,6 +71,7 @@ def test_a_key_without_its_list_is_one_key() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        allow_remote_code_hooks=False,
         interp_engine_api=False,
         steering_modules=None,
         steering_api_key="abc",
@@ -103,6 +107,7 @@ def test_engines_that_join_later_are_refused() -> None:
         max_steering_ops=8,
         steering_bank_mib=256,
         vllm_lens_api=False,
+        allow_remote_code_hooks=False,
         interp_engine_api=False,
         steering_modules=None,
         steering_api_key=None,

@@ -14,14 +14,24 @@ from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MUTATING = frozenset(
-    f"/v1/steering/{name}"
-    for name in ("set", "clear", "modules/register", "modules/unregister")
-) | {
-    f"/v1/{place}/{name}"
-    for place in ("readouts/modules", "sae")
-    for name in ("register", "unregister")
-}
+MUTATING = (
+    frozenset(
+        f"/v1/steering/{name}"
+        for name in ("set", "clear", "modules/register", "modules/unregister")
+    )
+    | {
+        f"/v1/{place}/{name}"
+        for place in ("readouts/modules", "sae")
+        for name in ("register", "unregister")
+    }
+    | {
+        f"/v1/hooks/{name}"
+        for name in (
+            *("register", "collect", "clear", "clear_results"),
+            *("prefetch", "clear_prefetched"),
+        )
+    }
+)
 """Routes that require a steering key if the server has one."""
 
 
@@ -40,7 +50,8 @@ OPEN_UPSTREAM = frozenset({"/invocations"})
 def captures_or_steers(args: Namespace) -> bool:
     """Whether a server was started with capture or steering."""
     steers = getattr(args, "enable_steering", False)
-    return bool(steers or getattr(args, "capture_consumers", None))
+    lens = getattr(args, "vllm_lens_api", False)
+    return bool(steers or lens or getattr(args, "capture_consumers", None))
 
 
 def needs_server_key(scope: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ FIELDS = (
 """Fields of generation requests; other requests reject them."""
 
 HONOURED_ARGS: frozenset[str] = frozenset(
-    {"output_residual_stream", "apply_steering_vectors"}
+    {"output_residual_stream", "apply_steering_vectors", "apply_hooks"}
 )
 """Supported keys of `vllm_xargs` and `extra_args`."""
 
@@ -64,7 +64,7 @@ FOREIGN: dict[str, str] = {
     "output_residual_stream": f"{_LENS}; or {_CAPTURE_ALL}",
     "apply_steering_vectors": f"{_LENS}; or use steering_vectors: {{HOOK: {{LAYER: "
     "vector}}",
-    "apply_hooks": "hooks that are code are not run; use steering_vectors and capture",
+    "apply_hooks": f"{_LENS}; or use steering_vectors and readouts",
     "capture_layers": _CAPTURE_ALL,
 }
 """By name of a field in another system: what to use instead."""

@@ -15,9 +15,11 @@ import torch
 
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
+from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
 from vllm.model_executor.layers.residual.program import Program, run
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.model_executor.layers.residual.split_ops import share
@@ -70,6 +72,14 @@ def intervene_rows(
         whole = tensor_model_parallel_all_reduce(hidden.clone())
         leads = get_tensor_model_parallel_rank() == 0
     _intervene(whole, hidden, residual, index, rows, gates, leads, 0)
+    if calls := HostCalls.at.get(index.data_ptr()):
+        if partial:  # Programs have changed this rank's part only.
+            whole = tensor_model_parallel_all_reduce(hidden.clone())
+        width = hidden.shape[-1]
+        other = None if residual is None else residual.view(-1, width)
+        branch = hidden.view(-1, width)
+        whole = whole.view(-1, width) if partial else branch
+        run_calls(calls, whole, branch, other, leads)
 
 
 def _intervene(
@@ -152,8 +162,18 @@ def intervene_split_rows(
     """
     if not Launch.wants(index):
         return
-    first = share(len(hidden)).start
-    _intervene(hidden, hidden, residual, index, rows, gates, True, first)
+    own = share(len(hidden))
+    _intervene(hidden, hidden, residual, index, rows, gates, True, own.start)
+    if calls := HostCalls.at.get(index.data_ptr()):
+        # All ranks call the functions, on the rows of all.
+        stream = hidden if residual is None else hidden + residual
+        whole = tensor_model_parallel_all_gather(stream, 0)
+        before = whole.clone()
+        run_calls(calls, whole, whole, None, True)
+        changed = (whole != before).any(dim=-1)[own]
+        hidden[changed] = whole[own][changed]
+        if residual is not None:
+            residual[changed] = 0.0
 
 
 def _intervene_split_rows_fake(

@@ -59,7 +59,7 @@ class SinkLane:
         overload: Literal["block", "drop"] = "block",
         spill: SpillStore | None = None,
     ) -> None:
-        """Start the thread.
+        """Create the lane; its thread starts with the first item.
 
         Args:
             instance: the name of the consumer instance.
@@ -89,14 +89,26 @@ class SinkLane:
         self._thread = threading.Thread(
             target=self._run, name=f"capture-{instance}", daemon=True
         )
-        self._thread.start()
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread unless it runs; called before anything is queued.
+
+        Most servers have lanes that no request uses, such as that of live rows.
+        """
+        if self._thread.ident is None:
+            with self._starting:
+                if self._thread.ident is None:
+                    self._thread.start()
 
     def open(self, opening: Opening) -> None:
         """Queue the start of a request, for a consumer that needs its spec."""
+        self.start()
         self._queue.mark(opening)
 
     def submit(self, chunks: Sequence[CaptureChunk]) -> None:
         """Queue the rows of a step; if the queue is full, spill, drop or block."""
+        self.start()
         self._dropped.renumber(chunks)
         packet = Packet.of(chunks)
         while not self.check():
@@ -115,6 +127,7 @@ class SinkLane:
 
     def finish(self, ending: Ending) -> None:
         """Queue the end of a request; never blocks, as it holds no rows."""
+        self.start()
         settled = tuple(self._dropped.settle(ending.finalizes))
         ending = Ending(ending.request_id, settled, ending.answer)
         self._queue.mark(ending)
@@ -126,14 +139,16 @@ class SinkLane:
         self._counters.queue_depth = len(self._queue)
         self._counters.queue_bytes = self._queue.num_bytes
         self._counters.spill_bytes = self._queue.spilled_bytes
-        self._counters.rewritten_bytes = getattr(self.sink, "rewritten_bytes", 0)
+        if self.can.rewritten_bytes is not None:
+            self._counters.rewritten_bytes = self.can.rewritten_bytes()
         return self._counters
 
     def close(self, timeout: float) -> None:
         """Process the queue, for `timeout` seconds at most, and shut down the sink."""
         deadline = monotonic() + timeout
         self._queue.close()
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         if self._thread.is_alive():
             endings = self._queue.endings()
             logger.error(

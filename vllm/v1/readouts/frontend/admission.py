@@ -11,7 +11,7 @@ from vllm.v1.capture.plan import Ranges, union
 from vllm.v1.capture.selectors import plain
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.frontend.spec import Server, parse_readout
+from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, StopWhen, Tap
 
@@ -88,7 +88,7 @@ class ReadoutAdmission:
             readouts.append(parse_readout(name, spec, ctx, server))
         self._check_stages(readouts)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
-        params.readouts = raw
+        params.readouts = without_functions(raw)
         return ReadoutPlan(tuple(readouts), stops)
 
     def _server(self) -> Server:

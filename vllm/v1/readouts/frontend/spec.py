@@ -309,6 +309,20 @@ def custom_names() -> list[str]:
 
 
 def _custom(spec: Spec) -> Readout:
+    name, code = "", b""
+    if "fn" in spec.raw:
+        code = _code(spec)
+    else:
+        name = _entry_point(spec)
+    try:
+        params = json.dumps(spec.raw.get("params") or {}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise spec.fail("params", f"must be JSON: {error}") from None
+    taps, ranges = spec.hooks(), spec.ranges()
+    return Readout(spec.name, "custom", taps, ranges, name, params=params, code=code)
+
+
+def _entry_point(spec: Spec) -> str:
     name, having = spec.raw.get("name"), custom_names()
     if name not in having:
         raise spec.fail(
@@ -316,13 +330,34 @@ def _custom(spec: Spec) -> Readout:
             f"no readout {name!r} is installed; there are {having}. Install a package "
             f"with an entry point {name!r} in the group {ENTRY_POINTS}",
         )
-    try:
-        params = json.dumps(spec.raw.get("params") or {}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise spec.fail("params", f"must be JSON: {error}") from None
-    return Readout(
-        spec.name, "custom", spec.hooks(), spec.ranges(), str(name), params=params
-    )
+    return str(name)
+
+
+def _code(spec: Spec) -> bytes:
+    """A function that the caller of this process has given, pickled."""
+    function = spec.raw["fn"]
+    if "name" in spec.raw:
+        raise spec.fail("fn", "give it or name, not both")
+    if not callable(function):  # As everything that comes over HTTP.
+        raise spec.fail(
+            "fn",
+            "must be a Python function, which only the process of the engine can "
+            f"give; over HTTP name one of {custom_names()}",
+        )
+    import cloudpickle
+
+    pickled: bytes = cloudpickle.dumps(function)
+    return pickled
+
+
+def without_functions(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Specs as they may be sent to other processes: a function is its name."""
+    return {
+        name: {**spec, "fn": getattr(spec["fn"], "__name__", "fn")}
+        if "fn" in spec
+        else spec
+        for name, spec in raw.items()
+    }
 
 
 _OWN_PROBE = ("vectors", "bias", "activation", "cosine", "threshold")
@@ -333,6 +368,6 @@ _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
     "lens": (("layers", "hook", "top_k", "tokens", "translator"), _lens),
     "sae": (("sae", "layer", "hook", "top_k", "features"), _sae),
     "norm": (("hooks",), _norm),
-    "custom": (("name", "hooks", "params"), _custom),
+    "custom": (("name", "fn", "hooks", "params"), _custom),
 }
 """By kind: its keys besides `kind` and `positions`, and its parser."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in the engine core: the global vectors."""
+"""Changes of the global vectors, which the engine core carries out on all ranks."""
 
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -41,8 +41,8 @@ def set_steering(
     no step sees the change on some ranks only.
 
     Raises:
-        SteeringValidationError: with the vectors of a request that is under way, or
-            alone, it is more than the model can hold.
+        SteeringValidationError: the sum with the vectors of a request in flight, or the
+            change alone, exceeds what the model's dtype can hold.
         SteeringChangeError: a rank could not take it.
 
     """
@@ -54,19 +54,19 @@ def set_steering(
 def hold_steering(
     core: "EngineCore", holder: str, change: SteeringTiers, replace: bool
 ) -> bool:
-    """Get ready for a change that several engines make together; false if one is.
+    """Prepare a change that several engines make together; false if another is held.
 
-    From now on requests must be able to run with the vectors before it and behind
-    it, so that neither making nor undoing it can fail for their sake.
+    Until the release, requests must fit both the vectors before the change and those
+    after it, so that neither making nor undoing it can fail because of a request.
 
     Args:
-        core: one of the engines.
-        holder: names the change, until `release_steering`.
-        change: what is given.
-        replace: whether nothing else stays.
+        core: one of the data-parallel engine cores.
+        holder: identifies the change until `release_steering`.
+        change: the vectors and operations that are set.
+        replace: whether everything that was set before is dropped.
 
     Raises:
-        SteeringValidationError: as `set_steering`.
+        SteeringValidationError: for the same reasons as in `set_steering`.
 
     """
     steering = _steering(core)
@@ -78,7 +78,7 @@ def hold_steering(
 
 
 def commit_steering(core: "EngineCore", holder: str) -> dict[str, Any]:
-    """Make the change that is held; it may still be undone.
+    """Apply the change that is held; `release_steering` can still undo it.
 
     Raises:
         SteeringChangeError: a rank could not take it.
@@ -91,16 +91,16 @@ def commit_steering(core: "EngineCore", holder: str) -> dict[str, Any]:
 
 
 def release_steering(core: "EngineCore", holder: str, undo: bool) -> None:
-    """The change has been made everywhere, or is made nowhere.
+    """End a held change, after all engines have applied it or one has refused it.
 
     Raises:
-        SteeringChangeError: a rank could not take back what was before.
+        SteeringChangeError: a rank could not restore the earlier vectors.
 
     """
     steering = _steering(core)
     held = steering.held
     if held is None or held.holder != holder:
-        return  # This engine had refused it.
+        return  # This engine had refused the change.
     try:
         if undo and steering.tiers is not held.old:
             _apply(core, held.old)
@@ -114,7 +114,7 @@ def _steering(core: "EngineCore") -> SteeringScheduling:
 
 
 def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> SteeringTiers:
-    """The global vectors behind a change, which the requests under way can bear."""
+    """The global vectors after a change, checked against the requests in flight."""
     executor: Any = core.model_executor
     if is_on_the_host(executor.sleeping_tags):
         raise fail(
@@ -136,7 +136,7 @@ def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> Steeri
 
 
 def _apply(core: "EngineCore", new: SteeringTiers) -> None:
-    """Steer all by `new` from the next step on."""
+    """Steer all requests by `new` from the next step on."""
     scheduler: Any = core.scheduler
     old = scheduler.steering.tiers
     _tell_workers(core, new)
@@ -149,8 +149,8 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
     if changes_prompts and not any(
         request.num_computed_tokens for request in scheduler.requests.values()
     ):
-        # No request can hit an old block, as hashes name the vectors; this gives
-        # the memory back at once.
+        # No request can hit an old block, because hashes name the vectors; the reset
+        # frees the memory at once.
         scheduler.reset_prefix_cache()
 
 
@@ -168,10 +168,10 @@ def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
 
 
 def refuses(core: "EngineCoreProc", request: "Request") -> bool:
-    """Whether a request that has arrived cannot be steered after all; it is answered.
+    """Whether a request cannot be steered after all; if so, it is answered here.
 
-    Its front end has checked it against the global vectors that it knew. Others may
-    have set larger ones since.
+    Its front end has checked it against the global vectors that it knew. Another front
+    end may have set larger ones since.
     """
     tiers = tiers_of(request)
     if tiers is None:
@@ -203,8 +203,8 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
 def get_steering(core: "EngineCore") -> dict[str, Any]:
     """The global vectors' norms and the rows of tables in use, as plain data.
 
-    Prompt and generated tokens have a row each, for all requests and for every
-    configuration in use; the row of zeros does not count.
+    Each configuration in use takes one row for prompt tokens and one for generated
+    ones; so do the global vectors. The row of zeros is not counted.
     """
     scheduler: Any = core.scheduler
     tiers = scheduler.steering.tiers
@@ -223,10 +223,10 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
 
 
 def _eager_steps(core: "EngineCore") -> dict[str, int]:
-    """Steps that ran neither compiled nor as graphs, and what in them could not.
+    """The number of steps that ran neither compiled nor as CUDA graphs, by reason.
 
-    A step counts once for each reason. Tensor-parallel ranks count alike; a stage
-    counts the steps in which its own layers were concerned.
+    A step counts once for each reason. Tensor-parallel ranks have equal counts; a
+    pipeline stage counts the steps that involve its own layers.
     """
     from vllm.v1.worker import residual_stream
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named vectors where several API server processes share an engine: the owner's part.
+"""The log of named modules, for several API server processes that share an engine.
 
-Each front end resolves names by itself. What they must agree on is which names there
-are, so the engine core keeps what was changed since the start, in one order. It does
-not look into it.
+Each front end resolves names by itself. The front ends must agree on which names exist,
+so the engine core keeps every change since the start in one order. It does not read the
+modules' content.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,24 +17,26 @@ class Changed(NamedTuple):
 
     version: int
     module: bytes | None
-    """As front ends write it; None where the name was removed."""
+    """The serialized module, which only front ends read; None if the name was
+    removed."""
 
 
 class NamesLog:
-    """What was registered and removed while the engine ran, by name."""
+    """The modules that were registered or removed while the engine ran, by name."""
 
     def __init__(self) -> None:
         self.version = 0
-        """Counts changes. A front end that knows the last one knows every name."""
+        """The number of changes. A front end that has seen this version knows every
+        name."""
         self._latest: dict[str, Changed] = {}
 
     def change(self, known: int, name: str, module: bytes | None) -> bool:
-        """Change a name, unless it rests on another version than the last.
+        """Change a name if `known` is the latest version; whether it was changed.
 
         Args:
-            known: the version that the change was checked against.
-            name: of the module.
-            module: as a front end writes it; None to remove it.
+            known: the version against which the change was checked.
+            name: the module's name.
+            module: the serialized module; None to remove the name.
 
         """
         if known != self.version:
@@ -44,7 +46,7 @@ class NamesLog:
         return True
 
     def since(self, known: int) -> dict[str, bytes | None]:
-        """What has become of each name that was changed after a version."""
+        """Each name that was changed after a version, with its present module."""
         return {
             name: one.module
             for name, one in self._latest.items()
@@ -53,7 +55,7 @@ class NamesLog:
 
 
 def steering_names(core: "EngineCore", known: int) -> list[Any]:
-    """The last version, and what was changed after `known`, by name."""
+    """The latest version, and by name what was changed after `known`."""
     names: NamesLog = core.scheduler.steering.names  # type: ignore[attr-defined]
     return [names.version, names.since(known)]
 
@@ -61,6 +63,6 @@ def steering_names(core: "EngineCore", known: int) -> list[Any]:
 def change_steering_name(
     core: "EngineCore", known: int, name: str, module: bytes | None
 ) -> bool:
-    """Register or remove a name; false where `known` is not the last version."""
+    """Register or remove a name; false where `known` is not the latest version."""
     names: NamesLog = core.scheduler.steering.names  # type: ignore[attr-defined]
     return names.change(known, name, module)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache: which keys and values depend on steering.
+"""Prefix caching: which cached keys and values depend on steering.
 
-What a token leaves in the cache depends on what steered it and all tokens before
-it. A block's hash covers its predecessors, so each block's hash needs just what
-steers its own tokens. Tokens that nothing steers add no key: such blocks are shared
-with unsteered traffic, as without steering. Caches outside of the engine are allowed
-where they find blocks by these hashes, or keep none for another request.
+A token's cached keys and values depend on what steered it and all tokens before it. A
+block's hash covers its predecessors, so each block's hash needs only what steers its
+own tokens. Tokens that nothing steers add no key: such blocks are shared with unsteered
+requests. Caches outside the engine are allowed if they find blocks by these hashes, or
+keep no blocks for other requests.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class EngineSteering:
     """The global vectors of this process's engine, as block hashes need them.
 
-    A request hashes its first blocks before any scheduler knows it, so this cannot
-    be the scheduler's. Engine thread only.
+    A request hashes its first blocks before it reaches a scheduler, so the scheduler
+    cannot hold this state. Used by the engine's thread only.
     """
 
     tiers: SteeringTiers = NO_STEERING
@@ -33,17 +33,17 @@ class EngineSteering:
 
     @classmethod
     def set(cls, tiers: SteeringTiers) -> None:
-        """Blocks hashed from now on belong to these global vectors."""
+        """Set the global vectors that steer the blocks hashed from now on."""
         cls.tiers = tiers
         cls.prefill_digest = digest_of(tiers.base, tiers.prefill)
         cls.decode_digest = digest_of(tiers.base, tiers.decode)
 
 
 def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...]]:
-    """What steers the tokens `[start, stop)` of a request, for their block's hash.
+    """The keys that steering adds to the hash of the block of tokens `[start, stop)`.
 
-    The keys name effective vectors, not tiers: a generated token that comes back in
-    the next turn's prompt is found again if both turns steer it alike.
+    The keys name effective vectors, not tiers: a generated token that appears in the
+    prompt of the next turn is found again if both turns steer it in the same way.
     """
     tiers = tiers_of(request)
     if tiers is None and not EngineSteering.tiers:
@@ -67,11 +67,11 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
 def _operation_keys(
     tiers: SteeringTiers, boundary: int, start: int, stop: int
 ) -> Iterator[tuple[str, ...]]:
-    """What is done at the tokens of a block, by their places in it."""
+    """Keys of a block's operations, with the offsets of their tokens in the block."""
     middle = min(max(boundary, start), stop)
     base, prefill, decode = tiers.groups
     phases = ((base + prefill, start, middle), (base + decode, middle, stop))
-    # What is done in both phases counts as one, wherever the prompt ends.
+    # An operation of both phases counts as one, wherever the prompt ends.
     places: dict[tuple[str, int], list[int]] = {}
     for groups, first, last in phases:
         times: Counter[str] = Counter()
@@ -91,15 +91,21 @@ def _joined(of_engine: str, of_request: str) -> str:
 
 
 def _salt(request: "Request") -> list[tuple[str, ...]]:
+    """Keys of blocks that nobody else may have."""
     salt = getattr(request, "steering_salt", None)
-    return [] if salt is None else [("steering-changed", salt)]
+    keys: list[tuple[str, ...]] = [] if salt is None else [("steering-changed", salt)]
+    params = request.sampling_params
+    if params is not None and params._hooks is not None:
+        # A function may do anything, so nobody shares what it has changed.
+        keys.append(("hooks", params._hooks.key))
+    return keys
 
 
 def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
-    """Hash a request's blocks anew, after the global vectors have changed.
+    """Recompute a request's block hashes after a change of the global vectors.
 
-    Blocks that are computed stay what they were. Those that follow belong to
-    neither the old vectors nor the new ones alone, so nobody may share them.
+    Blocks that are computed keep their hashes. The blocks after them depend on both the
+    old and the new vectors, so no other request may share them.
     """
     computed = request.num_computed_tokens // hash_block_size
     if request.num_computed_tokens > 0:
@@ -109,10 +115,11 @@ def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
 
 
 def continue_session(request: "Request") -> None:
-    """A session's prompt goes on behind tokens that were generated.
+    """Mark a session whose next prompt part follows generated tokens.
 
-    Where the engine steers the two differently, its blocks were steered by phases that
-    end elsewhere than the prompt does now: nobody may share those that follow.
+    If the engine steers prompt tokens and generated ones differently, some blocks were
+    steered as generated tokens that are now part of the prompt. No other request may
+    share the blocks after them.
     """
     engine = EngineSteering
     if engine.prefill_digest != engine.decode_digest or _by_phase(engine.tiers):
@@ -124,7 +131,10 @@ def _by_phase(tiers: SteeringTiers) -> bool:
 
 
 def forget(request: "Request") -> None:
-    """A preempted request computes all its blocks anew, under one set of vectors."""
+    """Recompute all block hashes of a preempted request.
+
+    It computes all blocks again, under one set of vectors.
+    """
     if getattr(request, "steering_salt", None) is None:
         return
     request.steering_salt = None  # type: ignore[attr-defined]
@@ -140,7 +150,7 @@ BY_BLOCK_HASH = frozenset(
         "SimpleCPUOffloadConnector",
     }
 )
-"""They find blocks by the engine's hashes, which name what steered them."""
+"""Connectors that find blocks by the engine's hashes, which cover steering."""
 
 BY_REQUEST = frozenset(
     {
@@ -153,14 +163,15 @@ BY_REQUEST = frozenset(
         "NixlPushConnector",
     }
 )
-"""They move the blocks of one request, and keep none for another."""
+"""Connectors that move the blocks of one request and keep none for another."""
 
 
 def check_external_caches(vllm_config: "VllmConfig") -> None:
-    """Refuse a connector that may give a request what another one's steering left.
+    """Refuse a KV connector that could share blocks across different steering.
 
     Raises:
-        SteeringValidationError: naming the connector, and the remedy.
+        SteeringValidationError: the connector may share such blocks; the message names
+            it and the remedy.
 
     """
     transfer = vllm_config.kv_transfer_config
@@ -171,8 +182,8 @@ def check_external_caches(vllm_config: "VllmConfig") -> None:
         if name not in BY_BLOCK_HASH | BY_REQUEST:
             raise fail(
                 f"kv_connector={name!r}, enable_steering=True: this connector is not "
-                "known to name what it keeps by the engine's block hashes, so a "
-                "request might get keys and values that another one's steering left. "
+                "known to key its blocks by the engine's block hashes, so a "
+                "request might get keys and values of a differently steered one. "
                 f"Use one of {sorted(BY_BLOCK_HASH)}, or start the server without "
                 "--enable-steering",
                 "kv_connector",
@@ -181,7 +192,7 @@ def check_external_caches(vllm_config: "VllmConfig") -> None:
 
 
 def _connectors(name: str | None, extra: Mapping[str, Any]) -> Iterator[str]:
-    """The connector, or those that it is made of."""
+    """The names of a connector and of those that a `MultiConnector` contains."""
     if name != "MultiConnector":
         yield str(name)
         return

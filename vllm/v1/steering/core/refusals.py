@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that the engine core refuses: the way of the reason to their clients.
+"""Requests that the engine core refuses, and how clients learn the reason.
 
-A front end checks a request against the global vectors that it knows. Those that hold
-when it arrives may be others, so the engine core has the last word.
+A front end checks a request against the global vectors that it knows. They may have
+changed by the time the request arrives, so the engine core checks again.
 """
 
 from typing import TYPE_CHECKING
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MARK = "steering is refused: "
-"""Begins the `stop_reason` of such a request; the message follows."""
+"""Prefix of the `stop_reason` of a refused request; the message follows."""
 
 
 def refuse(core: "EngineCoreProc", request: "Request", message: str) -> None:
     """Answer a request that was not scheduled.
 
     Args:
-        core: the engine.
-        request: that has arrived.
-        message: says what is wrong, without the parameter's name.
+        core: the engine core.
+        request: the request that has arrived.
+        message: what is wrong, without the parameter's name.
 
     """
     answer = EngineCoreOutput(
@@ -41,9 +41,9 @@ def refuse(core: "EngineCoreProc", request: "Request", message: str) -> None:
 
 
 def is_refused(output: "RequestOutput") -> bool:
-    """Whether the engine core has refused the request of an output.
+    """Whether an output reports that the engine core has refused its request.
 
-    Every output passes here, so it is quick.
+    Called for every output, so it must be fast.
     """
     for sample in output.outputs:
         if sample.finish_reason == "error" and _reason(sample) is not None:
@@ -52,11 +52,11 @@ def is_refused(output: "RequestOutput") -> bool:
 
 
 def refusal_in(output: "RequestOutput", parameter: str) -> SteeringValidationError:
-    """The error that the output of a refused request tells of.
+    """The error that the output of a refused request reports.
 
     Args:
-        output: of the request, or of one of its samples.
-        parameter: the request's steering, for the message.
+        output: the output of the request or of one of its samples.
+        parameter: the request field that asked for steering, for the message.
 
     """
     message = next(filter(None, map(_reason, output.outputs)))

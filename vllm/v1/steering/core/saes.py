@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAEs that entries name: none is taken away from a request that needs it."""
+"""Checks that an SAE is not unregistered while a request or the engine uses it."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def features_of(tiers: SteeringTiers) -> Iterator[FeatureUse]:
-    """What some tiers do to features."""
+    """The feature operations of a configuration."""
     for part in tiers.parts:
         for one in () if part is None else part.operations:
             if one.details.feature is not None:
@@ -20,11 +20,11 @@ def features_of(tiers: SteeringTiers) -> Iterator[FeatureUse]:
 
 
 def uses_of(core: "EngineCore", name: str) -> str:
-    """Who steers by features of an SAE now; empty if nobody does.
+    """What steers by features of an SAE now, as text; empty if nothing does.
 
     Args:
-        core: the engine.
-        name: of the SAE.
+        core: the engine core.
+        name: name of the SAE.
 
     """
     scheduler: Any = core.scheduler
@@ -39,11 +39,11 @@ def uses_of(core: "EngineCore", name: str) -> str:
 
 
 def missing(tiers: SteeringTiers, saes: Mapping[str, str]) -> str | None:
-    """What to tell of an SAE that is not what it was when a request was admitted.
+    """The message about an SAE that has changed since admission; None if none has.
 
     Args:
-        tiers: of the request.
-        saes: the fingerprints of those that the workers have, by name.
+        tiers: the request's configuration.
+        saes: by name, the fingerprints of the SAEs that the workers hold.
 
     """
     for use in features_of(tiers):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in the scheduler: who gets a slot, who waits, who gives one back."""
+"""Steering in the scheduler: slots are assigned, waited for and released."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,59 +21,59 @@ if TYPE_CHECKING:
 
 
 class HeldChange(NamedTuple):
-    """What the global vectors are to become, and what they go back to otherwise."""
+    """A prepared change of the global vectors, and the state to restore on failure."""
 
     holder: str
-    """Names the change; no other is made meanwhile."""
+    """Identifies the change; no other change is made until its release."""
     old: SteeringTiers
     new: SteeringTiers
 
 
 class SteeringScheduling:
-    """Bounds the configurations in use, and tells the workers of changes.
+    """Limits the configurations in use, and sends changes of slots to the workers.
 
-    Steered requests are served in the order of the queue: once one waits for a
-    slot, those behind it wait too, even where their configuration is loaded.
-    Otherwise they could keep it loaded for ever. Unsteered requests pass.
+    Steered requests are served in the order of the queue: when one waits for a slot,
+    later steered requests wait too, even if their configuration is loaded. Otherwise
+    they could keep it loaded forever. Unsteered requests are not delayed.
     """
 
     def __init__(self, num_slots: int, bank_bytes: int | None = None) -> None:
-        """Steer nothing.
+        """Start without any configuration.
 
         Args:
             num_slots: how many configurations a batch may hold.
-            bank_bytes: what their operations' vectors may take; None for any number.
+            bank_bytes: most bytes of operations' vectors; None for no limit.
 
         """
         self.slots = Slots(num_slots, bank_bytes)
         self.tiers = NO_STEERING
-        """The global vectors."""
+        """The global vectors in force."""
         self.held: HeldChange | None = None
-        """A change of them that several engines are about to make together."""
+        """A change of the global vectors that several engines prepare together."""
         self.names = NamesLog()
         self.saes: dict[str, str] = {}
-        """The fingerprints of the SAEs that the workers have, by name."""
+        """By name, the fingerprints of the SAEs that the workers hold."""
         self._step = SteeringStep()
         self._blocked = False
 
     @property
     def possible(self) -> tuple[SteeringTiers, ...]:
-        """Each set of global vectors that a request must be able to run with."""
+        """The sets of global vectors that every request must fit."""
         if self.held is None:
             return (self.tiers,)
         return self.held.old, self.held.new
 
     @property
     def _taken(self) -> int:
-        """Bytes of vectors that act for all requests."""
+        """Bytes of the operations' vectors that the global configuration takes."""
         return max(one.bank_bytes for one in self.possible)
 
     def new_step(self) -> None:
-        """A step is about to be scheduled."""
+        """Begin the scheduling of a step."""
         self._blocked = False
 
     def admits(self, request: "Request") -> bool:
-        """Whether a waiting request may be scheduled, as far as slots go."""
+        """Whether a slot is available for a waiting request, if it needs one."""
         tiers = tiers_of(request)
         if tiers is None:
             return True
@@ -83,7 +83,7 @@ class SteeringScheduling:
         return not self._blocked
 
     def begin(self, request: "Request") -> None:
-        """A waiting request is scheduled: it runs from this step on."""
+        """Assign a slot to a request that is scheduled from this step on."""
         tiers = tiers_of(request)
         if tiers is None:
             return
@@ -96,27 +96,27 @@ class SteeringScheduling:
         self._step.uses[request.request_id] = SlotUse(slot, request.num_prompt_tokens)
 
     def release(self, request: "Request") -> None:
-        """A request has finished or is aborted."""
+        """Release the slot of a request that has finished or was aborted."""
         if tiers_of(request) is not None:
             self.slots.release(request.request_id)
 
     def preempted(self, request: "Request") -> None:
-        """A request goes back to the queue; it will need a slot again."""
+        """Release the slot of a preempted request, which needs one again later."""
         self.release(request)
         forget(request)
 
     def continued(self, request: "Request") -> None:
-        """A request whose prompt comes in parts is given the next one."""
+        """Continue a session with the next part of its prompt."""
         continue_session(request)
 
     def take_step(self) -> SteeringStep | None:
-        """What to send with this step, None where there is nothing."""
+        """The changes to send to the workers with this step; None if there are none."""
         step, self._step = self._step, SteeringStep()
         return step if step.uses else None
 
 
 def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
-    """What workers hear of requests names no vectors: they may be megabytes."""
+    """Remove the vectors, which may be megabytes, from the requests sent to workers."""
     for request in requests:
         params = request.sampling_params
         if params is not None and params._steering is not None:
@@ -124,7 +124,7 @@ def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
 
 
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
-    """The scheduler's part of steering for a configuration."""
+    """Create the scheduler's steering state."""
     check_external_caches(vllm_config)
     EngineSteering.set(NO_STEERING)
     config = vllm_config.steering_config

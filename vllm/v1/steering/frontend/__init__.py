@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in a front end's process."""
+"""Steering in the front end's process: admission, named modules, global vectors."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request's steering can be carried out, and by which vectors.
+"""Admission: a request's steering is checked and resolved to vectors.
 
-After admission nothing can fail for a reason that lies with the user.
+After admission nothing can fail because of what the user wrote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ REQUEST_FIELDS = {
     "prefill_clamps": "prefill_steering_clamps",
     "decode_clamps": "decode_steering_clamps",
 }
-"""The tiers' names in a request, and those of their clamps."""
+"""Request fields by tier, for vectors and for clamps."""
 
 GLOBAL_FIELDS = {
     **describe.FIELDS,
@@ -52,16 +52,16 @@ GLOBAL_FIELDS = {
     "prefill_clamps": "prefill_clamps",
     "decode_clamps": "decode_clamps",
 }
-"""As in a request, of a change of the global vectors and of a named module."""
+"""Fields by tier in a change of the global vectors and in a named module."""
 
 _TIER_OF_CLAMPS = {f"{tier}_clamps": tier for tier in describe.FIELDS}
 
 FIELDS = (*REQUEST_FIELDS.values(), "steering_name", "steering_module_ref")
-"""Everything that steers a request."""
+"""All request fields of steering."""
 
 
 class SteeringAdmission:
-    """Turns what requests ask for into vectors."""
+    """Resolves the steering of requests to vectors."""
 
     def __init__(self, model: SteeredModel, modules: SteeringModules) -> None:
         self.model = model
@@ -69,12 +69,12 @@ class SteeringAdmission:
         self.shared = SharedVectors()
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
-        """Put a request's resolved vectors in place of what the user wrote.
+        """Replace the user's steering fields by resolved vectors, in place.
 
         Args:
-            params: of the request; `max_tokens` is final.
-            num_prompt: tokens of the prompt.
-            resumable: more of the prompt may come.
+            params: the request's parameters; `max_tokens` is final.
+            num_prompt: number of prompt tokens.
+            resumable: whether more of the prompt may follow.
 
         Raises:
             SteeringValidationError: naming the parameter, the value, the remedy.
@@ -94,7 +94,7 @@ class SteeringAdmission:
         tiers = packed(self.parse(raw, REQUEST_FIELDS))
         tiers = for_prompt(tiers, num_prompt, "steering_vectors")
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
-        if tiers:  # What a name stands for alone is checked already.
+        if tiers:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype)
         names = parse_names(params.steering_name, params.steering_module_ref)
         if names:
@@ -112,25 +112,25 @@ class SteeringAdmission:
     def _with_named(
         self, names: Sequence[NamedScale], tiers: SteeringTiers
     ) -> SteeringTiers:
-        """Named sets at their scales, in their order, and what the request says."""
+        """The sum of the named modules, scaled, and the request's own vectors."""
         alone = len(names) == 1 and names[0].scale == 1.0 and not tiers
         total_tiers = SteeringTiers()
         for name, scale, parameter in names:
             named = scaled(self.modules.get(name, parameter), scale, parameter)
             total_tiers = _add(total_tiers, named)
         tiers = _add(total_tiers, tiers)
-        if not alone:  # What a name stands for alone is checked already.
+        if not alone:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype, names[0].parameter)
         return tiers
 
     def parse(
         self, raw: Mapping[str, Any], names: Mapping[str, str]
     ) -> dict[str, Parsed]:
-        """The tiers that are given, checked, each with its clamps.
+        """Parse and check the tiers that are given, each together with its clamps.
 
         Args:
-            raw: by tier, and by tier of clamps, what the user wrote or None.
-            names: as `raw`, the parameter's name in messages.
+            raw: by tier and by tier of clamps, what the user wrote, or None.
+            names: by the same keys, the parameter's name in messages.
 
         """
         parsed: dict[str, Parsed] = {}
@@ -141,9 +141,10 @@ class SteeringAdmission:
         return by_phase(parsed, names)
 
     def prepared(self, params: "SamplingParams") -> "SamplingParams":
-        """A copy of a request's parameters whose vectors are parsed already.
+        """A copy of a request's parameters whose vectors are parsed.
 
-        For another thread than the event loop's: large vectors take their time.
+        Called on a worker thread, because parsing large vectors would block the event
+        loop.
 
         Raises:
             SteeringValidationError: naming the parameter, the value, the remedy.
@@ -167,17 +168,17 @@ class SteeringAdmission:
         return parsed
 
     def named_tiers(self, raw: Any) -> SteeringTiers:
-        """The vectors of `{"vectors", "prefill_vectors", "decode_vectors"}`."""
+        """Resolve `{"vectors", "prefill_vectors", "decode_vectors"}` to vectors."""
         return self.checked(self.parse_named(raw))
 
     def checked(
         self, parsed: Mapping[str, Parsed], keep_zeros: bool = False
     ) -> SteeringTiers:
-        """The form that travels, of tiers that stand alone.
+        """The packed form of tiers that are valid without others.
 
         Args:
-            parsed: by tier.
-            keep_zeros: vectors of zeros mean something.
+            parsed: parsed vectors by tier.
+            keep_zeros: whether vectors of zeros are kept, because they replace others.
 
         Raises:
             SteeringValidationError: their sum at a token is not finite.
@@ -190,7 +191,7 @@ class SteeringAdmission:
         return tiers
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:
-        """`{"vectors", "prefill_vectors", "decode_vectors"}`, checked."""
+        """Parse and check `{"vectors", "prefill_vectors", "decode_vectors"}`."""
         names = {name: tier for tier, name in GLOBAL_FIELDS.items()}
         if not isinstance(raw, Mapping) or not raw or not raw.keys() <= names.keys():
             raise fail(
@@ -203,7 +204,7 @@ class SteeringAdmission:
 
 
 def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTiers:
-    """The form that travels."""
+    """The packed form, which is sent to the engine core."""
     return SteeringTiers(
         **{
             tier: pack(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that steering adds to `LLM` and `AsyncLLM`."""
+"""Methods that steering adds to `LLM` and `AsyncLLM`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +21,33 @@ def set_steering(
     decode_clamps: Any = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Set vectors that steer every request, on top of its own.
+    """Set the global vectors, which steer every request in addition to its own.
 
-    The change holds from the next step on, for requests that are under way too, on
-    every rank or on none.
+    The change takes effect from the next step on, for requests in flight too, on every
+    rank or on none.
 
     Args:
-        self: the engine.
-        vectors: for all tokens, `{hook: {layer: vector}}`.
-        prefill_vectors: for prompt tokens, on top.
-        decode_vectors: for generated tokens, on top.
-        clamps: for all tokens, `{hook: {layer: [{"vector", "min"?, "max"?}, ...]}}`.
-        prefill_clamps: for prompt tokens, on top.
-        decode_clamps: for generated tokens, on top.
-        replace: drop what was set before. Otherwise the vectors that are given
-            replace those at the same hook points.
+        self: the engine to steer.
+        vectors: vectors for all tokens, `{hook: {layer: vector}}`; a vector has
+            `hidden_size` finite numbers (list, NumPy array or tensor, used as float32)
+            or is an object with more keys, see `docs/steering-vectors.md`.
+        prefill_vectors: vectors added for prompt tokens only.
+        decode_vectors: vectors added for generated tokens only.
+        clamps: clamps for all tokens, `{hook: {layer: [{"vector", "min"?, "max"?},
+            ...]}}`.
+        prefill_clamps: clamps for prompt tokens only.
+        decode_clamps: clamps for generated tokens only.
+        replace: whether everything set before is dropped. Otherwise only what was set
+            at the same hook points is replaced.
 
     Returns:
-        What is set now, as `get_steering` tells it.
+        The global vectors now in force, in the form of `get_steering`.
 
     Raises:
-        SteeringValidationError: naming the parameter, the value and the remedy.
+        SteeringValidationError: a value is invalid, or the sum with a request in flight
+            overflows the model's dtype.
+
+        SteeringChangeError: a rank failed to apply the change; nothing has changed.
 
     """
     control = self.llm_engine.steering
@@ -60,9 +66,9 @@ def clear_steering(self: "LLM") -> dict[str, Any]:
 
 
 def get_steering(self: "LLM") -> dict[str, Any]:
-    """The global vectors as `{tier: {hook: {layer: {"norm": n}}}}`, and slots in use.
+    """The norms of the global vectors, by tier, hook point and layer, and slots in use.
 
-    Norms are those of the scaled vectors.
+    `{tier: {hook: {layer: {"norm": n}}}}`; norms are Euclidean, of the scaled vectors.
     """
     return self.llm_engine.steering.get()
 
@@ -78,7 +84,7 @@ async def async_set_steering(
     decode_clamps: Any = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """As `LLM.set_steering`."""
+    """Set the global vectors; arguments, result and errors are those of `LLM`."""
     control = self.steering
     return await control.set(
         vectors,
@@ -90,10 +96,10 @@ async def async_set_steering(
 
 
 async def async_clear_steering(self: "AsyncLLM") -> dict[str, Any]:
-    """As `LLM.clear_steering`."""
+    """Remove the global vectors; requests keep their own."""
     return await self.steering.clear()
 
 
 async def async_get_steering(self: "AsyncLLM") -> dict[str, Any]:
-    """As `LLM.get_steering`."""
+    """Return what `LLM.get_steering` returns."""
     return await self.steering.get()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering of a serving engine, by one of its API server processes or more.
+"""Steering of a serving engine by one or several API server processes.
 
-What several of them must agree on is the engine core's: it keeps the global vectors,
-merges changes one after another, and has the log of names. Where a front end is the
-only one, it knows both without asking.
+The engine core owns the state on which several processes must agree: it keeps the
+global vectors, merges changes one after another, and keeps the log of names. A front
+end that is the only one knows both without asking.
 """
 
 import asyncio
@@ -36,42 +36,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LARGE = 1 << 12
-"""Vectors with more numbers are parsed beside the event loop."""
+"""Vectors with more numbers than this are parsed outside the event loop."""
 
 _PARSING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steering-parse")
 
 
 class AsyncSteeringControl:
-    """As `SteeringControl`, for a serving engine."""
+    """The counterpart of `SteeringControl` for a serving engine."""
 
     def __init__(
         self, frontend: NoSteering, engines: Engines, several: bool = False
     ) -> None:
-        """Know of nothing that was changed.
+        """Start with the state of the server's start.
 
         Args:
-            frontend: of this process.
-            engines: behind it.
-            several: whether other API server processes change steering, too.
+            frontend: the front end of this process.
+            engines: the engine cores that it sends requests to.
+            several: whether other API server processes change steering too.
 
         """
         self.frontend = frontend
         self._engines = engines
         self._one_at_a_time = asyncio.Lock()
         self._names: FollowedNames | None = None
-        """Set where names are changed elsewhere."""
+        """Set if other processes change names too."""
         if several and isinstance(frontend, SteeringFrontend):
             self._names = FollowedNames(frontend.modules, engines.owner)
             frontend.shared.unknown()
 
     async def prepare(self, params: Any) -> Any:
-        """A request is about to be admitted: know the name that it gives.
+        """Prepare a request for admission: fetch named modules, parse large vectors.
 
         Args:
-            params: of the request; pooling requests are not steered.
+            params: the request's parameters; pooling requests are not steered.
 
         Returns:
-            The parameters; large vectors in them are parsed.
+            The parameters, with large vectors in parsed form.
 
         Raises:
             SteeringValidationError: naming the parameter, the value, the remedy.
@@ -121,20 +121,20 @@ class AsyncSteeringControl:
     @contextmanager
     def _changing(self, change: Change, replace: bool) -> Iterator[None]:
         if self._names is not None:
-            yield  # Nothing is known here of what there was.
+            yield  # The earlier vectors are not known here.
             return
         with self.frontend.shared.changing(change.tiers, replace):
             yield
 
     async def get(self) -> dict[str, Any]:
-        """What is set, and how many slots are in use."""
+        """The norms of the global vectors, and the number of slots in use."""
         self.frontend.check_enabled()
         return await self._engines.get()
 
     async def register(
         self, name: Any, raw: Any, replace: bool, metadata: Any
     ) -> dict[str, Any]:
-        """Add a named set; what was added."""
+        """Register a named module; returns its description."""
         if not isinstance(self.frontend, SteeringFrontend):
             return self.frontend.register(name, raw, replace, metadata)
         module, told = await _beside(self.frontend.prepare, name, raw, metadata)
@@ -147,14 +147,14 @@ class AsyncSteeringControl:
         return told
 
     async def unregister(self, name: Any) -> dict[str, Any]:
-        """Remove a named set."""
+        """Unregister a named module; returns `{"name": name}`."""
         if self._names is None:
             return self.frontend.unregister(name)
         await self._names.unregister(name)
         return {"name": name}
 
     async def describe_modules(self) -> dict[str, Any]:
-        """The named sets with the norms of their vectors."""
+        """The named modules with the norms of their vectors."""
         self.frontend.check_enabled()
         if self._names is not None:
             await self._names.refresh()
@@ -166,12 +166,12 @@ def _is_large(given: list[Any]) -> bool:
 
 
 async def _beside(work: Callable[..., T], *args: Any) -> T:
-    """What a function returns, called beside the event loop."""
+    """Call a function on a worker thread, so that the event loop goes on."""
     return await asyncio.get_running_loop().run_in_executor(_PARSING, work, *args)
 
 
 def open_control(engine: "AsyncLLM") -> AsyncSteeringControl:
-    """The steering of a serving engine, from one of its API server processes."""
+    """Create the steering control of a serving engine."""
     several = engine.vllm_config.parallel_config._api_process_count > 1
     engines = Engines(engine.engine_core)
     return AsyncSteeringControl(open_frontend(engine), engines, several)
@@ -183,16 +183,16 @@ async def raise_refusal(
     """Raise the error of a request that the engine core has refused to steer.
 
     Args:
-        engine: of this front end.
-        request_id: as the engine knows the request.
-        output: tells of the refusal.
-        params: as the client has sent them.
+        engine: the engine of this front end.
+        request_id: the engine's internal id of the request.
+        output: the output that reports the refusal.
+        params: the parameters that the client has sent.
 
     Raises:
-        SteeringValidationError: other vectors were set for all than were known here.
+        SteeringValidationError: always, with the engine core's reason.
 
     """
-    await engine.abort(request_id, internal=True)  # Other samples may be under way.
+    await engine.abort(request_id, internal=True)  # Other samples may be in flight.
     engine.capture.refused(output)
     given = (name for name in FIELDS if getattr(params, name) is not None)
     raise refusal_in(output, next(given, "steering_vectors"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of vectors, looked at before the engine starts, which takes minutes.
+"""Early checks of vector files, before the engine starts, which takes minutes.
 
-Which hook points a layer has is known once the model is loaded; everything else is
+The hook points of each layer are known once the model is loaded; everything else is
 checked here.
 """
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 def check_files(
     files: Mapping[str, str], model_config: "ModelConfig", named: Named
 ) -> None:
-    """Read every file, and refuse what the model could not take.
+    """Read every file, and refuse those that do not fit the model.
 
     Args:
-        files: by the name of the module.
-        model_config: of the model.
-        named: the probes and SAEs that entries may refer to.
+        files: paths by module name.
+        model_config: the model's configuration.
+        named: the probes and SAEs that entries may name.
 
     Raises:
-        SteeringValidationError: names the module, the file, what is wrong, the remedy.
+        SteeringValidationError: a file is invalid; the message names the module, the
+            file, the problem and the remedy.
 
     """
     layers = range(model_config.get_total_num_hidden_layers())
@@ -54,7 +55,7 @@ def check_files(
 
 @contextmanager
 def about_module(name: str, path: str) -> Iterator[None]:
-    """Errors name the module: of several one must know which."""
+    """Add the module's name to errors, because several files may be checked."""
     try:
         yield
     except SteeringValidationError as error:

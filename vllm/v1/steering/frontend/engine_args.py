@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering on the command line and among the engine's arguments."""
+"""Command-line options and engine arguments of steering."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.steering import SteeringConfig
+from vllm.logger import init_logger
 from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+logger = init_logger(__name__)
+
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
 
 
 def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `EngineArgs` has fields for."""
     group = parser.add_argument_group(
-        "steering", "Vectors that are added to the residual stream."
+        "steering", "Changes to the residual stream, per request or global."
     )
     group.add_argument(
         "--enable-steering",
@@ -36,14 +39,13 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-steering-configs",
         type=int,
         default=4,
-        help="How many different steering configurations a batch may hold; further "
-        "requests wait.",
+        help="Most distinct steering configurations in a batch; further requests wait.",
     )
     group.add_argument(
         "--max-steering-ops",
         type=int,
         default=8,
-        help="How many operations a request may have at one token and hook point; "
+        help="Most operations of a request at one token and hook point; "
         "plain additions are one sum and do not count.",
     )
     group.add_argument(
@@ -51,8 +53,8 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="MIB",
-        help="Device memory for the vectors of operations, counted with the model's. "
-        "A prompt's rows at all layers are tokens x layers x hidden size x 4 bytes; "
+        help="Device memory for the vectors of operations, part of the model's memory. "
+        "Rows for a prompt at all layers take tokens x layers x hidden size x 4 bytes; "
         "further requests wait.",
     )
     group.add_argument(
@@ -61,14 +63,14 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=None,
         metavar="NAME=PATH",
-        help="Named vectors from files, which requests refer to by steering_name.",
+        help="Files of named vectors, which requests name in steering_name.",
     )
     group.add_argument(
         "--steering-api-key",
         action="append",
         default=None,
         metavar="KEY",
-        help="A key that allows to change steering over HTTP; repeatable, so that "
+        help="A key that permits changes of steering over HTTP; repeatable, so that "
         f"keys can be rotated. Also {API_KEY_VARIABLE}.",
     )
 
@@ -76,18 +78,19 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
 def steering_config(
     args: "EngineArgs", model_config: "ModelConfig | None" = None
 ) -> SteeringConfig:
-    """The configuration that the engine's arguments stand for.
+    """Create the steering configuration from the engine's arguments.
 
     Args:
-        args: of the engine.
-        model_config: of the model that files of vectors must fit, if it is known.
+        args: the engine's arguments.
+        model_config: the model that vector files must fit; None if it is not known.
 
     Raises:
-        SteeringValidationError: an option is badly written, or needs
-            `--enable-steering`.
+        SteeringValidationError: an option is invalid, or needs `--enable-steering`.
 
     """
     enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
+    if args.allow_remote_code_hooks:
+        _check_remote_code(args.vllm_lens_api)
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
     if not enabled:
@@ -126,7 +129,7 @@ def steering_config(
     if enabled and getattr(args, "enable_elastic_ep", False):
         raise fail(
             "--enable-steering: engines that join later (--enable-elastic-ep) would "
-            "not know what is set for all; leave one of the two options out",
+            "not have the global vectors; leave out one of the two options",
             "enable_steering",
             True,
         )
@@ -145,11 +148,26 @@ def steering_config(
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,
+        hooks=args.vllm_lens_api,
+        remote_code=args.allow_remote_code_hooks,
+    )
+
+
+def _check_remote_code(lens_api: bool) -> None:
+    if not lens_api:
+        raise fail(
+            "--allow-remote-code-hooks needs --vllm-lens-api, whose hooks it is about",
+            "allow_remote_code_hooks",
+            True,
+        )
+    logger.warning(
+        "--allow-remote-code-hooks: whoever can send requests to this server can run "
+        "any code in its workers. Use it only where every client is trusted"
     )
 
 
 def given_values(given: Any) -> list[str]:
-    """What an option or argument gives; one value may stand without its list."""
+    """The values of an option or argument, given as a list or as one value."""
     return [given] if isinstance(given, str) else list(given or [])
 
 
@@ -182,7 +200,7 @@ def _modules(given: Any) -> dict[str, str]:
 
 
 def _from_object(text: str) -> dict[str, str]:
-    """Modules as a configuration file's mapping gives them."""
+    """Modules in the form of a configuration file's mapping."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in the front end: admission of requests, changes of global vectors."""
+"""Steering in the front end: admission of requests and changes of global vectors."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,26 +53,26 @@ NO_CLAMPS = Clamps()
 
 
 class Change(NamedTuple):
-    """A change of the global vectors."""
+    """A checked change of the global vectors."""
 
     tiers: SteeringTiers
     applied: list[dict[str, Any]]
-    """What was understood, for the answer."""
+    """The entries as they were parsed, for the response."""
 
 
 class NoSteering:
-    """The front end of an engine that does not steer: refuses every request to."""
+    """The null object for an engine without steering: it refuses every use."""
 
     shared = SharedVectors()
-    """The global vectors; there are none."""
+    """The global vectors: none."""
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
     ) -> None:
-        """Refuse a request that wants to be steered.
+        """Refuse a request that asks for steering.
 
         Raises:
-            SteeringValidationError: this engine does not steer.
+            SteeringValidationError: the request asks for steering.
 
         """
         for name in FIELDS:
@@ -115,20 +115,19 @@ class NoSteering:
 
 
 class SteeringFrontend(NoSteering):
-    """The front end of an engine that steers."""
+    """The front end of an engine with steering enabled."""
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        """Read the named modules of the configuration.
+        """Read the configured modules from their files.
 
         Raises:
-            SteeringValidationError: a file is not what it says, or belongs to another
-                model.
+            SteeringValidationError: a file is invalid or was made for another model.
 
         """
         points = vllm_config.capture_config.hook_points or {}
         described = vllm_config.readout_config.described
         self.named = NamedFiles(lambda: described)
-        """The probes and SAEs that entries may refer to."""
+        """The probes and SAEs that entries may name."""
         model = SteeredModel(
             points,
             vllm_config.model_config.get_hidden_size(),
@@ -154,12 +153,12 @@ class SteeringFrontend(NoSteering):
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
     ) -> None:
-        """Check a request's steering and resolve it to vectors.
+        """Check a request's steering fields and replace them by resolved vectors.
 
         Args:
-            params: of the request; `max_tokens` is final.
-            num_prompt: tokens of the prompt.
-            resumable: more of the prompt may come.
+            params: the request's parameters; `max_tokens` is final.
+            num_prompt: number of prompt tokens.
+            resumable: whether more of the prompt may follow.
 
         """
         self.admission.admit(params, num_prompt, resumable)
@@ -172,7 +171,7 @@ class SteeringFrontend(NoSteering):
         replace: bool,
         clamps: Clamps = NO_CLAMPS,
     ) -> Change:
-        """The checked form of a change of the global vectors."""
+        """Check a change of the global vectors."""
         raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
         raw |= clamps._asdict()
         if all(value is None for value in raw.values()):
@@ -188,7 +187,7 @@ class SteeringFrontend(NoSteering):
         return Change(tiers, describe_applied(parsed))
 
     def check_enabled(self) -> None:
-        """Nothing to refuse."""
+        """Do nothing, because this engine steers."""
 
     def describe_model(self) -> dict[str, Any]:
         """The layers with their hook points."""
@@ -212,7 +211,7 @@ class SteeringFrontend(NoSteering):
     def register(
         self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """Add a named set; what was added."""
+        """Register a named module; returns its description."""
         module, told = self.prepare(name, raw, metadata)
         self.modules.register(name, module.tiers, replace, module.provenance)
         return told
@@ -220,7 +219,7 @@ class SteeringFrontend(NoSteering):
     def prepare(
         self, name: Any, raw: Any, metadata: Any
     ) -> tuple[Module, dict[str, Any]]:
-        """The checked form of what shall get a name, and what to answer."""
+        """Check a module before it is registered; returns it with its description."""
         source = Source(str(name)[:MAX_NAME], is_file=False)
         said = parse_registered(metadata, source)
         return self._checked(name, raw, said, source)
@@ -228,7 +227,7 @@ class SteeringFrontend(NoSteering):
     def _checked(
         self, name: Any, raw: Any, said: Provenance, source: Source
     ) -> tuple[Module, dict[str, Any]]:
-        """A set that belongs to this model, and what is told of it."""
+        """Check that a module fits this model; returns it with its description."""
         said.check_model(self.identity, source)
         parsed = self.admission.parse_named(raw)
         norms = norms_of(parsed)
@@ -240,7 +239,7 @@ class SteeringFrontend(NoSteering):
         return Module(tiers, said), answer
 
     def unregister(self, name: Any) -> dict[str, Any]:
-        """Remove a named set."""
+        """Unregister a named module; returns the response."""
         self.modules.unregister(name)
         return {"name": name}
 
@@ -251,7 +250,7 @@ CLEARED = Change(SteeringTiers(), [])
 
 
 def open_frontend(engine: "LLMEngine | AsyncLLM") -> NoSteering:
-    """The front end of an engine, which admits its requests from now on."""
+    """Create the front end that admits an engine's requests."""
     if not engine.vllm_config.steering_config.enabled:
         return NO_STEERING_FRONTEND
     frontend = SteeringFrontend(engine.vllm_config)
@@ -269,7 +268,7 @@ class SteeringControl:
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         if hasattr(self._core, "call_utility"):
             found: dict[str, Any] = self._core.call_utility(method, *args)
-        else:  # The core runs in this process.
+        else:  # The engine core runs in this process.
             found = getattr(self._core.engine_core, method)(*args)
         return found
 
@@ -301,6 +300,6 @@ class SteeringControl:
                 raise as_refused(error) from error
 
     def get(self) -> dict[str, Any]:
-        """What is set, and how many slots are in use."""
+        """The norms of the global vectors, and the number of slots in use."""
         self.frontend.check_enabled()
         return self._call("get_steering")

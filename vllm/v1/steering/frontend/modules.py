@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named sets of vectors, which requests refer to by `steering_name`."""
+"""Named modules: sets of vectors that requests use by `steering_name`."""
 
 import threading
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ MAX_NAME = 128
 
 
 class Module(NamedTuple):
-    """A named set."""
+    """A named set of vectors, and where it comes from."""
 
     tiers: SteeringTiers
     provenance: Provenance
 
 
 class SteeringModules:
-    """The named sets that this front end knows; safe to use from any thread."""
+    """The named modules of this front end; safe to use from any thread."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Module] = {}
@@ -37,10 +37,10 @@ class SteeringModules:
         replace: bool = False,
         provenance: Provenance | None = None,
     ) -> None:
-        """Add a named set; requests that are under way keep what they have.
+        """Register a module; requests in flight keep the vectors that they have.
 
         Raises:
-            SteeringValidationError: the name is no name, or taken.
+            SteeringValidationError: the name is invalid or in use.
 
         """
         with self._lock:
@@ -48,7 +48,7 @@ class SteeringModules:
             self._modules[name] = Module(tiers, provenance or Provenance())
 
     def unregister(self, name: Any) -> None:
-        """Remove a named set; requests that are under way keep it.
+        """Unregister a module; requests in flight keep the vectors that they have.
 
         Raises:
             SteeringValidationError: there is none of this name.
@@ -59,7 +59,7 @@ class SteeringModules:
             del self._modules[name]
 
     def put(self, name: str, module: Module | None) -> None:
-        """What has become of a name elsewhere; None where it was removed."""
+        """Apply a change of a name that another process made; None removes the name."""
         with self._lock:
             if module is None:
                 self._modules.pop(name, None)
@@ -67,7 +67,7 @@ class SteeringModules:
                 self._modules[name] = module
 
     def check_free(self, name: Any, replace: bool) -> None:
-        """Refuse what is no name, and a name that is taken unless it may be replaced.
+        """Refuse an invalid name, and a name in use unless it may be replaced.
 
         Raises:
             SteeringValidationError: naming the parameter, the value and the remedy.
@@ -84,13 +84,13 @@ class SteeringModules:
         if name in self._modules and not replace:
             raise fail(
                 f"name: a steering module {name!r} exists; unregister it first, "
-                'or say "replace": true',
+                'or set "replace": true',
                 "name",
                 name,
             )
 
     def check_known(self, name: Any) -> None:
-        """Refuse a name that there is not.
+        """Refuse a name that is not registered.
 
         Raises:
             UnknownModuleError: naming the parameter, the value and the remedy.
@@ -103,7 +103,7 @@ class SteeringModules:
             )
 
     def get(self, name: Any, parameter: str = "steering_name") -> SteeringTiers:
-        """The named set.
+        """The vectors of a module.
 
         Raises:
             SteeringValidationError: there is none of this name.
@@ -115,7 +115,7 @@ class SteeringModules:
         return module.tiers
 
     def all(self) -> dict[str, Module]:
-        """Every named set, by name."""
+        """All modules by name."""
         with self._lock:
             return dict(sorted(self._modules.items()))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named vectors where several API server processes share an engine: a front end's part.
+"""Keeps a front end's module names in step with other API server processes.
 
-A front end follows the owner's log of changes: it asks for what is new before it looks
-a name up. So a module that was registered through one server is known to all of them
-when the answer is there.
+A front end reads the owner's log of changes before it looks a name up. So a module that
+was registered through one server is known to all of them once the registration is
+answered.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,16 +15,16 @@ from vllm.v1.steering.frontend.modules import Module, SteeringModules
 
 
 class FollowedNames:
-    """Keeps a front end's modules as the owner knows them. Event loop only."""
+    """Applies the owner's log of changes to a front end's modules. Event loop only."""
 
     def __init__(
         self, modules: SteeringModules, ask: Callable[..., Awaitable[Any]]
     ) -> None:
-        """Know the modules that the server was started with.
+        """Start with the modules that the server was started with.
 
         Args:
-            modules: of the front end; changed here.
-            ask: calls a method of the owner.
+            modules: the front end's modules, which are changed here.
+            ask: calls a method of the owner by name.
 
         """
         self._modules = modules
@@ -32,10 +32,10 @@ class FollowedNames:
         self._version = 0
 
     async def refresh(self) -> None:
-        """Take over what was changed through any server until now."""
+        """Apply every change that was made through any server until now."""
         version, changes = await self._ask("steering_names", self._version)
         if version <= self._version:
-            return  # Another call was faster.
+            return  # A concurrent call has applied the changes.
         self._version = version
         for name, module in changes.items():
             found = None
@@ -44,10 +44,10 @@ class FollowedNames:
             self._modules.put(name, found)
 
     async def register(self, name: Any, module: Module, replace: bool) -> None:
-        """Add a named set on every server.
+        """Register a module on every server.
 
         Raises:
-            SteeringValidationError: the name is no name, or taken on one of them.
+            SteeringValidationError: the name is invalid or in use.
 
         """
         written = msgspec.msgpack.encode(module)
@@ -56,7 +56,7 @@ class FollowedNames:
         )
 
     async def unregister(self, name: Any) -> None:
-        """Remove a named set on every server.
+        """Unregister a module on every server.
 
         Raises:
             SteeringValidationError: there is none of this name.
@@ -67,7 +67,7 @@ class FollowedNames:
     async def _change(
         self, name: Any, module: bytes | None, check: Callable[[], None]
     ) -> None:
-        """Change a name, checked against the last version of all names."""
+        """Change a name, after a check against the latest version of all names."""
         while True:
             await self.refresh()
             check()

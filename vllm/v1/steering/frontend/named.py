@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes and SAEs of a server, as entries refer to them."""
+"""The probes and SAEs of a server, which steering entries name."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from vllm.v1.steering.spec.named import NamedProbe, NamedSAE
 class NamedFiles:
     """Probes and SAEs by name; safe to use from any thread.
 
-    A probe's file is read when an entry names it for the first time. It was read when
-    the server started, or when it was registered, so that it is what it says.
+    A probe's file was checked when it was registered; it is read again when an entry
+    names it for the first time.
     """
 
     def __init__(self, described: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin; `described` gives the modules of the start, once one is asked for."""
+        """Start empty; `described` returns the configured modules on first use."""
         self._lock = threading.RLock()
         self._described = described
         self._probes: dict[str, NamedProbe] = {}
@@ -31,24 +31,24 @@ class NamedFiles:
 
     @property
     def modules(self) -> dict[str, ModuleInfo]:
-        """The modules by name."""
+        """The modules by name; those of the configuration are read on first use."""
         with self._lock:
             return dict(sorted(self._infos.items()))
 
     def put(self, info: ModuleInfo) -> None:
-        """A module was registered."""
+        """Add a module that was registered."""
         with self._lock:
             self._infos[info.name] = info
             self._probes.pop(info.name, None)
 
     def remove(self, name: str) -> None:
-        """A module was unregistered."""
+        """Remove a module that was unregistered."""
         with self._lock:
             self._infos.pop(name, None)
             self._probes.pop(name, None)
 
     def probe(self, name: str, at: str) -> NamedProbe:
-        """A probe by name.
+        """The probe of a name.
 
         Raises:
             SteeringValidationError: there is none of this name.
@@ -66,7 +66,7 @@ class NamedFiles:
             return self._probes[name]
 
     def sae(self, name: str, at: str) -> NamedSAE:
-        """An SAE by name.
+        """The SAE of a name.
 
         Raises:
             SteeringValidationError: there is none of this name.
@@ -100,7 +100,7 @@ class NamedFiles:
 
 def _loaded(info: ModuleInfo) -> NamedProbe:
     module = load_module(info.name, info.path)
-    assert isinstance(module, ProbeModule), f"{info.path} has become something else"
+    assert isinstance(module, ProbeModule), f"{info.path} no longer holds a probe"
     return NamedProbe(
         module.vectors.numpy(),
         module.bias.numpy(),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user writes: vectors, entries, files and where they come from."""
+"""Parsing and checks of what users write: vectors, entries, files and provenance."""

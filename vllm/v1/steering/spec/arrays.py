@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that a user gives: vectors, and what some operations need beside them."""
+"""Arrays in entries: vectors, and the further arrays of some operations."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,31 +14,31 @@ from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 
 MAX_RANK = 16
-"""Rows that `low_rank` reads and writes."""
+"""Most rows that `low_rank` reads and writes."""
 PARALLEL = 1e-6
-"""Two axes of a plane whose directions differ by less are one."""
+"""Axes of a plane are parallel if their unit vectors differ by less than this."""
 
 Array = npt.NDArray[np.float32]
 
 
 class Tensors(NamedTuple):
-    """What an operation works with, float32."""
+    """The arrays of an operation, float32."""
 
     main: Array  # [H], or [rows, H]
     others: Mapping[str, Array] = {}
-    """By their names in the entry."""
+    """Further arrays, by their names in the entry."""
 
 
 def parse_tensors(
     entry: Mapping[str, Any], op: OpName, width: int, dtype: torch.dtype, at: str
 ) -> Tensors:
-    """The arrays of an entry whose keys are known to be right.
+    """Parse the arrays of an entry whose keys are valid.
 
     Args:
         entry: as the user wrote it.
-        op: the operation.
-        width: of the stream.
-        dtype: of the stream, which must hold the values.
+        op: the entry's operation.
+        width: hidden size of the residual stream.
+        dtype: dtype of the residual stream, in which the values must be finite.
         at: the entry's name in messages.
 
     Raises:
@@ -100,7 +100,7 @@ def _numbers(raw: Any, count: int, at: str) -> Array:
 
 
 def _orthonormal(plane: Array, at: str) -> Array:
-    """Two axes at right angles that span the plane; the first keeps its direction."""
+    """Orthonormal axes that span the plane; the first one keeps its direction."""
     wide = plane.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1)
     if not lengths.all():
@@ -121,7 +121,7 @@ def _orthonormal(plane: Array, at: str) -> Array:
 def _matrix(
     raw: Any, count: int | None, width: int, dtype: torch.dtype, at: str
 ) -> Array:
-    """`[count, width]`; any number of rows but none where `count` is None."""
+    """A matrix `[count, width]`; with `count` None, of any number of rows above 0."""
     found = as_array(raw, at)
     right = found.ndim == 2 and len(found) and found.shape[1] == width
     if not right or (count is not None and len(found) != count):
@@ -136,7 +136,7 @@ def _matrix(
 
 
 def parse_vector(raw: Any, width: int, dtype: torch.dtype, at: str) -> Vector:
-    """A vector `[width]` that the stream's dtype can hold."""
+    """Parse a vector `[width]`, float32, that is finite in the stream's dtype."""
     vector = as_array(raw, at)
     if vector.shape != (width,):
         raise fail(
@@ -149,9 +149,9 @@ def parse_vector(raw: Any, width: int, dtype: torch.dtype, at: str) -> Vector:
 
 
 def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:
-    """The array, if the model's dtype can hold it."""
+    """The array itself, if it is finite in the model's dtype."""
     largest = float(np.abs(vector).max())
-    # NaN compares false too.
+    # Comparisons with NaN are false too.
     if not largest <= torch.finfo(dtype).max:
         raise fail(
             f"{at}: the scaled vector must be finite in {dtype}; its largest "
@@ -163,7 +163,7 @@ def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:
 
 
 def has_text(raw: Any) -> bool:
-    """Whether nested lists hold text."""
+    """Whether nested lists contain text."""
     waiting = [raw]
     while waiting:
         here = waiting.pop()
@@ -177,13 +177,14 @@ def has_text(raw: Any) -> bool:
 
 
 def as_array(raw: Any, at: str) -> Array:
-    """Real numbers as float32, contiguous; a packed array is one, too."""
+    """Convert real numbers, packed or not, to a contiguous float32 array."""
     if is_packed(raw):
         return unpack_array(raw, at)
     try:
         if isinstance(raw, torch.Tensor) and not raw.is_complex():
             raw = raw.detach().to("cpu", torch.float32).numpy()
-        if has_text(raw):  # An array of texts takes the longest one's memory for each.
+        # NumPy would allocate the longest text's size for each element.
+        if has_text(raw):
             raise TypeError("it must hold real numbers only")
         array = np.asarray(raw)
         if array.dtype.kind not in "fiu":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clamps in fields of their own, as an earlier public fork has them.
+"""Clamps in fields of their own, a form that an earlier public fork uses.
 
 `{hook: {layer: [{"vector", "min"?, "max"?, "value"?, "strength"?}, ...]}}`, or for a
 hook the packed form `{"dtype", "shape", "layer_indices", "data", "bounds",
 "strengths"?}`: a row, a pair of bounds (None: no bound) and a strength for each clamp;
-layers may repeat. They are entries whose operation is `clamp`.
+layers may repeat. They become entries whose operation is `clamp`.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from vllm.v1.steering.spec.packing import unpack_array
 
 PACKED_KEYS = ("dtype", "shape", "layer_indices", "data", "bounds", "strengths")
 MAX_CLAMPS = 4096
-"""Of one packed form."""
+"""Most clamps in one packed form."""
 
 
 def as_entries(raw: Any, where: str) -> Any:
-    """Clamps in the form of other entries; what is no form of theirs as it is.
+    """Convert clamps to entries; other values are returned unchanged.
 
     Args:
         raw: as the user wrote it.
@@ -42,7 +42,7 @@ def _of_hook(given: Any, at: str) -> Any:
         return {
             layer: _clamps(these, f"{at}.{layer}") for layer, these in given.items()
         }
-    return _clamps(given, at)  # Of an address, which names a layer.
+    return _clamps(given, at)  # An address names the layer.
 
 
 def _clamps(given: Any, at: str) -> list[dict[str, Any]]:
@@ -59,7 +59,8 @@ def _clamps(given: Any, at: str) -> list[dict[str, Any]]:
             )
         if one.get("op", "clamp") != "clamp":
             raise fail(
-                f"{at}.op: these are clamps; put other operations among the vectors",
+                f"{at}.op: only clamps are allowed; put other operations among the "
+                "vectors",
                 f"{at}.op",
                 one["op"],
             )
@@ -97,12 +98,12 @@ def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, An
     for layer, row, pair, strength in zip(layers, rows, bounds, strengths, strict=True):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise fail(
-                f"{at}.bounds: bounds are [min, max], of which one may be null",
+                f"{at}.bounds: each pair must be [min, max], of which one may be null",
                 f"{at}.bounds",
                 pair,
             )
         if isinstance(layer, bool) or not isinstance(layer, (int, str)):
-            raise fail(f"{at}.layer_indices: a layer is a 0-based index", at, layer)
+            raise fail(f"{at}.layer_indices must be 0-based indices", at, layer)
         clamp = {"vector": row, "min": pair[0], "max": pair[1], "strength": strength}
         found.setdefault(str(layer), []).append({**clamp, "op": "clamp"})
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors as answers tell of them: where they are and how long."""
+"""Descriptions of vectors for responses: places and norms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,15 +21,15 @@ FIELDS = {
 
 
 def describe(tiers: SteeringTiers) -> dict[str, Any]:
-    """`{tier: {hook: {layer: {"norm": n}}}}`; norms are those of scaled vectors."""
+    """`{tier: {hook: {layer: {"norm": n}}}}`, with norms of the scaled vectors."""
     return {name: _norms(getattr(tiers, tier)) for tier, name in FIELDS.items()}
 
 
 def describe_applied(parsed: Mapping[str, Parsed]) -> list[dict[str, Any]]:
-    """The entries of a change, in their order, as they were understood.
+    """The entries of a change, in their order, as they were parsed.
 
-    Each has the tier, the hook point, the layer and the operation; norms are those
-    of the vectors as given, before they are scaled.
+    Each has its tier, hook point, layer and operation; norms are those of the vectors
+    as given, before scaling.
     """
     return [
         {"tier": FIELDS[tier], **_entry(entry)}
@@ -83,7 +83,7 @@ def _operation(one: Operation) -> dict[str, Any]:
 
 
 def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:
-    """What only some entries have."""
+    """The fields that only some entries have."""
     found: dict[str, Any] = {}
     if feature is not None:
         found |= feature.told()

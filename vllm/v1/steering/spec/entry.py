@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of a request's steering: a vector, and what to do with it."""
+"""One steering entry: a vector and an operation with its parameters."""
 
 import math
 from collections.abc import Mapping
@@ -45,23 +45,23 @@ KEYS_OF: dict[OpName, tuple[str, ...]] = {
     "feature": ("sae", "feature", "value", "mode", "only_if_active"),
     "clamp": ("vector", "vectors", "min", "max", "value", "strength"),
 }
-"""What an entry may hold besides, by its operation."""
+"""The keys that an entry may have in addition to `COMMON`, by operation."""
 NEEDED: dict[OpName, tuple[str, ...]] = {
     "swap": ("vector", "target"),
     "rotate": ("plane", "degrees"),
     "low_rank": ("read", "write"),
     "feature": ("sae", "feature", "value"),
 }
-"""What it must hold, where that is not the vector alone."""
+"""The keys that an entry must have, for operations that need more than a vector."""
 KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
 ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
 ALL_GENERATED = "all_generated"
-"""These tokens have a tier of their own, to which such entries go."""
+"""The selector of all generated tokens; its entries move to the decode tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorUse:
-    """How a vector acts, apart from the plain addition."""
+    """The operation of an entry and its parameters."""
 
     op: OpName = "add"
     low: float | None = None
@@ -75,18 +75,19 @@ class VectorUse:
     when: Condition | None = None
     feature: FeatureUse | None = None
     num_rows: int = 0
-    """How many positions have a vector of their own, if they have."""
+    """Number of positions that have a vector of their own; 0 if they share one."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the addition at every token, which tables carry out."""
+        """Whether this is a plain addition at every token, which tables perform."""
         return self == PLAIN
 
     def operation(self, tap: Tap, tensors: Tensors, scale: float, at: str) -> Operation:
-        """The operation at a tap.
+        """Create the operation at a tap.
 
         Raises:
-            SteeringValidationError: the vector is zero where a direction is needed.
+            SteeringValidationError: the vector is zero but the operation needs a
+                direction.
 
         """
         directed = self.norm_match or self.op in ("project_out", "clamp", "swap")
@@ -122,7 +123,7 @@ PLAIN = VectorUse()
 
 
 def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
-    """How `{"vector", "scale"?, "op"?, "min"?, ...}` acts.
+    """Parse the operation and parameters of `{"vector", "scale"?, "op"?, "min"?, ...}`.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -136,13 +137,14 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
     _check_bounds(op, low, high, activation, at)
     norm_match = entry.get("norm_match", False)
     if not isinstance(norm_match, bool):
-        raise fail(f"{at}.norm_match is true or false", f"{at}.norm_match", norm_match)
+        raise fail(f"{at}.norm_match must be a boolean", f"{at}.norm_match", norm_match)
     return VectorUse(
         op,
         low,
         high,
         norm_match,
-        # Those of a matrix are in the order of its rows.
+        # The positions of a matrix follow the order of its rows; `matrix.py` parses
+        # them.
         None
         if "vectors" in entry
         else parse_positions(entry.get("positions"), f"{at}.positions"),
@@ -154,7 +156,7 @@ def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
 
 
 def _op(entry: Mapping[str, Any], at: str) -> OpName:
-    """The operation, if all keys of the entry go with it."""
+    """The entry's operation, after a check that all keys belong to it."""
     op = entry.get("op", "add")
     if not isinstance(op, str) or op not in KEYS_OF:
         raise fail(
@@ -185,7 +187,8 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
         )
     if op == "clamp" and "scale" in entry:
         raise fail(
-            f"{at}: clamp takes no scale; its strength says how much of the way to "
+            f"{at}: clamp takes no scale; use strength, the fraction of the distance "
+            "to "
             "the bounds",
             at,
             entry["scale"],
@@ -206,10 +209,10 @@ def _number(entry: Mapping[str, Any], name: str, default: float, at: str) -> flo
 
 
 def _one_bound(entry: Mapping[str, Any], at: str) -> tuple[float, float]:
-    """Both bounds of a clamp that has a value."""
+    """The bounds of a clamp with a `value`, which are equal."""
     if entry.get("min") is not None or entry.get("max") is not None:
         raise fail(
-            f"{at}: value is min and max at once; leave these out, or it",
+            f"{at}: value sets both min and max; give either value, or min and max",
             f"{at}.value",
             entry["value"],
         )
@@ -243,10 +246,10 @@ def _bound(raw: Any, at: str) -> float | None:
 
 
 def finite(value: Any, at: str) -> float:
-    """A finite number that a user gave.
+    """Parse a finite number.
 
     Raises:
-        SteeringValidationError: it is no number, or not finite.
+        SteeringValidationError: the value is not a number, or not finite.
 
     """
     if not is_finite(value):
@@ -255,14 +258,14 @@ def finite(value: Any, at: str) -> float:
 
 
 def finite_float32(value: Any, at: str) -> float:
-    """As `finite`, for what kernels hold in float32: it must be finite there, too."""
+    """Parse a number that is finite in float32, the dtype in which kernels hold it."""
     if not is_finite(value) or abs(float(value)) > np.finfo(np.float32).max:
         raise fail(f"{at} must be a finite number", at, value)
     return float(value)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number, and one that a float can hold."""
+    """Whether a value is a real number that is finite as a float."""
     if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
         return False
     try:
@@ -283,19 +286,19 @@ def _check_bounds(
             {"min": low, "max": high},
         )
     if low is not None and high is not None and low > high:
-        raise fail(f"{at}: min is not above max", at, {"min": low, "max": high})
+        raise fail(f"{at}: min must not be above max", at, {"min": low, "max": high})
 
 
 def parse_positions(raw: Any, at: str) -> Spans | None:
-    """Where an entry acts; None for every token of its tier.
+    """Parse the positions of an entry; None for every token of its tier.
 
     Args:
-        raw: a selector as `vllm.v1.residual.selectors` has them, or None.
-        at: its name in messages.
+        raw: a selector of `vllm.v1.residual.selectors`, or None.
+        at: the selector's name in messages.
 
     Raises:
-        SteeringValidationError: it is none, or stands for no tokens that are known
-            before they are computed.
+        SteeringValidationError: it is not a selector, or selects tokens that are only
+            known after they are computed.
 
     """
     if raw is None:
@@ -305,14 +308,14 @@ def parse_positions(raw: Any, at: str) -> Spans | None:
         return found
     if found == "last_generated":
         raise fail(
-            f"{at}: which generated token is the last is not known before it is; name "
-            "its position, or capture it",
+            f"{at}: the last generated token is not known in advance; give "
+            "its position, or capture it instead",
             at,
             raw,
         )
     if found == ALL_GENERATED:
         raise fail(
-            f"{at}: how many tokens are generated is not known before; list the "
+            f"{at}: the number of generated tokens is not known in advance; list the "
             "positions of the rows",
             at,
             raw,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an entry with `"op": "feature"` to what it does to an SAE's feature."""
+"""Parses entries with `"op": "feature"`, which change one SAE feature."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def parse_feature(
     entry: Mapping[str, Any], tap: Tap, model: "SteeredModel", at: str
 ) -> FeatureUse:
-    """What an entry does to a feature, if the SAE fits the model and the place.
+    """Parse a feature operation, and check that the SAE fits the model and the tap.
 
     Args:
-        entry: with keys that go with `feature`.
-        tap: where it acts.
-        model: what the SAE must fit.
+        entry: an entry whose keys are valid for `feature`.
+        tap: where the entry acts.
+        model: the model that the SAE must fit.
         at: the entry's name in messages.
 
     Raises:
@@ -53,7 +53,7 @@ def parse_feature(
     only = entry.get("only_if_active", False)
     if not isinstance(only, bool):
         raise fail(
-            f"{at}.only_if_active is true or false", f"{at}.only_if_active", only
+            f"{at}.only_if_active must be a boolean", f"{at}.only_if_active", only
         )
     value = finite_float32(entry["value"], f"{at}.value")
     use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only)
@@ -67,7 +67,7 @@ def _check_place(
     if sae.width != model.hidden_size:
         raise fail(
             f"{at}.sae: {shown(name)} is for rows of width {sae.width}, and this "
-            f"model's have {model.hidden_size}; it belongs to another model",
+            f"model's have {model.hidden_size}; use an SAE of this model",
             f"{at}.sae",
             name,
         )
@@ -90,7 +90,7 @@ def _check_place(
 
 
 def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:
-    """Refuse what needs all features of a token to be known."""
+    """Refuse modes that would need all features of a token to be computed."""
     if use.needs_activation and sae.selection != "threshold":
         raise fail(
             f"{at}: whether a feature of {shown(use.sae)} is active depends on all "

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of named vectors: safetensors with metadata, JSON, or anybody's form.
+"""Files of named vectors: safetensors with metadata, JSON, and other projects' forms.
 
 Safetensors: a tensor `[hidden_size]` per vector, named `HOOK.LAYER`,
-`prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata says `format` and the
+`prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata contain `format` and the
 provenance. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a request,
 packed or not, and the provenance under `"metadata"`. Any form that `vllm.steering`
-reads does as well; what such a file leaves unsaid stands behind its name, as in
-`FILE?hook=post_block&layer=15`.
+reads is accepted as well; facts that such a file does not contain are appended to its
+name, as in `FILE?hook=post_block&layer=15`.
 """
 
 import json
@@ -27,28 +27,29 @@ FORMAT = "clearbox-steering-v1"
 
 @dataclass(frozen=True, slots=True)
 class ModuleFile:
-    """What a file of vectors holds."""
+    """The content of a file of vectors."""
 
     vectors: dict[str, Any]
-    """In the form of a request: `{"vectors": {hook: {layer: entry}}, ...}`."""
+    """The vectors in the form of a request: `{"vectors": {hook: {layer: entry}},
+    ...}`."""
     provenance: Provenance
 
 
 def load_module(
     path: str | Path, identity: ModelIdentity | None = None
 ) -> dict[str, Any]:
-    """What a file holds, in the form of a request.
+    """Read a file of vectors into the form of a request.
 
-    Hook points, layers and numbers are not checked yet.
+    Hook points, layers and numbers are not checked here.
 
     Args:
-        path: a file, with what it leaves unsaid behind its name, if anything.
-        identity: the model that the vectors must have been made for; not checked
-            if it is left out.
+        path: a file, with appended facts if it needs them.
+        identity: the model for which the vectors must have been made; None skips the
+            check.
 
     Raises:
-        SteeringValidationError: the file is missing, not of a known form, or made
-            for another model.
+        SteeringValidationError: the file is missing, of an unknown form, or made for
+            another model.
 
     """
     module = read_module(path)
@@ -58,10 +59,10 @@ def load_module(
 
 
 def read_module(path: str | Path) -> ModuleFile:
-    """What a file holds, with its provenance.
+    """Read a file of vectors with its provenance.
 
     Raises:
-        SteeringValidationError: the file is missing or not of a known form.
+        SteeringValidationError: the file is missing or of an unknown form.
 
     """
     file, said = split_place(path)
@@ -78,7 +79,7 @@ def read_module(path: str | Path) -> ModuleFile:
 
 
 def split_place(path: str | Path) -> tuple[Path, str]:
-    """A file, and what is said of it: `FILE?hook=post_block&layer=15`."""
+    """Split `FILE?hook=post_block&layer=15` into the path and the appended facts."""
     file = Path(path)
     if file.exists() or "?" not in file.name:
         return file, ""
@@ -87,10 +88,10 @@ def split_place(path: str | Path) -> tuple[Path, str]:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a safetensors file says that it is in our form.
+    """Whether a safetensors file is marked as one in our form.
 
     Raises:
-        SteeringValidationError: it is no safetensors file.
+        SteeringValidationError: the file is not a safetensors file.
 
     """
     from safetensors import SafetensorError, safe_open
@@ -122,7 +123,7 @@ def _load_json(file: Path) -> ModuleFile:
 def _load_safetensors(file: Path) -> ModuleFile:
     from safetensors import safe_open
 
-    with safe_open(file, framework="pt") as opened:  # It is one: `is_ours`.
+    with safe_open(file, framework="pt") as opened:  # `is_ours` has checked the file.
         metadata = opened.metadata() or {}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     provenance = Provenance.parse(metadata, Source(str(file)))
@@ -163,13 +164,14 @@ def save_module(
     """Write a safetensors file that `load_module` reads.
 
     Args:
-        path: ends in `.safetensors`.
-        vectors: for all tokens, `{hook: {layer: tensor [hidden_size]}}`.
-        prefill_vectors: for prompt tokens, on top.
-        decode_vectors: for generated tokens, on top.
-        metadata: for people; the names that `Provenance` has are checked on load.
-        provenance: which model the vectors belong to, and how they were made. The
-            norms of the vectors are written in any case.
+        path: path that ends in `.safetensors`.
+        vectors: vectors for all tokens, `{hook: {layer: tensor [hidden_size]}}`.
+        prefill_vectors: vectors added for prompt tokens only.
+        decode_vectors: vectors added for generated tokens only.
+        metadata: further metadata for readers; names that `Provenance` uses are checked
+            on load.
+        provenance: the model that the vectors belong to, and how they were made. The
+            vectors' norms are written in any case.
 
     """
     from safetensors.torch import save
@@ -183,7 +185,7 @@ def save_module(
     }
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
     said = replace(provenance or Provenance(), norms=norms).metadata()
-    # Not `save_file`, whose files only their owner may read.
+    # `save_file` would create files that only their owner can read.
     Path(path).write_bytes(
         save(tensors, metadata={**(metadata or {}), **said, "format": FORMAT})
     )

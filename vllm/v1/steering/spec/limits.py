@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with steering as a whole, though each vector is right."""
+"""Limits on a request's steering as a whole: positions, sums, operations, memory."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -21,16 +21,16 @@ def check_positions(
     num_prompt: int,
     max_tokens: int | None,
 ) -> None:
-    """Refuse positions at which the request cannot have a token of their tier.
+    """Refuse positions at which the request cannot have a token of that tier.
 
-    The last sampled token is never fed back: with P prompt tokens and at most N
-    generated ones, positions are 0 to P+N-2.
+    The last sampled token is not fed back: with P prompt tokens and at most N generated
+    ones, positions are 0 to P+N-2.
 
     Args:
-        tiers: as the request gives them, without named vectors.
-        names: by tier, the parameter's name in messages.
-        num_prompt: tokens of the prompt.
-        max_tokens: the most that are generated; None for any number.
+        tiers: the request's own tiers, without named modules.
+        names: the parameters' names in messages, by tier.
+        num_prompt: number of prompt tokens.
+        max_tokens: most generated tokens; None for no limit.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -56,7 +56,7 @@ def check_positions(
                     else "no position"
                 )
                 raise fail(
-                    f"{at}: nothing is ever at {missed}: {names[tier]} acts on {having}"
+                    f"{at}: no token is at {missed}: {names[tier]} acts on {having}"
                     f" of this request, which has {num_prompt} prompt tokens and "
                     f"max_tokens={max_tokens}",
                     at,
@@ -65,18 +65,18 @@ def check_positions(
 
 
 MAX_OPERATIONS = 1024
-"""Of one tier, beyond adding vectors at every token; more where a model has more sites
-than that allows `--max-steering-ops` each."""
+"""Most operations of one tier other than plain additions; more if the model has more
+sites than that with `--max-steering-ops` each."""
 
 MAX_SPANS = 1 << 16
-"""Of positions that do not follow one another, in one tier."""
+"""Most separate spans of positions in one tier."""
 
 MAX_SELECTIONS = 1024
-"""Different sets of positions in one tier."""
+"""Most distinct sets of positions in one tier."""
 
 
 def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
-    """Refuse a tier that would cost every step of the engine too much.
+    """Refuse a tier whose planning would slow down every step of the engine.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -95,8 +95,9 @@ def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
     selections = {one.positions for one in parsed.operations}
     if len(selections) > MAX_SELECTIONS:
         raise fail(
-            f"{name}: its entries have {len(selections)} different sets of positions, "
-            f"and at most {MAX_SELECTIONS} may be; give those of one hook point as "
+            f"{name}: its entries have {len(selections)} distinct sets of positions, "
+            f"and at most {MAX_SELECTIONS} are allowed; give those of one hook point "
+            "as "
             "one entry with vectors",
             name,
             len(selections),
@@ -104,20 +105,20 @@ def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
     spans = sum(len(one.positions or ()) for one in parsed.operations)
     if spans > MAX_SPANS:
         raise fail(
-            f"{name}: its positions are {spans} stretches of tokens, and at most "
-            f"{MAX_SPANS} may be; give positions that follow one another",
+            f"{name}: its positions form {spans} separate spans, and at most "
+            f"{MAX_SPANS} are allowed; give contiguous positions",
             name,
             spans,
         )
 
 
 def check_bank(tiers: SteeringTiers, room: int, parameter: str) -> None:
-    """Refuse operations whose vectors can never be on the device together.
+    """Refuse operations whose vectors exceed the device memory reserved for them.
 
     Args:
-        tiers: of a request, or of all.
-        room: bytes that they may take.
-        parameter: for the message.
+        tiers: tiers of a request, or the global ones.
+        room: bytes available for the vectors.
+        parameter: the parameter's name in messages.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -127,7 +128,8 @@ def check_bank(tiers: SteeringTiers, room: int, parameter: str) -> None:
     if needed > room:
         raise fail(
             f"{parameter}: its operations have {needed / 2**20:.1f} MiB of vectors "
-            f"(float32), and {room / 2**20:.1f} MiB may be; start the server with a "
+            f"(float32), and {room / 2**20:.1f} MiB are allowed; start the server with "
+            "a "
             "larger --steering-bank-mib, or give fewer rows",
             parameter,
             needed,
@@ -137,13 +139,13 @@ def check_bank(tiers: SteeringTiers, room: int, parameter: str) -> None:
 def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
     """Refuse more operations at one token and hook point than allowed.
 
-    Those with positions count where they may meet: a hundred entries at a hundred
-    tokens are one.
+    Operations with positions count where they may meet: a hundred entries at a hundred
+    distinct tokens count as one.
 
     Args:
-        tiers: all that a request, or the engine, does.
-        most: `--max-steering-ops`.
-        parameter: for the message.
+        tiers: all tiers of a request, or of the engine.
+        most: the value of `--max-steering-ops`.
+        parameter: the parameter's name in messages.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -161,14 +163,14 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
                 raise fail(
                     f"{parameter}: {count} operations may act on one token at {hook} "
                     f"of layer {layer}, and --max-steering-ops allows {most}; send "
-                    "fewer, or at positions that do not meet",
+                    "fewer, or at disjoint positions",
                     parameter,
                     count,
                 )
 
 
 def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
-    """Refuse more conditions than there is room for their decisions.
+    """Refuse more distinct conditions than there are gate columns.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -177,15 +179,15 @@ def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
     count = len(conditions_of(tiers))
     if count > MAX_CONDITIONS:
         raise fail(
-            f"{parameter}: its entries have {count} different conditions, and at most "
-            f"{MAX_CONDITIONS} may be; entries with equal ones share one",
+            f"{parameter}: its entries have {count} distinct conditions, and at most "
+            f"{MAX_CONDITIONS} are allowed; entries with equal conditions share one",
             parameter,
             count,
         )
 
 
 class Overflow(NamedTuple):
-    """A sum at one place that the model's dtype cannot hold."""
+    """A sum at one tap that the model's dtype cannot hold."""
 
     phase: str
     layer: int
@@ -202,18 +204,20 @@ class Overflow(NamedTuple):
 
 
 def find_overflow(dtype: torch.dtype, *sets: SteeringTiers) -> Overflow | None:
-    """The first place at which the sum of some sets is not finite, if any.
+    """Find the first tap at which the sum of several sets is not finite.
 
     Args:
-        dtype: of the residual stream.
-        sets: in the order in which the tables add them: the engine's, a request's.
+        dtype: dtype of the residual stream.
+        sets: in the order in which the tables add them: the engine's set, then a
+            request's.
 
     """
     for phase in ("prefill", "decode"):
         parts = [p for one in sets for p in (one.base, getattr(one, phase))]
         for (layer, hook), vector in total(parts).items():
             largest = float(np.abs(vector).max())
-            if not largest <= torch.finfo(dtype).max:  # NaN compares false too.
+            # Comparisons with NaN are false too.
+            if not largest <= torch.finfo(dtype).max:
                 return Overflow(phase, layer, hook, largest)
     return None
 
@@ -221,7 +225,7 @@ def find_overflow(dtype: torch.dtype, *sets: SteeringTiers) -> Overflow | None:
 def check_sums(
     tiers: SteeringTiers, dtype: torch.dtype, parameter: str = "steering_vectors"
 ) -> None:
-    """Refuse vectors whose sum at one token is more than the model can hold.
+    """Refuse vectors whose sum at one token overflows the model's dtype.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -242,13 +246,13 @@ def check_with_shared(
     dtype: torch.dtype,
     parameter: str,
 ) -> None:
-    """Refuse a request whose vectors and the engine's are too much together.
+    """Refuse a request whose vectors plus the global ones overflow the dtype.
 
     Args:
-        tiers: of the request.
-        shared: each set of global vectors that may hold when it arrives.
-        dtype: of the residual stream.
-        parameter: of the request, for the message.
+        tiers: the request's tiers.
+        shared: each set of global vectors that may hold when the request arrives.
+        dtype: dtype of the residual stream.
+        parameter: the request's parameter, for the message.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -265,10 +269,10 @@ def check_with_shared(
 
 
 def too_much_with_shared(found: Overflow) -> str:
-    """The message for a request, without the parameter's name."""
+    """The message for a request that overflows, without the parameter's name."""
     return (
         f"with the engine's vectors, {found}. Use smaller vectors or scales; "
-        "GET /v1/steering (get_steering offline) tells what the engine adds"
+        "GET /v1/steering (get_steering offline) returns what the engine adds"
     )
 
 
@@ -277,12 +281,12 @@ def check_with_requests(
     under_way: Iterable[SteeringTiers],
     dtype: torch.dtype,
 ) -> None:
-    """Refuse global vectors that are too much together with a request's.
+    """Refuse global vectors whose sum with a request's vectors overflows the dtype.
 
     Args:
-        shared: the global vectors as they would be.
-        under_way: what the requests that are under way are steered by.
-        dtype: of the residual stream.
+        shared: the global vectors after the change.
+        under_way: the configurations of the requests in flight.
+        dtype: dtype of the residual stream.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -293,8 +297,8 @@ def check_with_requests(
         found = find_overflow(dtype, shared, tiers)
         if found is not None:
             raise fail(
-                f"vectors: with those of a request that is under way, {found}. Use "
-                "smaller vectors or scales, or wait until the request has ended",
+                f"vectors: with those of a request in flight, {found}. Use "
+                "smaller vectors or scales, or wait until the request has finished",
                 "vectors",
                 found.largest,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries with a row for each position, and single rows that make one such entry."""
+"""Entries with one row per position, and single-position entries that are merged."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,21 +28,22 @@ Places = npt.NDArray[np.int64]
 def row_positions(
     raw: Any, num_rows: int, at: str
 ) -> list[tuple[Spans, npt.NDArray[np.intp]]]:
-    """Where the rows of a matrix act.
+    """The positions of a matrix's rows.
 
     Args:
         raw: a selector of as many positions as there are rows: a list in the order of
-            the rows, or what stands for ascending ones.
-        num_rows: of the matrix.
+            the rows, or a selector of ascending positions.
+        num_rows: number of rows of the matrix.
         at: the parameter's name in messages.
 
     Returns:
-        Positions from the prompt's end, then those from its start, each with the rows
-        that they take, ascending. What `"all_prompt"` stands for is known once the
-        prompt is.
+        Positions counted from the prompt's end, then those counted from its start, each
+        with the indices of their rows, ascending. `"all_prompt"` is resolved when the
+        prompt is known.
 
     Raises:
-        SteeringValidationError: the selector is none, or has another number of them.
+        SteeringValidationError: the selector is invalid, or selects another number of
+            positions.
 
     """
     raw = as_list(raw)
@@ -74,7 +75,7 @@ def row_positions(
     if (np.diff(ascending) == 0).any():
         twice = ascending[:-1][np.diff(ascending) == 0][0]
         raise fail(
-            f"{at}: position {twice} is there twice; give each row one of its own",
+            f"{at}: position {twice} is given twice; give each row its own position",
             at,
             int(twice),
         )
@@ -84,7 +85,7 @@ def row_positions(
 
 
 def _count(raw: Any, spans: Spans) -> int:
-    """How many positions an object or a name stands for, those given twice twice."""
+    """The number of positions of an object or name, with repetitions counted."""
     pairs = raw.get("ranges") if isinstance(raw, Mapping) else None
     if pairs is None:
         return sum(stop - first for first, stop in spans)
@@ -102,15 +103,16 @@ def _listed(raw: Any, spans: Spans) -> Places:
 
 
 def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> SteeringTiers:
-    """Tiers in which a row for each token of the prompt is at its position.
+    """Resolve matrices with a row for each prompt token to positions.
 
     Args:
-        tiers: of a request.
-        num_prompt: tokens of its prompt.
-        parameter: for the message.
+        tiers: the request's tiers.
+        num_prompt: number of prompt tokens.
+        parameter: the parameter's name in messages.
 
     Raises:
-        SteeringValidationError: a matrix has another number of rows.
+        SteeringValidationError: a matrix has another number of rows than the prompt has
+            tokens.
 
     """
     parts = []
@@ -143,7 +145,7 @@ def _at_prompt(one: Operation, num_prompt: int, parameter: str) -> Operation:
 
 
 def without_zeros(one: Operation) -> Operation:
-    """The same without rows that add nothing: their tokens keep all bits."""
+    """The operation without rows that add nothing, whose tokens must keep every bit."""
     if one.op != "add" or not one.num_rows or one.positions == WHOLE_PROMPT:
         return one
     rows = one.vector.reshape(one.num_rows, -1)
@@ -162,7 +164,7 @@ def without_zeros(one: Operation) -> Operation:
 
 
 def check_no_whole_prompt(tiers: SteeringTiers) -> None:
-    """Refuse, for all requests, rows for each token of a prompt: prompts differ.
+    """Refuse global matrices with a row per prompt token, because prompts differ.
 
     Raises:
         SteeringValidationError: naming the parameter and the remedy.
@@ -181,10 +183,10 @@ def check_no_whole_prompt(tiers: SteeringTiers) -> None:
 
 
 def joined_rows(operations: Iterable[Operation]) -> list[Operation]:
-    """Operations with those in one that do the same at positions of their own.
+    """Merge operations that differ only in position and vector into matrices.
 
-    Entries at single positions that follow one another, as one writes them to replace
-    a prompt token by token, become a matrix: what they cost follows from their data.
+    Adjacent entries at single positions, as written to replace a prompt token by token,
+    become one matrix, whose cost depends on its size only.
     """
     found: list[Operation] = []
     for _, alike in groupby(in_order(operations), key=_kind):
@@ -193,7 +195,7 @@ def joined_rows(operations: Iterable[Operation]) -> list[Operation]:
 
 
 def _kind(one: Operation) -> object:
-    """Equal for operations that one matrix may hold."""
+    """A key that is equal for operations that one matrix can hold."""
     if one.op not in ROW_OPS or not _is_single(one):
         return id(one)
     assert one.positions is not None
@@ -209,7 +211,7 @@ def _is_single(one: Operation) -> bool:
 
 
 def _joined_runs(alike: Sequence[Operation]) -> Iterator[Operation]:
-    """Each run of operations of one kind at distinct positions as one."""
+    """Merge each run of operations of one kind at distinct positions."""
     run: dict[int, Operation] = {}
     for one in alike:
         position = one.positions[0][0] if one.positions else 0

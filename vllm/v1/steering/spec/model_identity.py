@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model this is, as far as vectors are concerned."""
+"""The identity of a model, against which vectors are checked."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,13 +24,14 @@ class ModelIdentity:
         aliases: Sequence[str] = (),
         digest: Callable[[], str] = str,
     ) -> None:
-        """Take note of a model.
+        """Describe a model.
 
         Args:
-            name: its folder or its name on a hub.
-            hf_config: its configuration, as transformers loads it.
-            aliases: other names it goes by.
-            digest: gives the digest of its weights, or nothing if it is unknown.
+            name: the model's folder, or its name on a hub.
+            hf_config: the model's configuration, as transformers loads it.
+            aliases: other names of the model, such as served names.
+            digest: returns the digest of its weights, empty if it is unknown; called
+                once.
 
         """
         self.name = name
@@ -39,7 +40,8 @@ class ModelIdentity:
         text = hf_config.get_text_config()
         self.architecture: str = next(iter(hf_config.architectures or ()), "")
         self.model_type: str = hf_config.model_type
-        # A few configurations have other names for these; then nobody checks them.
+        # Some configurations use other names for these fields; the check is then
+        # skipped.
         self.hidden_size: int | None = getattr(text, "hidden_size", None)
         self.num_layers: int | None = getattr(text, "num_hidden_layers", None)
 
@@ -49,7 +51,7 @@ class ModelIdentity:
         return self._digest()
 
     def is_named(self, name: str) -> bool:
-        """Whether the model goes by a name, or by the last part of a path."""
+        """Whether a name, or the last part of a path, is one of the model's names."""
         return name in self._aliases or Path(name).name in self._aliases
 
 
@@ -67,10 +69,10 @@ def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
 
 
 def identity_of_path(name: str) -> ModelIdentity:
-    """The identity of a model that is not loaded: of a folder, or from the hub's cache.
+    """The identity of a model that is not loaded, from a folder or the hub's cache.
 
     Raises:
-        OSError: there is no such model.
+        OSError: the model is not found.
 
     """
     from transformers import AutoConfig
@@ -80,11 +82,11 @@ def identity_of_path(name: str) -> ModelIdentity:
 
 
 def digest_of_weights(model: str, revision: str | None = None) -> str:
-    """SHA-256 over samples of a model's weight files; empty if none are found.
+    """SHA-256 over samples of a model's weight files; empty if there are none.
 
-    Of each file: its size, and 64 KiB at its beginning, in its middle and at its end.
-    So it costs milliseconds for a model of any size, does not depend on names, and
-    differs between a model and a fine-tuned copy.
+    The samples are each file's size, and 64 KiB at its start, middle and end. This
+    takes milliseconds for a model of any size, does not depend on names, and differs
+    between a model and a fine-tuned copy.
     """
     folder = _folder(model, revision)
     if folder is None:

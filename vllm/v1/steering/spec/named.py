@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What entries refer to by name: probes and sparse autoencoders of the server."""
+"""Interfaces to the server's probes and sparse autoencoders, which entries name."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,29 +10,29 @@ from vllm.v1.steering.plan import Tap, Vector
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedProbe:
-    """Directions that a condition may compare."""
+    """A probe whose rows conditions may use."""
 
     vectors: Vector  # [k, hidden_size]
     bias: Vector  # [k]
     activation: str
     cosine: bool
     tap: Tap | None
-    """The place that it was made for, if it says one."""
+    """The `(layer, hook)` for which it was made, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSAE:
-    """What an entry must know of an SAE; the weights are the workers'."""
+    """The facts about an SAE that parsing needs; the workers hold its weights."""
 
     fingerprint: str
-    """Of its weights."""
+    """Fingerprint of the weights."""
     width: int
     size: int
     """Number of features."""
     selection: str
-    """Which features are active, as `vllm.steering.sae` has it."""
+    """How active features are selected, in the terms of `vllm.steering.sae`."""
     tap: Tap | None
-    """The place that it was trained at, if it says one."""
+    """The `(layer, hook)` at which it was trained, if it is known."""
     is_transcoder: bool
 
 
@@ -40,10 +40,10 @@ class Named(Protocol):
     """The probes and SAEs of a server, by name."""
 
     def probe(self, name: str, at: str) -> NamedProbe:
-        """A probe.
+        """The probe of a name.
 
         Args:
-            name: of it.
+            name: the probe's name.
             at: the parameter's name in messages.
 
         Raises:
@@ -53,12 +53,12 @@ class Named(Protocol):
         ...
 
     def sae(self, name: str, at: str) -> NamedSAE:
-        """An SAE; as `probe`."""
+        """The SAE of a name; arguments and errors are those of `probe`."""
         ...
 
 
 class NoneNamed:
-    """A server without any."""
+    """The null object of a server without probes and SAEs."""
 
     def probe(self, name: str, at: str) -> NamedProbe:
         """Refuse."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays as base64: `{"dtype", "shape", "data"}`, row-major, little-endian."""
+"""Arrays packed as base64: `{"dtype", "shape", "data"}`, row-major, little-endian."""
 
 import base64
 import binascii
@@ -19,19 +19,20 @@ KEYS = frozenset({"dtype", "shape", "data"})
 
 
 def is_packed(raw: Any) -> bool:
-    """Whether a value is a packed array, and nothing beside it."""
+    """Whether a value is a packed array without other keys."""
     return isinstance(raw, Mapping) and raw.keys() == KEYS
 
 
 def unpack_array(
     packed: Mapping[str, Any], at: str, dimensions: tuple[int, ...] = (1, 2)
 ) -> npt.NDArray[np.float32]:
-    """The numbers of a packed array, in its shape.
+    """Unpack an array to float32, in its shape.
 
     Args:
-        packed: has the keys `dtype`, `shape` and `data`, perhaps among others.
-        at: its name in messages.
-        dimensions: how many it may have.
+        packed: an object with the keys `dtype`, `shape` and `data`, perhaps among
+            others.
+        at: the array's name in messages.
+        dimensions: the numbers of dimensions that are allowed.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -68,7 +69,7 @@ def unpack_array(
     if dtype == "bfloat16":
         bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(shape)
-    with np.errstate(over="ignore"):  # What overflows is refused as infinite.
+    with np.errstate(over="ignore"):  # Overflow gives infinity, which is refused later.
         rows = np.frombuffer(raw, dtype=DTYPES[dtype]).astype(np.float32)
     return rows.reshape(shape)
 

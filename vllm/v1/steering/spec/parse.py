@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a user writes (hooks, layers, lists, packed data) to vectors."""
+"""Parses what users write (hooks, layers, lists, packed data) to vectors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,15 +29,15 @@ from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.when import parse_when
 
 NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
-"""Of what has no vector of its own."""
+"""The arrays of an operation that has no vector of its own."""
 
 HOOKS = OWN
 
 MAX_ROWS = 4096
-"""Of one packed form."""
+"""Most rows of one packed form."""
 
 MAX_ENTRIES = 4096
-"""Entries of one tier at one hook point of one layer."""
+"""Most entries of one tier at one hook point of one layer."""
 
 PACKED_KEYS = {"dtype", "shape", "layer_indices", "data", "scales"}
 SHARED_KEYS = (
@@ -50,62 +50,62 @@ SHARED_KEYS = (
     "value",
     "strength",
 )
-"""Keys of entries that a packed form may have, for all of its rows."""
+"""Entry keys that a packed form may have, which apply to all of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteeredModel:
-    """What a vector must fit."""
+    """The facts about a model and server that a vector must fit."""
 
     hook_points: Mapping[int, Sequence[str]]
     """The hook points of each layer."""
     hidden_size: int
     dtype: torch.dtype
-    """Of the residual stream."""
+    """Dtype of the residual stream."""
     max_operations: int = 8
-    """How many operations may act on one token at one hook point."""
+    """Most operations on one token at one hook point."""
     bank_bytes: int = 256 << 20
-    """Device memory for the vectors of operations."""
+    """Bytes of device memory for the vectors of operations."""
     named: Named = NONE_NAMED
-    """What entries may refer to."""
+    """The probes and SAEs that entries may name."""
     placement: Placement = ONE_RANK
 
     @property
     def num_sites(self) -> int:
-        """Hook points of all layers."""
+        """Number of hook points of all layers."""
         return sum(map(len, self.hook_points.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry as it was given, checked."""
+    """One parsed entry, for the description of a change."""
 
     tap: Tap
     vector: Vector
-    """Not scaled; the first row of what has several."""
+    """The unscaled vector; of a matrix, its first row."""
     scale: float
     manner: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One tier, checked."""
+    """One parsed and checked tier."""
 
     vectors: dict[Tap, Vector] = field(default_factory=dict)
-    """Scaled vectors that are added at every token."""
+    """Scaled vectors that are added at every token, by tap."""
     operations: list[Operation] = field(default_factory=list)
-    """Everything else."""
+    """All other operations."""
     entries: list[Entry] = field(default_factory=list)
-    """What both were made of."""
+    """The entries of which both consist."""
     generated: "Parsed | None" = None
-    """What acts on generated tokens only, though its tier acts on others, too."""
+    """Entries with positions `all_generated`, which act on generated tokens only."""
 
     def __deepcopy__(self, memo: Any) -> "Parsed":
-        return self  # Nobody changes it once it is parsed.
+        return self  # The object is not changed after parsing.
 
 
 def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
-    """What `{hook: {layer: entry}}` stands for.
+    """Parse `{hook: {layer: entry}}` to vectors and operations.
 
     Args:
         raw: `{hook: {layer: entry}}`, or for a hook the packed form `{"dtype",
@@ -113,7 +113,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             entry is a vector, an object with the keys of `entry.KEYS`, or a list of
             such objects. A vector is a list, a numpy array or a tensor. Layers and
             addresses are those of `residual/selectors.py` and `addresses.py`.
-        model: what the vectors must fit.
+        model: the model that the vectors must fit.
         where: the parameter's name in messages, such as `steering_vectors`.
 
     Raises:
@@ -123,7 +123,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
     if not isinstance(raw, Mapping) or not raw:
         raise fail(
             f"{where} must map at least one hook point to vectors by layer, for "
-            'example {"post_block": {"3": [0.1, ...]}}; leave it out to not steer',
+            'example {"post_block": {"3": [0.1, ...]}}; omit it for no steering',
             where,
             raw,
         )
@@ -158,9 +158,9 @@ def _is_generated(entry: Mapping[str, Any]) -> bool:
 
 
 def _by_hook(raw: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str]]:
-    """Our name of each hook point, what is given for it, and its name in messages.
+    """The canonical hook point, the value and the name in messages of each key.
 
-    A key is a hook point's name, or an address that says the layer, too.
+    A key is a hook point's name, or an address that includes the layer.
     """
     for name, given in raw.items():
         at = f"{where}.{name}"
@@ -181,9 +181,9 @@ def _by_hook(raw: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str
 
 
 def together(one: Parsed, other: Parsed) -> Parsed:
-    """Two tiers that act on the same tokens as one, `one` first."""
+    """Join two tiers that act on the same tokens; operations of `one` come first."""
     vectors = dict(one.vectors)
-    with np.errstate(over="ignore"):  # Admission refuses what overflows.
+    with np.errstate(over="ignore"):  # Admission refuses sums that overflow.
         for tap, vector in other.vectors.items():
             vectors[tap] = vectors[tap] + vector if tap in vectors else vector
     generated = one.generated or other.generated
@@ -200,14 +200,14 @@ def together(one: Parsed, other: Parsed) -> Parsed:
 def by_phase(
     parsed: Mapping[str, Parsed], names: Mapping[str, str]
 ) -> dict[str, Parsed]:
-    """Tiers in which what acts on generated tokens only is where these are steered.
+    """Move entries for generated tokens only to the decode tier.
 
     Args:
-        parsed: by tier.
-        names: by tier, the parameter's name in messages.
+        parsed: parsed tiers by name.
+        names: the parameters' names in messages, by tier.
 
     Raises:
-        SteeringValidationError: it is among what acts on prompt tokens.
+        SteeringValidationError: such an entry is in the prefill tier.
 
     """
     found = dict(parsed)
@@ -231,7 +231,7 @@ def by_phase(
 def _take(
     parsed: Parsed, tap: Tap, entry: Mapping[str, Any], model: SteeredModel, at: str
 ) -> None:
-    """Add one entry to what is parsed."""
+    """Add one entry to a parsed tier."""
     manner = parse_manner(entry, at)
     if entry.get("when") is not None:
         condition = parse_when(entry["when"], tap, model, f"{at}.when")
@@ -256,7 +256,7 @@ def _take(
         _take_rows(parsed, tap, entry, manner, tensors, at)
         return
     operation = manner.operation(tap, tensors, float(scale), at)
-    if manner.op != "add" or scaled.any():  # Adding nothing is not steering.
+    if manner.op != "add" or scaled.any():  # Adding zeros is not steering.
         parsed.operations.append(operation)
 
 
@@ -268,7 +268,7 @@ def _take_rows(
     tensors: Tensors,
     at: str,
 ) -> None:
-    """Add an entry with a row for each position."""
+    """Add an entry with one row per position."""
     scale = float(entry.get("scale", 1.0))
     positions = entry.get("positions")
     for spans, order in row_positions(positions, len(tensors.main), f"{at}.positions"):
@@ -313,7 +313,7 @@ def _by_layer(layers: Any, hook: str, model: SteeredModel, at: str) -> Entries:
 
 
 def _layers(key: Any, hook: str, model: SteeredModel, at: str) -> list[int]:
-    """The layers of a key: an index, or a text as selectors have it."""
+    """The layers of a key: an index, or a text selector of layers."""
     if not isinstance(key, str) or key.isdigit():
         return [_layer_index(key, at)]
     having = [n for n, points in sorted(model.hook_points.items()) if hook in points]
@@ -329,12 +329,13 @@ def _is_list_of_entries(entry: Any) -> bool:
 
 
 def _layer_index(key: Any, at: str) -> int:
-    # JSON has only text as keys.
+    # JSON object keys are always text.
     is_text = isinstance(key, str) and key.isascii() and key.isdigit()
-    is_text = is_text and len(key) < 10  # Python converts no text of thousands.
+    # Python refuses to convert very long digit strings.
+    is_text = is_text and len(key) < 10
     is_index = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
     if not is_text and not is_index:
-        raise fail(f"{at}: a layer is a 0-based index, not {shown(key)}", at, key)
+        raise fail(f"{at}: a layer must be a 0-based index, not {shown(key)}", at, key)
     return int(key)
 
 
@@ -358,14 +359,14 @@ def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
 
 
 def unpacked(layers: Any, at: str) -> dict[int, Any]:
-    """`{layer: entry}` of a hook point, whichever form it has.
+    """Convert a hook point's value to `{layer: entry}`.
 
     Args:
         layers: `{layer: entry}`, or the packed form.
         at: the parameter's name in messages.
 
     Raises:
-        SteeringValidationError: it is neither.
+        SteeringValidationError: it is neither of the two.
 
     """
     if isinstance(layers, Mapping) and "data" in layers:

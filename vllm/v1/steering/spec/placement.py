@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers and tokens are together: a condition's decision stays where it is."""
+"""How layers and tokens are spread over ranks, which limits conditions."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ class Placement:
     stage_starts: tuple[int, ...] = (0,)
     """The first layer of each pipeline stage."""
     splits_tokens: bool = False
-    """Whether tensor-parallel ranks have their share of the tokens of some layers."""
+    """Whether tensor-parallel ranks split the tokens of some layers."""
     drafts: bool = False
-    """Whether tokens are computed that may be rejected."""
+    """Whether speculative decoding computes tokens that may be rejected."""
 
     def check(self, probe: Tap, entry: Tap, at: str) -> None:
-        """Refuse what the ranks of this server cannot tell each other.
+        """Refuse a condition whose decision would have to travel between ranks.
 
         Args:
-            probe: where a condition reads.
-            entry: where it is acted on.
+            probe: where the condition's probe reads.
+            entry: where the entry acts.
             at: the parameter's name in messages.
 
         Raises:
@@ -58,7 +58,7 @@ ONE_RANK = Placement()
 
 
 def placement_of(vllm_config: "VllmConfig") -> Placement:
-    """How a configuration spreads its model."""
+    """The placement of an engine's configuration."""
     from vllm.distributed.utils import get_pp_indices
 
     parallel = vllm_config.parallel_config

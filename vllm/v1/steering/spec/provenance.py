@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vectors come from, and whether they belong to a model."""
+"""Provenance of vectors, and checks that they belong to a model."""
 
 import json
 import math
@@ -25,57 +25,57 @@ _NORM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What says where vectors come from, as messages name it."""
+    """The origin of metadata, as messages name it."""
 
     name: str
-    """A file, or a module that is registered by a request."""
+    """The path of a file, or the name of a module that a request registers."""
     is_file: bool = True
 
     def about(self, entry: str) -> tuple[str, str]:
-        """How a message begins that is about an entry, and the parameter it names."""
+        """The beginning of a message about an entry, and the parameter's name."""
         if self.is_file:
             return f"path: {self.name!r}", "path"
         return f"metadata.{entry}: the module {self.name!r}", f"metadata.{entry}"
 
     def copy_for(self, model: str) -> str:
-        """How vectors are used with another model on purpose."""
+        """The advice for deliberate use of the vectors with another model."""
         if self.is_file:
             return (
-                "write a copy that says so: "
+                "write a copy that names it: "
                 f"vllm steer convert {self.name} COPY --for-model {model}"
             )
-        return "leave model and weights out of its metadata"
+        return "omit model and weights from its metadata"
 
     @property
     def mended(self) -> str:
-        """What to do about vectors that are not those that were written down."""
+        """The remedy for vectors that do not match the recorded norms."""
         if self.is_file:
-            return "the file is damaged or was changed by hand: make it again"
-        return "send the vectors that the norms belong to, or leave the norms out"
+            return "the file is damaged or was edited: create it again"
+        return "send the vectors that the norms belong to, or omit the norms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What is said of vectors; all of it may be unknown."""
+    """Recorded facts about vectors; every field may be unknown."""
 
     model: str = ""
-    """The name or folder of the model that they were made with."""
+    """Name or folder of the model that they were made with."""
     architecture: str = ""
-    """As in the model's configuration, for example `LlamaForCausalLM`."""
+    """Architecture in the model's configuration, for example `LlamaForCausalLM`."""
     model_type: str = ""
-    """As in the model's configuration, for example `llama`."""
+    """Type in the model's configuration, for example `llama`."""
     weights: str = ""
-    """The digest of the model's weights, see `identity.digest_of_weights`."""
+    """Digest of the model's weights, see `model_identity.digest_of_weights`."""
     hidden_size: int | None = None
     num_layers: int | None = None
     origin: str = ""
-    """How the vectors were made, for people."""
+    """How the vectors were made, as text for readers."""
     norms: Mapping[str, float] = field(default_factory=dict)
-    """By tensor name the norm of the vector, see `norms_of`."""
+    """Euclidean norm of each vector by tensor name, see `norms_of`."""
 
     @classmethod
     def of_model(cls, identity: ModelIdentity, origin: str = "") -> "Provenance":
-        """Vectors made with a model."""
+        """The provenance of vectors made with a model."""
         return cls(
             model=identity.name,
             architecture=identity.architecture,
@@ -87,7 +87,7 @@ class Provenance:
         )
 
     def metadata(self) -> dict[str, str]:
-        """As the metadata of a file: text only, nothing that is unknown."""
+        """The known facts as metadata of a file, which hold text only."""
         found = {name: getattr(self, name) for name in TEXTS}
         found |= {name: str(getattr(self, name) or "") for name in COUNTS}
         found["norms"] = json.dumps(dict(self.norms)) if self.norms else ""
@@ -95,7 +95,7 @@ class Provenance:
         return {**{name: text for name, text in found.items() if text}, **marks}
 
     def facts(self) -> dict[str, Any]:
-        """As plain data for an answer, nothing that is unknown."""
+        """The known facts as plain data for a response."""
         found = {name: getattr(self, name) for name in (*TEXTS, *COUNTS)}
         found["norms"] = dict(self.norms)
         known = {name: value for name, value in found.items() if value}
@@ -103,11 +103,11 @@ class Provenance:
 
     @classmethod
     def parse(cls, metadata: Any, source: Source) -> "Provenance":
-        """What metadata say; entries of other names are for people.
+        """Parse metadata; entries with other names are ignored.
 
         Raises:
-            SteeringValidationError: an entry is not what its name says, or layers
-                are counted in another way.
+            SteeringValidationError: an entry has an invalid value, or layers are
+                counted in another way.
 
         """
         if not isinstance(metadata, Mapping):
@@ -136,11 +136,11 @@ class Provenance:
         )
 
     def check_norms(self, norms: Mapping[str, float], source: Source) -> None:
-        """Refuse vectors that are not those whose norms were written down.
+        """Refuse vectors whose norms differ from the recorded ones.
 
         Args:
-            norms: of the vectors that are there, by the same names.
-            source: what said the norms.
+            norms: the norms of the present vectors, by the same names.
+            source: the origin of the recorded norms.
 
         Raises:
             SteeringValidationError: a vector was damaged, changed or lost.
@@ -163,11 +163,11 @@ class Provenance:
     def check_model(self, identity: ModelIdentity, source: Source) -> None:
         """Refuse vectors that were made with another model.
 
-        Whether it is the same model the digest of the weights decides; where one of
-        both is unknown, the name.
+        The digests of the weights decide whether it is the same model; if one of them
+        is unknown, the names decide.
 
         Raises:
-            SteeringValidationError: naming what differs, and the remedy.
+            SteeringValidationError: the message names what differs, and the remedy.
 
         """
         for name, what in (
@@ -202,10 +202,10 @@ class Provenance:
 
 
 def norms_of(parsed: Mapping[str, Parsed]) -> dict[str, float]:
-    """The norms of vectors as they are given, before they are scaled.
+    """Euclidean norms of vectors before scaling, by name.
 
-    By `HOOK.LAYER`, `prefill.HOOK.LAYER` or `decode.HOOK.LAYER`. Of several entries
-    at one place number i is named `HOOK.LAYER[i]`, from 0.
+    Names are `HOOK.LAYER`, `prefill.HOOK.LAYER` or `decode.HOOK.LAYER`. Of several
+    entries at one place, entry i is named `HOOK.LAYER[i]`, from 0.
     """
     found: dict[str, float] = {}
     for tier, one in parsed.items():
@@ -222,12 +222,13 @@ def norms_of(parsed: Mapping[str, Parsed]) -> dict[str, float]:
 
 
 def parse_registered(metadata: Any, source: Source) -> Provenance:
-    """What a request says of the vectors that it registers.
+    """Parse the metadata of a module that a request registers.
 
-    Unlike those of a file, entries of other names are refused: nobody would read them.
+    Unlike in a file, entries with other names are refused, because nothing would read
+    them.
 
     Raises:
-        SteeringValidationError: an entry is unknown, or not what its name says.
+        SteeringValidationError: an entry is unknown, or has an invalid value.
 
     """
     if metadata is None:
@@ -258,7 +259,7 @@ def _unfit(source: Source, name: str, what: str, value: Any) -> SteeringValidati
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether an answer can tell it: JSON has no lone surrogates."""
+    """Whether a response can contain a text: JSON has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -270,7 +271,7 @@ def _count(metadata: Mapping[str, Any], name: str, source: Source) -> int | None
     raw = metadata.get(name)
     if raw is None:
         return None
-    # Safetensors' metadata are text only.
+    # Safetensors metadata hold text only.
     if isinstance(raw, str) and raw.isascii() and raw.isdigit():
         raw = int(raw)
     if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named sets of vectors at other strengths: which a request names, and how strong."""
+"""Named modules with scales: which modules a request names, and how strongly."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,26 +14,27 @@ from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
 from vllm.v1.steering.spec.entry import is_finite
 
 MAX_NAMES = 16
-"""That one request may give."""
+"""Most modules that one request may name."""
 BY_SCALE = ("add", "project_out", "low_rank")
-"""Operations whose strength is their scale."""
+"""Operations that a scale multiplies."""
 
 
 class NamedScale(NamedTuple):
-    """A module, and what its vectors are multiplied by."""
+    """A module's name, and the factor of its vectors."""
 
     name: Any
     scale: float
     parameter: str
-    """That names it, for messages."""
+    """The request field that names it, for messages."""
 
 
 def parse_names(name: Any, module_ref: Any) -> list[NamedScale]:
-    """The modules that a request names.
+    """Parse the modules that a request names.
 
     Args:
-        name: of `steering_name`: a name, `{"name", "scale"?}`, or a list of these.
-        module_ref: of `steering_module_ref`: `(name, scale)`.
+        name: the value of `steering_name`: a name, `{"name", "scale"?}`, or a list of
+            these.
+        module_ref: the value of `steering_module_ref`: `(name, scale)`.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -42,7 +43,7 @@ def parse_names(name: Any, module_ref: Any) -> list[NamedScale]:
     listed = [] if name is None else name if isinstance(name, (list, tuple)) else [name]
     if name is not None and not 0 < len(listed) <= MAX_NAMES:
         raise fail(
-            f"steering_name lists 1 to {MAX_NAMES} modules", "steering_name", name
+            f"steering_name must list 1 to {MAX_NAMES} modules", "steering_name", name
         )
     found = [_named(one) for one in listed]
     if module_ref is None:
@@ -50,7 +51,7 @@ def parse_names(name: Any, module_ref: Any) -> list[NamedScale]:
     is_pair = isinstance(module_ref, (list, tuple)) and len(module_ref) == 2
     if not is_pair or not is_finite(module_ref[1]):
         raise fail(
-            "steering_module_ref is [name, scale], with a finite number",
+            "steering_module_ref must be [name, scale], with a finite number",
             "steering_module_ref",
             module_ref,
         )
@@ -65,7 +66,7 @@ def _named(one: Any) -> NamedScale:
     scale = one.get("scale", 1.0)
     if unknown or "name" not in one or not is_finite(scale):
         raise fail(
-            'steering_name: a module is its name, or {"name": ..., "scale": s} with a '
+            'steering_name: a module is a name, or {"name": ..., "scale": s} with a '
             "finite number",
             "steering_name",
             dict(one),
@@ -74,13 +75,13 @@ def _named(one: Any) -> NamedScale:
 
 
 def scaled(tiers: SteeringTiers, scale: float, parameter: str) -> SteeringTiers:
-    """A named set with all of its vectors multiplied.
+    """A module with all of its vectors multiplied.
 
-    What is added is multiplied, and the share that is projected out; of a clamp the
-    strength is. Other operations have no strength that a number could multiply.
+    The scale multiplies what is added, the share that is projected out, and a clamp's
+    strength. Other operations have no factor.
 
     Raises:
-        SteeringValidationError: one of these is in the set.
+        SteeringValidationError: the module contains an operation without a factor.
 
     """
     if scale == 1.0:
@@ -94,7 +95,7 @@ def _part(
     if part is None:
         return None
     operations = [_operation(one, scale, parameter) for one in part.operations]
-    with np.errstate(over="ignore"):  # Admission refuses what overflows.
+    with np.errstate(over="ignore"):  # Admission refuses values that overflow.
         vectors = {tap: v * np.float32(scale) for tap, v in part.unpack().items()}
     return pack(vectors, [one for one in operations if one.op != "add" or one.scale])
 

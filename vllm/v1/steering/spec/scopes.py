@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions that hold for later tokens: in which tier their entries act."""
+"""Assigns entries whose conditions hold for later tokens to their tier."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,14 +9,14 @@ from vllm.v1.steering.spec.parse import Parsed
 
 
 def by_tier(parsed: Mapping[str, Parsed]) -> dict[str, Sequence[Operation]]:
-    """The operations of each tier; what acts on generated tokens only is of `decode`.
+    """The operations by tier; those for generated tokens only move to `decode`.
 
     Args:
-        parsed: by tier, as it was written.
+        parsed: parsed tiers by name.
 
     Raises:
         SteeringValidationError: an entry could never act, or acts on tokens for which
-            its condition is not decided.
+            its condition is undecided.
 
     """
     found = {tier: list(one.operations) for tier, one in parsed.items()}

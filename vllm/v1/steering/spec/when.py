@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From `when` on an entry to a condition."""
+"""Parses `when` of an entry to a condition."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ FORM = (
 
 
 class _Probe(NamedTuple):
-    """What the condition compares: `x . vector + bias`, or the cosine."""
+    """The parsed probe: the condition compares `x . vector + bias`, or the cosine."""
 
     vector: Vector
     bias: float
@@ -50,12 +50,12 @@ class _Probe(NamedTuple):
 def parse_when(
     raw: Any, entry: Tap, model: "SteeredModel", at: str
 ) -> Condition | None:
-    """The condition of an entry; None where it always acts.
+    """Parse the condition of an entry; None if there is none.
 
     Args:
-        raw: what the user wrote.
+        raw: the value that the user wrote.
         entry: where the entry acts.
-        model: what the probe must fit.
+        model: the model that the probe must fit.
         at: the parameter's name in messages.
 
     Raises:
@@ -67,7 +67,7 @@ def parse_when(
     if not isinstance(raw, Mapping) or "probe" not in raw:
         raise fail(f"{at}: {FORM}", at, raw)
     if unknown := sorted(str(key) for key in raw if key not in KEYS):
-        raise fail(f"{at}: it has no key {shown(unknown[0])}; {FORM}", at, unknown[0])
+        raise fail(f"{at}: unknown key {shown(unknown[0])}; {FORM}", at, unknown[0])
     probe = _probe(raw, model, at)
     tap = _tap(raw, probe, model, at)
     if not is_known_at(tap, entry):
@@ -100,14 +100,14 @@ def _probe(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
         return _named(given, raw, model, at)
     if raw.get("index") is not None:
         raise fail(
-            f"{at}.index says which row of a named probe; a vector has one",
+            f"{at}.index selects a row of a named probe; omit it for a vector",
             f"{at}.index",
             raw["index"],
         )
     vector = parse_vector(given, model.hidden_size, model.dtype, f"{at}.probe")
     cosine = raw.get("cosine", False)
     if not isinstance(cosine, bool):
-        raise fail(f"{at}.cosine is true or false", f"{at}.cosine", cosine)
+        raise fail(f"{at}.cosine must be a boolean", f"{at}.cosine", cosine)
     bias = finite_float32(raw.get("bias", 0.0), f"{at}.bias")
     return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
 
@@ -126,7 +126,7 @@ def _named(name: str, raw: Mapping[str, Any], model: "SteeredModel", at: str) ->
     is_row = isinstance(index, int) and not isinstance(index, bool)
     if not is_row or not 0 <= index < rows:
         raise fail(
-            f"{at}.index: the probe {shown(name)} has {rows} rows; say which one "
+            f"{at}.index: the probe {shown(name)} has {rows} rows; give the one that "
             "decides, from 0",
             f"{at}.index",
             index,
@@ -159,7 +159,7 @@ def _named(name: str, raw: Mapping[str, Any], model: "SteeredModel", at: str) ->
 def _unit(vector: Vector, cosine: bool, at: str) -> Vector:
     if not vector.any():
         raise fail(
-            f"{at}.probe: a vector of zeros finds nothing out", f"{at}.probe", 0.0
+            f"{at}.probe: a vector of zeros has no direction", f"{at}.probe", 0.0
         )
     if not cosine:
         return vector
@@ -178,7 +178,8 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
         layers = sorted(model.hook_points)
         known = points or model.hook_points[layers[-1]]
         raise fail(
-            f"{at}: layer and hook say where the probe reads: a layer from {layers[0]} "
+            f"{at}: layer and hook must name where the probe reads: a layer from "
+            f"{layers[0]} "
             f"to {layers[-1]}, and one of its hook points, such as {list(known)}",
             at,
             {"layer": layer, "hook": hook},
@@ -195,11 +196,11 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
 
 
 def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, float]:
-    """Whether it fires above, and what it is compared with."""
+    """Whether the condition fires above the threshold, and the threshold."""
     given = [name for name in ("above", "below") if raw.get(name) is not None]
     if len(given) != 1:
         raise fail(
-            f"{at}: say above or below what value it fires, and not both",
+            f"{at}: give the threshold as above or as below, and not both",
             at,
             {name: raw.get(name) for name in ("above", "below")},
         )
@@ -217,7 +218,7 @@ def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, fl
     elif probe.activation == "relu" and value <= 0 and (value or name == "below"):
         raise fail(
             f"{at}.{name}: the probe {shown(probe.name)} ends in a ReLU; its values "
-            "are 0 or more, so that this decides nothing",
+            "are 0 or more, so this threshold decides nothing",
             f"{at}.{name}",
             value,
         )
@@ -231,8 +232,7 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
     value = finite_float32(given, f"{at}.sharpness")
     if value <= 0:
         raise fail(
-            f"{at}.sharpness must be above 0; leave it out for a gate that is open or "
-            "shut",
+            f"{at}.sharpness must be above 0; omit it for a gate that is 0 or 1",
             f"{at}.sharpness",
             value,
         )
@@ -243,15 +243,15 @@ def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
     scope: Scope = _one_of(raw, "scope", SCOPES, at)
     if raw.get("reduce") not in (None, "last"):
         raise fail(
-            f"{at}.reduce: a prompt decides by its last token here, and not by a mean; "
+            f"{at}.reduce: a prompt decides by its last token here, not by a mean; "
             "leave it out",
             f"{at}.reduce",
             raw["reduce"],
         )
     if scope == "rest" and raw.get("sharpness") is not None:
         raise fail(
-            f"{at}.sharpness: a gate that stays open from the first token that "
-            "fires is open or shut; leave it out",
+            f"{at}.sharpness: with this scope the gate opens at the first token that "
+            "fires, and is 0 or 1; omit sharpness",
             f"{at}.sharpness",
             raw["sharpness"],
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of SAEs as instructions: encoder rows are read, decoder rows are written."""
+"""Feature operations as instructions: encoder rows are read, decoder rows written."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,17 +18,17 @@ from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.steering.operations import Operation
 
 SAEs: TypeAlias = Callable[[str], SparseAutoencoder]
-"""Gives an SAE of the worker, on its device, by name."""
+"""Returns the worker's SAE of a name, on the worker's device."""
 
 
 def feature_instruction(one: Operation, saes: SAEs) -> Instruction:
-    """What carries an operation on one feature out.
+    """Create the instruction that carries out a feature operation.
 
-    For the activation a of the feature, the decoder row is added `c0 + c1 a` times.
-    Where the SAE brings rows to a norm or a deviation, what is added is brought back.
+    For activation a of the feature, the decoder row is added `c0 + c1 a` times. If the
+    SAE normalizes its input, the addition is scaled back by the same factor.
     """
     use = one.details.feature
-    assert use is not None, "it is no feature's"
+    assert use is not None, "the operation has no feature"
     sae, place = saes(use.sae), slice(use.feature, use.feature + 1)
     read = sae.w_enc[:, place].T.float().contiguous()  # [1, d_in]
     write = sae.w_dec[place].float().contiguous()  # [1, d_out]
@@ -40,7 +40,7 @@ def feature_instruction(one: Operation, saes: SAEs) -> Instruction:
     elif sae.input_norm == "layer_norm":
         flags, read = flags | Flag.STANDARD, read - read.mean()
     threshold = torch.zeros(1, device=read.device)
-    if sae.threshold is not None:  # Negative values are none of an activation.
+    if sae.threshold is not None:  # Activations are not negative.
         threshold = sae.threshold[place].clamp(min=0.0)
     return Instruction(
         Kind.LOW_RANK,
@@ -59,10 +59,11 @@ Numbered: TypeAlias = tuple[int, Instruction]
 
 
 def together(features: Iterable[tuple[str, Numbered]]) -> list[Numbered]:
-    """One instruction for features of one SAE: all of them read the same stream.
+    """Join features of one SAE to one instruction, because all read the same stream.
 
     Args:
-        features: in their order: the SAE, and the number and instruction of each.
+        features: in order of application, the SAE, and the number and instruction of
+            each.
 
     """
     kept = sorted(features, key=_alike)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on the device: the column that each decides, and who reads it.
+"""Gate columns: each condition decides one column, which instructions read.
 
-The engine's conditions have the first columns, those of a request's configuration the
-ones that follow: what a change of the engine's vectors does to the former, no request
-notices in its own.
+The engine's conditions take the first columns, those of a request's configuration the
+following ones, so a change of the global vectors does not move the request's columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,34 +21,34 @@ from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, conditions_of
 
 GATES = 2 * MAX_CONDITIONS
-"""Columns of the gates: a multiple of four, so that all is aligned."""
+"""Number of gate columns: a multiple of four, for alignment."""
 
 
 class Gate(NamedTuple):
-    """A condition, and the column in which its decisions stand."""
+    """A condition and the column of its decisions."""
 
     condition: Condition
     column: int
 
 
 Gated: TypeAlias = tuple[Operation, Gate | None]
-"""An operation with the gate that it waits for."""
+"""An operation with the gate on which it depends, if any."""
 
 
 def gated(
     tiers: SteeringTiers, parts: Iterable[PackedVectors | None], first: int
 ) -> list[Gated]:
-    """The operations of some tiers with their gates.
+    """Assign gate columns to the operations of a configuration.
 
     Args:
-        tiers: all of a configuration: in each of its phases a condition has the same
+        tiers: the whole configuration; in each of its phases a condition has the same
             column.
-        parts: those that act in a phase.
-        first: the first column of the configuration's owner.
+        parts: the tiers that act in one phase.
+        first: first column of the engine or of requests.
 
     """
     gates = {one: Gate(one, first + n) for n, one in enumerate(conditions_of(tiers))}
-    assert len(gates) <= MAX_CONDITIONS, "admission has let too many conditions pass"
+    assert len(gates) <= MAX_CONDITIONS, "admission accepted too many conditions"
     return [
         (one, None if one.details.when is None else gates[one.details.when])
         for part in parts
@@ -59,16 +58,16 @@ def gated(
 
 
 def column_of(gate: Gate | None) -> int:
-    """The column that an instruction reads."""
+    """The gate column that an instruction reads."""
     return NO_GATE if gate is None else gate.column
 
 
 def probe_of(gate: Gate, vector: torch.Tensor) -> Instruction:
-    """What decides a gate.
+    """Create the instruction that decides a gate.
 
     Args:
         gate: the condition and its column.
-        vector: its probe, float32 `[1, hidden_size]` on the device.
+        vector: the probe, float32 `[1, hidden_size]` on the device.
 
     """
     condition = gate.condition
@@ -88,12 +87,12 @@ def probe_of(gate: Gate, vector: torch.Tensor) -> Instruction:
 
 
 def in_columns(gates: Iterable[Gate | None]) -> Sequence[Gate]:
-    """Each gate once, by its column."""
+    """The distinct gates, sorted by column."""
     found = {one.column: one for one in gates if one is not None}
     return [found[column] for column in sorted(found)]
 
 
 def deciding(decode: Iterable[Gated]) -> list[Gate]:
-    """The gates of generated tokens that the last one of the prompt decides."""
+    """The gates for generated tokens that the last prompt token decides."""
     gates = (gate for _, gate in decode)
     return [gate for gate in in_columns(gates) if gate.condition.scope == "prompt"]

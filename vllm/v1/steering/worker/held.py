@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that hold for later tokens: a gate that stays as it was decided.
+"""Gates whose decisions hold for later tokens.
 
-A decision at the last prompt token holds for all generated tokens; one that is made
-while tokens are generated holds from the first token that fires. Both are kept for each
-request on the device, and copied to and from the rows of the gates before and behind a
-pass, in the order of the device's stream: nothing waits for the host, and what recorded
-graphs read stays where it is. A decision is made once: a request that is preempted, and
-computes its tokens again, keeps its own.
+A decision at the last prompt token holds for all generated tokens; a decision during
+generation holds from the first token that fires. Both are kept per request on the
+device, and copied to and from the gate rows before and after a pass, in the order of
+the device's stream: nothing waits for the host, and memory that CUDA graphs read keeps
+its address. A decision is made once: a request that is preempted and recomputes its
+tokens keeps it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,18 +21,19 @@ from vllm.v1.steering.worker.gates import GATES
 from vllm.v1.steering.worker.programs import Phase
 
 NEVER = 2**31 - 1
-"""The position from which a gate is open that is not."""
+"""The position of a gate that has not opened."""
 FIRST_ROOM = 16
-"""Requests that there is memory for at first."""
+"""Number of requests for which memory is allocated at first."""
 
 
 class HeldGates:
-    """What was decided for each request. Engine's thread only."""
+    """The decisions of each request. Used on the engine's thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._value = torch.zeros(FIRST_ROOM, GATES, device=device)
-        """The gate `[requests, columns]`, float32, from the position in `_since` on."""
+        """Gate values `[requests, columns]`, float32, valid from the positions in
+        `_since`."""
         self._since = torch.full(
             (FIRST_ROOM, GATES), NEVER, dtype=torch.int32, device=device
         )
@@ -40,30 +41,31 @@ class HeldGates:
         self._free = list(range(FIRST_ROOM))
         self._decided: set[str] = set()
         self._reads: list[tuple[int, int, int]] = []
-        """Of the planned step: a token's row, its request's place, its position."""
+        """For the planned step: row of a token, row of its request, its position."""
         self._decides: list[tuple[int, int, int, int]] = []
-        """A row, a place, a column, and the position from which the decision holds."""
+        """Token row, request row, column, and the position from which the decision
+        holds."""
         self._fires: list[tuple[int, int, int, int]] = []
-        """The same where the gate stays as it is unless the token has opened it."""
+        """The same for gates that stay as they are unless the token opens them."""
 
     @property
     def is_used(self) -> bool:
-        """Whether the planned step reads or makes such decisions."""
+        """Whether the planned step reads or makes held decisions."""
         return bool(self._reads or self._decides or self._fires)
 
     def forget(self, finished: Iterable[str]) -> None:
-        """Requests have ended."""
+        """Drop the decisions of finished requests."""
         for req_id in finished:
             self._decided.discard(req_id)
             if (place := self._places.pop(req_id, None)) is not None:
                 self._free.append(place)
 
     def forget_engines(self) -> None:
-        """The engine has other conditions: nothing of them is decided."""
+        """Drop all decisions of the engine's conditions, which have changed."""
         self._since[:, :MAX_CONDITIONS] = NEVER
 
     def plan_nothing(self) -> None:
-        """The next pass reads and decides nothing."""
+        """Plan a pass that neither reads nor decides gates."""
         self._reads, self._decides, self._fires = [], [], []
 
     def plan(
@@ -73,13 +75,13 @@ class HeldGates:
         lengths: Sequence[int],
         phases: Mapping[int, Phase],
     ) -> None:
-        """Find what the next pass reads and decides.
+        """Plan which gates the next pass reads and decides.
 
         Args:
-            view: the step.
+            view: the step's requests and tokens.
             pairs: prefill and decode row of each request.
-            lengths: of their prompts.
-            phases: of the rows that do more than adding.
+            lengths: prompt length of each request, in tokens.
+            phases: phases by table row, for rows with operations.
 
         """
         self.plan_nothing()
@@ -125,7 +127,7 @@ class HeldGates:
         self._free.extend(range(room, 2 * room))
 
     def load(self, gates: torch.Tensor) -> None:
-        """Write what holds to the rows of the gates `[tokens, columns]`."""
+        """Write the held decisions to the gate rows `[tokens, columns]`."""
         if not self._reads:
             return
         rows, places, positions = self._indices(self._reads)
@@ -133,7 +135,7 @@ class HeldGates:
         gates[rows] = torch.where(holds, self._value[places], 0.0)
 
     def save(self, gates: torch.Tensor) -> None:
-        """Keep what the pass has decided."""
+        """Store the decisions that the pass has made."""
         if self._decides:
             rows, places, columns, since = self._indices(self._decides)
             self._value[places, columns] = gates[rows, columns]
@@ -144,7 +146,7 @@ class HeldGates:
             opened = (gates[rows, columns] > 0) & (before > since)
             self._value[places, columns] = 1.0
             self._since[places, columns] = torch.where(opened, since.int(), before)
-        self.plan_nothing()  # A batch of nothing that follows has no plan of its own.
+        self.plan_nothing()  # A following dummy batch is not planned.
 
     def _indices(self, found: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
         table = np.array(found, dtype=np.int64).T.copy()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose instructions read a row for each token: where the rows are.
+"""Programs with one matrix row per token, whose row addresses change each step.
 
-An instruction with a matrix reads, for token t of the step, row t + offset. Tokens of a
-request that follow one another have rows that do, so such a stretch has one program,
-made anew in each step from what is the same in all: only addresses differ.
+An instruction with a matrix reads row t + offset for token t of the step. Contiguous
+tokens of a request use contiguous rows, so such a stretch shares one program. It is
+made in each step from a template in which only addresses differ.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ from vllm.v1.steering.worker.programs import Phase, Placed, Programs
 
 WORDS_OF_ADDRESS = 2
 READ_AT = 4
-"""The place of the address of what is read, in longs of an instruction."""
+"""Offset of the read address within an instruction, in 64-bit words."""
 
 
 class Stretch(NamedTuple):
-    """Tokens that follow one another at which the same operations act."""
+    """A stretch of contiguous tokens on which the same operations act."""
 
     phase: Phase
     active: frozenset[int]
-    """By number; some have a row for each position."""
+    """Numbers of the active operations; some have one row per position."""
     prompt_length: int
     position: int
-    """Of the first token, in its sequence."""
+    """Position of the first token in its sequence."""
     token: int
-    """Of the first token, in the step."""
+    """Index of the first token in the step."""
 
 
 class _Rows:
-    """Which row of an operation belongs to a position."""
+    """Maps positions to rows of an operation's matrix."""
 
     def __init__(self, one: Operation) -> None:
         assert one.positions is not None, "rows have positions"
@@ -50,27 +50,27 @@ class _Rows:
         self._from_end = bool(spans[0, 0] < 0)
 
     def at(self, position: int, prompt_length: int) -> int:
-        """The row of a position that the operation has."""
+        """The row of a position on which the operation acts."""
         place = position - prompt_length if self._from_end else position
         span = int(np.searchsorted(self._firsts, place, side="right")) - 1
         return int(self._starts[span] + place - self._firsts[span])
 
 
 class Patch(NamedTuple):
-    """An address that differs between stretches."""
+    """An address that is filled in for each stretch."""
 
     at: int
-    """Its place in the template, in longs."""
+    """Offset in the template, in 64-bit words."""
     number: int
-    """Of the operation."""
+    """Number of the operation."""
     base: int
-    """The address of the first row."""
+    """Device address of the first row."""
     stride: int
-    """Bytes from a row to the next."""
+    """Bytes from one row to the next."""
 
 
 class Template:
-    """The programs of a set of operations, but for where their rows are."""
+    """The programs of a set of operations, without the addresses of rows."""
 
     def __init__(self, phase: Phase, active: frozenset[int]) -> None:
         self._fixed = phase.fixed
@@ -99,7 +99,7 @@ class Template:
         self.words = np.concatenate(words)  # [words of all programs], int32
 
     def _offsets(self, stretch: Stretch) -> dict[int, int]:
-        """By operation, what to add to a token of the step for its row."""
+        """By operation number, the offset from a token's index to its row."""
         position, length = stretch.position, stretch.prompt_length
         return {
             number: rows.at(position, length) - stretch.token
@@ -107,7 +107,7 @@ class Template:
         }
 
     def written(self, stretch: Stretch) -> npt.NDArray[np.int32]:
-        """What a kernel reads for a stretch, as long as `words`."""
+        """The words that a kernel reads for a stretch; the shape is that of `words`."""
         words = self.words.copy()
         longs = words.view(np.int64)
         offsets = self._offsets(stretch)
@@ -116,7 +116,7 @@ class Template:
         return words
 
     def at(self, address: int, storage: torch.Tensor) -> Programs:
-        """The programs of a stretch whose words are at an address."""
+        """The programs of a stretch whose words are at a device address."""
         size = np.dtype(np.int32).itemsize
         placed = {
             tap: Placed((), address + start * size, storage)
@@ -125,7 +125,7 @@ class Template:
         return {**self._fixed, **placed}
 
     def on_host(self, stretch: Stretch) -> Programs:
-        """The programs of a stretch where no kernel reads them."""
+        """The programs of a stretch for execution without kernels."""
         offsets = self._offsets(stretch)
         placed = {
             tap: Placed(_with_offsets(numbered, offsets), 0, None)
@@ -146,7 +146,7 @@ def _with_offsets(
 def place_stretches(
     stretches: Sequence[Stretch], device: torch.device
 ) -> list[Programs]:
-    """The programs of each stretch of a step, in one copy to the device."""
+    """Place the programs of all stretches of a step, in one copy to the device."""
     templates = [_template(one.phase, one.active) for one in stretches]
     pairs = list(zip(templates, stretches, strict=True))
     if device.type == "cpu":
@@ -171,5 +171,5 @@ def _template(phase: Phase, active: frozenset[int]) -> Template:
 def stretches_of(
     tokens: npt.NDArray[np.intp],
 ) -> list[npt.NDArray[np.intp]]:
-    """Ascending tokens, cut where they do not follow one another."""
+    """Split ascending token indices into contiguous runs."""
     return np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1)

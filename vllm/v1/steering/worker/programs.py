@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From operations to programs on the device: what ops of hook points carry out.
+"""Compiles operations to programs, which the ops of hook points execute.
 
-A phase of a configuration (its prompt tokens, or its generated ones) has a program at
-each hook point where it has operations. What such a phase adds there is part of the
-program, so that the order of operations holds. Operations at single positions make
-further programs, of tokens at which they act.
+A phase of a configuration (its prompt tokens or its generated ones) has a program at
+each hook point at which it has operations. Plain additions of the phase at such a hook
+point are part of the program, so that the order of operations is kept. Operations with
+positions make further programs, for the tokens on which they act.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,27 +44,27 @@ if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
 
 LAST = ("feature", "clamp")
-"""Operations in the order in which they come after all others."""
+"""Operations that come after all others, in this order."""
 FIRST_ROW = 0
-"""The offset of instructions with a row for each position, until these are known."""
+"""Placeholder for the row offset of instructions with one row per position."""
 
 
 class Placed(NamedTuple):
-    """A program, and where the device has it."""
+    """A program and its place on the device."""
 
     program: Program
     address: int
-    """0 where no kernel reads it."""
+    """The device address; 0 where no kernel reads it."""
     storage: torch.Tensor | None
-    """Keeps the memory at the address."""
+    """Owns the memory at the address."""
 
 
 Programs = dict[Tap, Placed]
-"""What a token goes through, by hook point."""
+"""The programs that a token passes, by hook point."""
 
 
 class _Vectors:
-    """Distinct vectors of a phase, which go to the device together."""
+    """The distinct vectors of a phase, uploaded in one copy."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -73,45 +73,45 @@ class _Vectors:
         self._count = 0
 
     def add(self, vector: Vector) -> int:
-        """The number of a vector `[H]`."""
+        """Add a vector `[H]`; returns its row in the upload."""
         data = vector.tobytes()
         if data not in self._numbers:
             self._numbers[data] = self.add_rows(vector[None])
         return self._numbers[data]
 
     def add_rows(self, rows: npt.NDArray[np.float32]) -> int:
-        """The number of the first of several, which stay together."""
+        """Add several rows `[n, H]`, which stay contiguous; returns the first's row."""
         first = self._count
         self._rows.append(rows)
         self._count += len(rows)
         return first
 
     def upload(self, device: torch.device) -> torch.Tensor:
-        """All of them, float32 `[vectors, H]`."""
+        """Upload all vectors, float32 `[vectors, H]`."""
         if not self._rows:
             return torch.empty(0, 0, device=device)
         return async_tensor_h2d(np.concatenate(self._rows), device, torch.float32)
 
 
 Draft = Callable[[torch.Tensor], Instruction]
-"""An instruction, once its vectors are on the device."""
+"""Makes an instruction from the uploaded vectors."""
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Vectors `[..., H]` of length 1, normed in double precision."""
+    """Vectors `[..., H]` normalized to length 1, in double precision."""
     wide = vectors.astype(np.float64)
     norms = np.linalg.norm(wide, axis=-1, keepdims=True)
     return (wide / norms).astype(np.float32)
 
 
 def _draft_sum(vector: Vector, vectors: _Vectors) -> Draft:
-    """The addition of a vector as it is."""
+    """Draft the addition of a vector as given."""
     at = vectors.add(vector)
     return lambda table: Instruction(Kind.LINEAR, table[at : at + 1], c0=1.0)
 
 
 def _draft(one: Operation, vectors: _Vectors) -> Draft:
-    """What carries an operation out."""
+    """Draft the instruction of an operation."""
     if one.op in _OTHERS:
         return _OTHERS[one.op](one, vectors)
     directed = one.norm_match or one.op in ("project_out", "clamp")
@@ -224,7 +224,7 @@ _OTHERS: dict[str, Callable[[Operation, _Vectors], Draft]] = {
 
 
 def _read_by(gate: Gate | None) -> frozenset[Tap]:
-    """Where the probe of a gate reads that the tokens decide on which it acts."""
+    """The tap of the gate's probe, if the same tokens decide and use the gate."""
     if gate is None or gate.condition.scope == "prompt":
         return frozenset()
     return frozenset({gate.condition.tap})
@@ -235,7 +235,7 @@ def _is_latched(gate: Gate | None) -> bool:
 
 
 class Kept:
-    """An instruction with its vectors on the device, for as long as a phase has it."""
+    """An instruction and its vectors on the device, alive while a phase uses it."""
 
     __slots__ = ("__weakref__", "instruction")
 
@@ -244,11 +244,11 @@ class Kept:
 
 
 class Bank:
-    """The vectors of operations that are on the device, each once.
+    """The vectors of operations on the device, without duplicates.
 
-    Both phases of a configuration have its base operations, and all configurations
-    have the engine's: they share them. Memory is kept free for as many bytes as the
-    configuration allows while the engine measures how much there is.
+    Both phases of a configuration share its base operations, and all configurations
+    share the engine's. Memory of the configured size is reserved while the engine
+    measures how much is free.
     """
 
     def __init__(
@@ -266,11 +266,11 @@ class Bank:
             num_bytes, dtype=torch.uint8, device=device
         )
         self.num_bytes = num_bytes
-        """That it may take; counted with the model's."""
+        """Bytes that the vectors may take, part of the model's memory."""
 
     def fetch(self, operations: Sequence[Operation]) -> list[Kept]:
-        """Their instructions; what is not there yet goes to the device in one copy."""
-        self._reserved = None  # Its memory is what the vectors take.
+        """The operations' instructions; missing vectors are uploaded in one copy."""
+        self._reserved = None  # The vectors use the reserved memory.
         vectors = _Vectors(self._width)
         found = {one.digest: self._kept.get(one.digest) for one in operations}
         drafts = {
@@ -286,20 +286,20 @@ class Bank:
     def _drafted(self, one: Operation, vectors: _Vectors) -> Draft:
         if one.details.feature is None:
             return _draft(one, vectors)
-        assert self._saes is not None, "admission knows the SAEs"
+        assert self._saes is not None, "admission has checked the SAEs"
         made = feature_instruction(one, self._saes)
         return lambda table: made
 
 
 class Together(NamedTuple):
-    """Operations of a phase that act at the same positions, by their numbers."""
+    """Operations of a phase that act at the same positions, by number."""
 
     first: Operation
     numbers: tuple[int, ...]
 
 
 class Phase:
-    """What the tokens of one phase of a configuration go through beyond additions."""
+    """The operations of one phase of a configuration, as programs."""
 
     def __init__(
         self,
@@ -312,31 +312,31 @@ class Phase:
         gates: Sequence[Gate | None] = (),
         deciding: Sequence[Gate] = (),
     ) -> None:
-        """Put it on the device.
+        """Compile the phase and place it on the device.
 
         Args:
-            operations: all that act in the phase, the engine's before a request's.
-            added: what is added at each token beside them, by hook point.
+            operations: all operations of the phase, the engine's before a request's.
+            added: the vectors added at each token, by hook point.
             taps: the hook points of this process.
-            width: of the stream.
-            device: of the stream.
-            bank: where vectors of operations are; None for one of its own.
-            gates: of each operation; empty if none has any.
-            deciding: gates of later tokens that this phase decides.
+            width: hidden size of the residual stream.
+            device: device of the residual stream.
+            bank: the store of operations' vectors; None for a private one.
+            gates: the gate of each operation, or None; empty if none has one.
+            deciding: gates for later tokens that this phase decides.
 
         """
         pairs = zip(operations, gates or [None] * len(operations), strict=True)
         here = [(one, gate) for one, gate in pairs if one.tap in taps]
         here.sort(key=lambda pair: place_of(pair[0]))
         self.operations = [one for one, _ in here]
-        """Numbered from 0."""
+        """The operations, numbered from 0."""
         self._gates = [gate for _, gate in here]
         self._deciding = [one for one in deciding if one.condition.tap in taps]
         self.taps = frozenset(one.tap for one in self.operations).union(
             *(_read_by(gate) for gate in self._gates),
             (gate.condition.tap for gate in self._deciding),
         )
-        """Where programs also add what is added."""
+        """Taps at which programs also perform the plain additions."""
         self.device = device
         bank = bank or Bank(width, device)
         self._kept = bank.fetch(self.operations)
@@ -356,28 +356,28 @@ class Phase:
         }
         self._sums = {tap: draft(table) for tap, draft in sums.items()}
         self.positioned = _together(self.operations)
-        """Operations that act at some positions."""
+        """Operations with positions, grouped by equal ones."""
         self.by_row = frozenset(
             number for number, one in enumerate(self.operations) if one.num_rows
         )
-        """Those with a vector for each position."""
+        """The numbers of operations with one row per position."""
         self.deciding = tuple(gate.column for gate in self._deciding)
-        """The columns that the last token of a prompt decides for later ones."""
+        """Gate columns that the last prompt token decides for later tokens."""
         held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
         self.held = tuple(gate.column for gate in held)
-        """The columns in which decisions of earlier tokens count."""
+        """Gate columns that hold decisions of earlier tokens."""
         self.latched = tuple(gate.column for gate in held if _is_latched(gate))
-        """Those of them that stay open once they are."""
+        """The held columns that stay open once opened."""
         self.fixed = self._placed(self.taps, frozenset())
-        """What tokens go through at which none of the positioned ones acts."""
+        """The programs of tokens on which no operation with positions acts."""
         self._special: dict[frozenset[int], Programs] = {}
         self.templates: dict[frozenset[int], Template] = {}
-        """Programs of operations with a vector for each position."""
+        """Program templates for operations with one row per position."""
 
     def at_positions(self, active: frozenset[int]) -> Programs:
-        """What tokens go through at which some positioned operations act, by number.
+        """The programs of tokens on which these operations with positions act.
 
-        Not for operations with a vector for each position: see `moving.py`.
+        Operations with one row per position are handled in `moving.py`.
         """
         if active not in self._special:
             self._special[active] = self.fixed | self._placed(
@@ -386,12 +386,12 @@ class Phase:
         return self._special[active]
 
     def taps_of(self, numbers: Collection[int]) -> set[Tap]:
-        """Where some operations act, and where the probes of their conditions read."""
+        """Taps at which these operations act, or their conditions' probes read."""
         acts = {self.operations[number].tap for number in numbers}
         return acts.union(*(_read_by(self._gates[number]) for number in numbers))
 
     def last_position(self, prompt_length: int) -> int:
-        """The last position at which one of the positioned operations acts."""
+        """The last position on which an operation with positions acts."""
         return max(one.first.last(prompt_length) for one in self.positioned)
 
     def _placed(self, taps: Collection[Tap], active: frozenset[int]) -> Programs:
@@ -404,11 +404,11 @@ class Phase:
     def numbered(
         self, tap: Tap, active: frozenset[int]
     ) -> list[tuple[int, Instruction]]:
-        """The instructions of a hook point in order, with their operations' numbers.
+        """The instructions of a hook point, in order, with their operations' numbers.
 
-        Probes come first: they see the stream as a capture at this point does. The
-        norm is saved before the first addition if one needs it. What is no operation's
-        own, a probe or what is added beside them, has the number -1.
+        Probes come first: they see the stream as a capture at this point does. The norm
+        is saved before the first addition if an operation needs it. Probes and plain
+        additions belong to no operation and have the number -1.
         """
         numbers = [
             number
@@ -450,7 +450,7 @@ class Phase:
         return use.sae
 
     def _decides(self, gate: Gate) -> bool:
-        """Whether the gate is decided in this phase."""
+        """Whether this phase decides the gate."""
         return gate.condition.scope != "prompt" or gate in self._deciding
 
     def _instruction(self, number: int) -> Instruction:
@@ -470,7 +470,7 @@ def _together(operations: Sequence[Operation]) -> list[Together]:
 
 
 def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
-    """Programs where kernels find them; elsewhere they stay as they are."""
+    """Copy programs to the device, if kernels execute them there."""
     if device.type == "cpu":
         return {tap: Placed(one, 0, None) for tap, one in programs.items()}
     if not programs:
@@ -488,11 +488,11 @@ NO_PHASE = Phase((), {}, (), 0, torch.device("cpu"))
 
 
 class ProgramIndex:
-    """Which program each row stands for, at each hook point `[taps, rows]`.
+    """Device index of programs by hook point and row, `[taps, rows]`, int64 addresses.
 
-    The rows of configurations come first, as in the tables of vectors; behind them are
-    rows for tokens at which operations with positions act, anew in each step. Recorded
-    graphs hold the address.
+    The rows of configurations come first, as in the tables of vectors; the rows after
+    them are for tokens on which operations with positions act, and are rewritten in
+    each step. CUDA graphs hold the index's address.
     """
 
     def __init__(
@@ -515,25 +515,25 @@ class ProgramIndex:
         return self._index.nbytes + self.gates.nbytes
 
     def of_row(self, row: int) -> Programs:
-        """What tokens of a row go through."""
+        """The programs of a row."""
         return self._programs.get(row, {})
 
     def write(self, row: int, programs: Programs) -> None:
-        """Let a row of a configuration stand for other programs."""
+        """Set the programs of a configuration's row."""
         before = self._programs.get(row, {})
         self._programs[row] = programs
         if programs or before:
             self._write(row, [programs])
 
     def write_special(self, programs: Sequence[Programs]) -> None:
-        """Let the rows for single tokens stand for these, from the first on."""
+        """Set the programs of the rows for single tokens, from the first on."""
         for number, one in enumerate(programs):
             self._programs[self.first_special + number] = one
         self._write(self.first_special, programs)
 
     def _write(self, row: int, programs: Sequence[Programs]) -> None:
         if self._index.device.type == "cpu":
-            return  # No kernel reads it.
+            return  # No kernel reads the index.
         addresses = np.zeros((len(self._columns), len(programs)), dtype=np.int64)
         for number, one in enumerate(programs):
             for tap, placed in one.items():
@@ -545,11 +545,11 @@ class ProgramIndex:
 def special_rows(
     phase: Phase, prompt_length: int, start: int, stop: int
 ) -> tuple[list[frozenset[int]], npt.NDArray[np.intp]]:
-    """Which positioned operations act at the tokens at positions `[start, stop)`.
+    """Find which operations with positions act on the tokens at `[start, stop)`.
 
     Returns:
-        The distinct sets of operations' numbers, none of them empty, and for each token
-        the index of its set `[stop - start]`, -1 where none acts.
+        The distinct, nonempty sets of operation numbers, and for each token the index
+        of its set `[stop - start]`, -1 if none acts.
 
     """
     acts = np.zeros((stop - start, len(phase.positioned)), dtype=bool)

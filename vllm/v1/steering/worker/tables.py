@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that taps read: one row per configuration and phase, at every tap."""
+"""Tables of steering vectors: one row per configuration and phase, at every tap."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -31,12 +31,12 @@ from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
 
 class Row(NamedTuple):
-    """What a row shall hold."""
+    """The content of a table row."""
 
     vectors: dict[Tap, Vector]
-    """By tap; zeros at taps that are not named."""
+    """Vectors by tap; other taps get rows of zeros."""
     phase: Phase
-    """Beyond that."""
+    """Operations other than plain addition."""
 
 
 PhaseName: TypeAlias = Literal["prefill", "decode"]
@@ -45,10 +45,10 @@ NOWHERE: frozenset[Tap] = frozenset()
 
 
 class SteeringTables:
-    """Persistent device memory `[taps, rows, hidden_size]`, and what it holds.
+    """The vectors of all configurations, in device memory `[taps, rows, hidden_size]`.
 
-    Recorded graphs hold its address; its content changes between steps only, in
-    the order of the device's stream.
+    CUDA graphs hold its address; its content changes between steps only, in the order
+    of the device's stream.
     """
 
     def __init__(
@@ -63,25 +63,24 @@ class SteeringTables:
         saes: SAEs | None = None,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
-        # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows that add
-        # nothing change no bit.
-        # Each tap's table is aligned, whatever the width.
+        # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows of -0.0 change no
+        # bit.
         length = round_up(num_rows, ALIGNMENT // dtype.itemsize)
         self._table = torch.full(
             (len(taps), length, width), -0.0, dtype=dtype, device=device
         )
         self._filled: dict[int, frozenset[Tap]] = {}
-        """Where each row adds something; equal sets are the same one."""
+        """The taps at which each row adds something; equal sets are one object."""
         self.loaded: dict[int, SteeringTiers] = {}
-        """The configuration of each slot."""
+        """The configuration of each loaded slot."""
         self.tiers = NO_STEERING
-        """The global vectors."""
+        """The global vectors in force."""
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
-        """What is done beyond adding vectors, by the same rows."""
+        """The programs of operations, with the same row numbers."""
         self.bank = Bank(width, device, bank_bytes, saes)
-        """The vectors of that."""
+        """The vectors of those operations."""
         self.phases: dict[int, Phase] = {}
-        """Of the rows that do anything beyond that."""
+        """Phases by row, for rows with operations."""
 
     def at(self, tap: Tap) -> torch.Tensor:
         """The table `[rows, hidden_size]` of one tap."""
@@ -89,12 +88,12 @@ class SteeringTables:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all tables."""
+        """Bytes of device memory of all tables."""
         return self._table.nbytes + self.programs.num_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is steered unless it has a slot."""
+        """Whether requests without a slot are unsteered."""
         return not self.tiers
 
     def filled_taps(self, rows: Iterable[int]) -> frozenset[Tap]:
@@ -103,14 +102,14 @@ class SteeringTables:
         return distinct.pop() if len(distinct) == 1 else NOWHERE.union(*distinct)
 
     def load(self, slot: int, tiers: SteeringTiers) -> None:
-        """A slot gets another configuration."""
+        """Load a configuration into a slot."""
         self.loaded[slot] = tiers
         self.write(self._rows_of(slot, tiers, self.tiers))
 
     def rows_with(self, tiers: SteeringTiers) -> Rows:
-        """What every row in use would hold under other global vectors.
+        """The content of every used row under other global vectors.
 
-        Changes nothing, so that a failure on one rank leaves all as they were.
+        This changes nothing, so a failure on one rank leaves all ranks as they were.
         """
         rows: Rows = {
             GLOBAL_PREFILL_ROW: self._row(tiers, NO_STEERING, "prefill"),
@@ -121,12 +120,12 @@ class SteeringTables:
         return rows
 
     def set_global(self, tiers: SteeringTiers, rows: Rows) -> None:
-        """Take over global vectors and the rows made for them."""
+        """Apply global vectors and the rows computed for them."""
         self.tiers = tiers
         self.write(rows)
 
     def write(self, rows: Rows) -> None:
-        """Overwrite rows in full, without waiting for the device."""
+        """Overwrite rows in full, without synchronizing with the device."""
         sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for row, (vectors, phase) in rows.items():
             self._set_phase(row, phase)
@@ -139,7 +138,7 @@ class SteeringTables:
             self._filled[row] = next(same, filled)
             if not vectors:
                 continue
-            if id(vectors) not in sent:  # Both phases may have the same.
+            if id(vectors) not in sent:  # Both phases may share vectors.
                 sent[id(vectors)] = self._where(vectors), self._on_device(vectors)
             of_taps.index_copy_(0, *sent[id(vectors)])
 
@@ -154,13 +153,13 @@ class SteeringTables:
         return async_tensor_h2d(columns, self._table.device, torch.int64)
 
     def _on_device(self, vectors: Mapping[Tap, Vector]) -> torch.Tensor:
-        """Vectors `[len(vectors), hidden_size]` as they are in the table."""
+        """The vectors `[len(vectors), hidden_size]` in the table's dtype."""
         rows = np.stack(list(vectors.values()))
         found = async_tensor_h2d(rows, self._table.device, self._table.dtype)
         return found.masked_fill_(found == 0, -0.0)
 
     def _rows_of(self, slot: int, own: SteeringTiers, shared: SteeringTiers) -> Rows:
-        """Both rows of a slot: the same vectors where no phase has any of its own."""
+        """Both rows of a slot; they share vectors if the phases do not differ."""
         prefill = self._row(shared, own, "prefill")
         decode = prefill
         if shared.prefill or shared.decode or own.prefill or own.decode:
@@ -168,7 +167,7 @@ class SteeringTables:
         return {prefill_row(slot): prefill, decode_row(slot): decode}
 
     def _row(self, shared: SteeringTiers, own: SteeringTiers, phase: PhaseName) -> Row:
-        """What these do in a phase at the taps of this process."""
+        """The content of a phase's row at the taps of this process."""
         ours, theirs = (_parts(tiers, phase) for tiers in (shared, own))
         sums = total([*ours, *theirs])
         added = {tap: v for tap, v in sums.items() if tap in self._columns}

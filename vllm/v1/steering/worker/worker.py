@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in one worker process: what the runner's adapter talks to."""
+"""Steering in one worker process, as the runner's adapter calls it."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PADDING = 64
-"""Rows beyond the largest batch that padding may reach."""
+"""Extra rows for padding beyond the largest batch."""
 
 
 class TokenRows:
-    """A row for each token of a step, in memory that recorded graphs read."""
+    """The table row of each token of a step, in memory that CUDA graphs read."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.index = torch.full((size,), ZERO_ROW, dtype=torch.int32, device=device)
         self._rows: npt.NDArray[np.int32] | None = None
         self._written = 0
         self._unchanged = True
-        """Whether the memory holds what was planned."""
+        """Whether the memory already holds the plan."""
 
     def plan(self, rows: npt.NDArray[np.int32] | None) -> None:
-        """What the next step reads; None: no token has a row."""
+        """Set the rows of the next step; None: no token is steered."""
         self._rows = rows
         self._unchanged = rows is None and not self._written
 
     def write(self) -> None:
-        """Write it, unless it is there: a step like the one before has the same."""
+        """Write the plan, unless the memory holds it already."""
         if self._unchanged:
             return
         num_tokens = 0 if self._rows is None else len(self._rows)
@@ -66,9 +66,9 @@ class TokenRows:
 
 
 class WorkerSteering:
-    """Loads tables and says which row steers each token of a step.
+    """Loads tables and assigns a row to each token of a step.
 
-    All methods are called on the engine's thread, on every rank alike.
+    All methods are called on the engine's thread, in the same order on every rank.
     """
 
     def __init__(
@@ -91,36 +91,37 @@ class WorkerSteering:
         self._slots: dict[str, int] = {}
         self._prompt_lengths: dict[str, int] = {}
         self._on_host: dict[int, list[ProgramRows]] = {}
-        """The programs of the planned step, where no kernel finds them."""
+        """The planned step's programs, for devices without kernels."""
         self._held = HeldGates(device)
-        """Decisions that hold for later tokens."""
+        """Gate decisions that hold for later tokens."""
         self._launches: frozenset[int] = frozenset()
         self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
-        """The ops of some taps: those that were asked for last."""
+        """The ops of the taps that were last looked up."""
         self._decoding: Decoding | None = None
-        """The last step, if the next may be steered like it."""
+        """The last step, if the next may reuse its plan."""
         self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
-        """What the op that adds at each tap is known by, as in `Launch`."""
+        """The identifier of each tap's op that adds vectors, as in `Launch`."""
         self.program_addresses = {
             tap: self.tables.programs.at(tap).data_ptr() for tap in taps
         }
-        """The same of the op that carries programs out."""
+        """The identifier of each tap's op that runs programs."""
         self._staged: tuple[SteeringTiers, Rows] | None = None
         self.eager_steps: Counter[str] = Counter()
-        """Steps that could run neither compiled nor recorded, by the reason: none."""
+        """Number of steps that could run neither compiled nor as CUDA graphs, by
+        reason; empty, because steering allows both."""
 
     @property
     def row_index(self) -> torch.Tensor:
-        """The row of the tables of vectors that each token takes."""
+        """The row of the vector tables for each token."""
         return self._vectors_of.index
 
     @property
     def program_rows(self) -> torch.Tensor:
-        """The row of the index of programs that each token takes."""
+        """The row of the program index for each token."""
         return self._programs_of.index
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, ...]:
-        """What the taps read: table, rows, index of programs, their rows, gates."""
+        """The tensors that a tap reads: table, rows, program index, its rows, gates."""
         programs = self.tables.programs
         return (
             self.tables.at(tap),
@@ -131,7 +132,7 @@ class WorkerSteering:
         )
 
     def summary(self) -> str:
-        """For the log: what the tables take."""
+        """The memory of the tables, for the log."""
         return (
             f"steering with tables of {self.tables.num_bytes / 2**20:.1f} MiB, and "
             f"{self.tables.bank.num_bytes / 2**20:.1f} MiB for vectors of operations"
@@ -143,11 +144,11 @@ class WorkerSteering:
         new: Iterable[tuple[str, int]],
         step: SteeringStep | None,
     ) -> None:
-        """Take over what the scheduler decided.
+        """Apply the scheduler's decisions.
 
         Args:
-            finished: ids of requests that have ended.
-            new: id and prompt length, in tokens, of requests that have begun.
+            finished: ids of finished requests.
+            new: id and prompt length, in tokens, of newly scheduled requests.
             step: changes of slots, if any.
 
         """
@@ -165,11 +166,11 @@ class WorkerSteering:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is set, neither for all nor for a request."""
+        """Whether nothing is set, neither globally nor for a request."""
         return self.tables.is_empty and not self._slots
 
     def plan_step(self, view: StepView) -> frozenset[int]:
-        """Find the row of each token; the ops that must launch to add vectors."""
+        """Assign a row to each token; returns the ops that must launch."""
         if self.is_idle:
             return self._plan_nothing()
         if self._decoding is not None and self._decoding.goes_on(view):
@@ -201,7 +202,7 @@ class WorkerSteering:
         return self._last_ops[1]
 
     def _plan_nothing(self) -> frozenset[int]:
-        """A step that nothing steers, as most are: as little as can be."""
+        """Plan a step without steering, the usual case, at the least cost."""
         self._held.plan_nothing()
         self._vectors_of.plan(None)
         self._programs_of.plan(None)
@@ -217,7 +218,7 @@ class WorkerSteering:
         lengths: Sequence[int],
         rows: npt.NDArray[np.int32],
     ) -> None:
-        """Find each token's programs: those of its row, or of where it stands."""
+        """Assign programs to tokens: those of the token's row, or of its position."""
         index = self.tables.programs
         special: list[Programs] = []
         if any(one.positioned for one in self.tables.phases.values()):
@@ -244,11 +245,11 @@ class WorkerSteering:
         lengths: Sequence[int],
         rows: npt.NDArray[np.int32],  # [num_tokens], changed in place
     ) -> list[Programs]:
-        """Give tokens at which positioned operations act rows of their own."""
+        """Assign separate rows to tokens on which operations with positions act."""
         known: dict[tuple[int, frozenset[int]], int] = {}
         special: list[Programs] = []
         stretches: list[Stretch] = []
-        """Of tokens with rows of their own; their programs come behind the others."""
+        """Tokens with one matrix row each; their programs come after the others."""
         of_stretch: list[tuple[npt.NDArray[np.intp], int]] = []
         first_row, first_special = view.first_row, self.tables.programs.first_special
         for number, (of_prompt, of_decode) in enumerate(pairs):
@@ -285,7 +286,7 @@ class WorkerSteering:
         pairs: Sequence[tuple[int, int]],
         lengths: Sequence[int],
     ) -> bool:
-        """Whether an operation has a position in this step, or in one to come."""
+        """Whether an operation has a position in this step or in a later one."""
         phases = self.tables.phases
         for number, (_, row) in enumerate(pairs):
             phase = phases.get(row)
@@ -306,14 +307,14 @@ class WorkerSteering:
         ]
 
     def begin_step(self) -> None:
-        """Write what the pass reads: rows for each token, none for padding."""
+        """Write what the pass reads: the rows of tokens, and zero rows for padding."""
         self._vectors_of.write()
         self._programs_of.write()
         self._held.load(self.tables.programs.gates)
         StepPrograms.at = self._on_host
 
     def end_step(self) -> None:
-        """The pass is queued: what follows, a dummy batch perhaps, has other rows."""
+        """End a step after its pass is queued; a dummy batch may follow."""
         StepPrograms.at = {}
         self._held.save(self.tables.programs.gates)
 
@@ -322,7 +323,7 @@ class WorkerSteering:
         self._staged = tiers, self.tables.rows_with(tiers)
 
     def commit_global(self, keep: bool) -> None:
-        """Carry the change out, or drop it because another rank failed."""
+        """Apply the staged change, or drop it because another rank failed."""
         staged, self._staged = self._staged, None
         if keep:
             assert staged is not None, "no change of the global vectors is staged"
@@ -335,15 +336,15 @@ class WorkerSteering:
 def token_rows(
     rows: Sequence[tuple[int, int]], prompt_lengths: Sequence[int], view: StepView
 ) -> npt.NDArray[np.int32]:
-    """The row of each token of a step `[num_tokens]`: positions decide the phase.
+    """The row of each token of a step `[num_tokens]`; positions decide the phase.
 
-    Most steps have a token or two of most requests: Python's own loop takes less than
-    NumPy's calls for them.
+    Most steps have one or two tokens per request, for which a Python loop is faster
+    than NumPy calls.
 
     Args:
         rows: prefill and decode row of each request.
-        prompt_lengths: of each request, in tokens.
-        view: the step.
+        prompt_lengths: prompt length of each request, in tokens.
+        view: the step's requests and tokens.
 
     """
     found: list[int] = []

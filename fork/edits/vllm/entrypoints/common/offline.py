@@ -7,8 +7,9 @@ EDITS = [
     before(
         scope="OfflineInferenceMixin._run_engine",
         anchor="return sorted(outputs, key=lambda x: int(x.request_id))",
-        insert="self.llm_engine.capture.wait(outputs)",
-        why="The outputs are returned with their results.",
+        insert="self.llm_engine.capture.wait(outputs)\nself.llm_engine.hooks.check()",
+        why="The outputs are returned with their results. A hook that has failed is "
+        "an error.",
     ),
     after(
         scope="OfflineInferenceMixin._run_engine",

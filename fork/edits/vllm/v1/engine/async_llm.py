@@ -13,6 +13,14 @@ EDITS = [
         why="What the methods below do.",
     ),
     add_import(
+        "from vllm.v1.hooks.frontend import api as hooks_api",
+        why="Implements the methods below.",
+    ),
+    add_import(
+        "from vllm.v1.hooks.frontend import attach as hooks_attaching",
+        why="Creates the front end.",
+    ),
+    add_import(
         "from vllm.v1.readouts.frontend import api as readouts_api",
         why="Implements the methods below.",
     ),
@@ -41,6 +49,12 @@ EDITS = [
         insert="""
 captured = kept_rows_api.async_captured
 drop_captured = kept_rows_api.async_drop_captured
+register_hooks = hooks_api.async_register_hooks
+collect_hook_results = hooks_api.async_collect_hook_results
+clear_hooks = hooks_api.async_clear_hooks
+clear_hook_results = hooks_api.async_clear_hook_results
+prefetch_params = hooks_api.async_prefetch_params
+clear_prefetched = hooks_api.async_clear_prefetched
 register_readout_module = readouts_api.async_register
 unregister_readout_module = readouts_api.async_unregister
 get_readouts = readouts_api.async_get
@@ -56,6 +70,7 @@ get_steering = steering_api.async_get_steering
         insert="""
 self.capture = capture_attaching.open_for_async_engine(self)
 self.steering = steering_serving.open_control(self)
+self.hooks = hooks_attaching.open_for_async_engine(self)
 """,
         why="The core has started, so the model's hook points are known.",
     ),
@@ -94,6 +109,8 @@ if lost_streams.is_lost(out):
     await lost_streams.raise_error(self, q.request_id, out, sampling_params)
 if out.capture_id is not None:
     await self.capture.complete(out, sampling_params)
+if out.hooks_key is not None and out.finished:
+    await self.hooks.complete_async(out)
 """,
         why="The engine may have rejected its steering. Outputs carry rows, and the "
         "last one results, for which it may wait.",

@@ -13,6 +13,10 @@ EDITS = [
         why="Implements the calls below.",
     ),
     add_import(
+        "from vllm.v1.hooks.core import engine as hooks_engine",
+        why="Implements the calls below.",
+    ),
+    add_import(
         "from vllm.v1.readouts.core import engine as readouts_engine",
         why="Implements the calls below.",
     ),
@@ -39,6 +43,9 @@ EDITS = [
         insert="""
 end_captures = capture_engine.end_captures
 introduce_capture = capture_engine.introduce_capture
+take_hook_results = hooks_engine.take_hook_results
+prefetch_parameters = hooks_engine.prefetch_parameters
+clear_parameters = hooks_engine.clear_parameters
 load_readout_module = readouts_engine.load_module
 unload_readout_module = readouts_engine.unload_module
 readout_status = readouts_engine.status

@@ -17,12 +17,20 @@ EDITS = [
         why="The null object for capture.",
     ),
     add_import(
+        "from vllm.v1.hooks.frontend.frontend import NO_HOOKS",
+        why="The null object for hook functions.",
+    ),
+    add_import(
         "from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND",
         why="The null object for steering.",
     ),
     last(
         scope="InputProcessor.__init__",
-        insert="self.capture = NO_CAPTURE\nself.steering = NO_STEERING_FRONTEND",
+        insert="""
+self.capture = NO_CAPTURE
+self.hooks = NO_HOOKS
+self.steering = NO_STEERING_FRONTEND
+""",
         why="The engine replaces these by its own front ends when it has started.",
     ),
     after(
@@ -30,6 +38,7 @@ EDITS = [
         anchor="if sampling_params.trace_decode_token_ids:",
         insert="""
 refuse_args(sampling_params.extra_args)
+self.hooks.admit(request_id, sampling_params)
 lens_requests.translate(sampling_params, self.vllm_config)
 self.steering.admit(sampling_params, prompt_len, resumable)
 self.capture.admit(request_id, sampling_params, prompt_len, resumable)

@@ -9,6 +9,10 @@ EDITS = [
         why="Creates the front end.",
     ),
     add_import(
+        "from vllm.v1.hooks.frontend import attach as hooks_attaching",
+        why="Creates the front end.",
+    ),
+    add_import(
         "from vllm.v1.steering.frontend.frontend import SteeringControl",
         why="Creates the front end.",
     ),
@@ -18,13 +22,17 @@ EDITS = [
         insert="""
 self.capture = capture_attaching.open_for_engine(self)
 self.steering = SteeringControl(self)
+self.hooks = hooks_attaching.open_for_engine(self)
 """,
         why="The core has started, so the model's hook points are known.",
     ),
     before(
         scope="LLMEngine.step",
         anchor="return processed_outputs.request_outputs",
-        insert="self.capture.note_results(processed_outputs.request_outputs)",
+        insert="""
+self.capture.note_results(processed_outputs.request_outputs)
+self.hooks.complete(processed_outputs.request_outputs)
+""",
         why="Callers that step the engine themselves also receive the results.",
     ),
     last(

@@ -25,6 +25,26 @@ req_state.readouts = readout_collector.collector_for(request.sampling_params)
 """,
         why="Registers the request, whose results will follow.",
     ),
+    last(
+        scope="RequestState.__init__",
+        insert="self.hooks_key: str | None = None",
+        why="Set if functions run for the request.",
+    ),
+    after(
+        scope="OutputProcessor.add_request",
+        anchor="self.request_states[request_id] = req_state",
+        insert="""
+if request.sampling_params is not None and request.sampling_params._hooks is not None:
+    req_state.hooks_key = request.sampling_params._hooks.key
+""",
+        why="Names what the functions save.",
+    ),
+    add_argument(
+        scope="RequestState._new_request_output",
+        call="RequestOutput",
+        argument="hooks_key=self.hooks_key",
+        why="What the functions saved is taken for the final output.",
+    ),
     after(
         scope="OutputProcessor.process_outputs",
         anchor="stop_reason = engine_core_output.stop_reason",

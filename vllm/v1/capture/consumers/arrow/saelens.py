@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations as SAELens caches them: a Hugging Face data set of contexts.
+"""SAELens' cached activations: a Hugging Face data set of contexts.
 
-SAELens' cached activations are data sets on disk whose entries hold, under the name of
-a hook point, an array `[context_size, hidden_size]`, and `token_ids`. Hook points have
-TransformerLens' names. A shard of it is an Arrow IPC stream, as the library `datasets`
-writes them; `state.json` lists the shards and `dataset_info.json` the columns.
+SAELens' cached activations are data sets on disk whose entries hold an array
+`[context_size, hidden_size]` under a hook point's name, and `token_ids`. Hook points
+have TransformerLens' names. A shard is an Arrow IPC stream as the library `datasets`
+writes it; `state.json` lists the shards and `dataset_info.json` the columns.
 """
 
 import json
@@ -54,7 +54,7 @@ def contexts_of(
 def info_of(
     names: Sequence[str], size: int, width: int, dtype: str, description: str
 ) -> dict[str, Any]:
-    """What `dataset_info.json` says.
+    """The content of `dataset_info.json`.
 
     Args:
         names: of the hook points.
@@ -71,7 +71,7 @@ def info_of(
 
 
 def state_of(files: Sequence[str]) -> dict[str, Any]:
-    """What `state.json` says, which `datasets.load_from_disk` reads."""
+    """The content of `state.json`, which `datasets.load_from_disk` reads."""
     return {
         "_data_files": [{"filename": name} for name in files],
         "_fingerprint": f"clearbox-{len(files)}",
@@ -84,7 +84,7 @@ def state_of(files: Sequence[str]) -> dict[str, Any]:
 
 
 def _array2d(shape: tuple[int, int], dtype: str) -> dict[str, str]:
-    """How `datasets` marks its type `Array2D` in a file."""
+    """The metadata of type `Array2D` in files of `datasets`."""
     return {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([shape, dtype]),
@@ -92,7 +92,7 @@ def _array2d(shape: tuple[int, int], dtype: str) -> dict[str, str]:
 
 
 def _nested(values: npt.NDArray[Any], size: int) -> pa.Array:
-    """`[contexts * size, width]` as lists of lists, which `Array2D` is stored as."""
+    """`[contexts * size, width]` as lists of lists, the storage form of `Array2D`."""
     rows = _lists(pa.array(values.reshape(-1)), values.shape[1])
     return _lists(rows, size)
 

@@ -131,8 +131,7 @@ class StorageSink:
         # directories are created with the first row.
         self._executor: Executor | None = None
         self._spilled = RowFiles(self._workspace.own)
-        self.rewritten_bytes = 0
-        """Total bytes of rows that were spilled, and are therefore written twice."""
+        self._rewritten_bytes = 0
         self._unsaid_bytes = 0
         self._said_at = 0.0
         self._clock: threading.Thread | None = None
@@ -223,9 +222,13 @@ class StorageSink:
             self._budget.release(freed)
             self._note_spilled(freed)
 
+    def rewritten_bytes(self) -> int:
+        """Total bytes of rows that were spilled, and are therefore written twice."""
+        return self._rewritten_bytes
+
     def _note_spilled(self, size: int) -> None:
         with self._lock:
-            self.rewritten_bytes += size
+            self._rewritten_bytes += size
             self._unsaid_bytes += size
             if monotonic() - self._said_at < SAID_SECONDS:
                 return

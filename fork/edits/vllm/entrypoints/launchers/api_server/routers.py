@@ -10,6 +10,11 @@ EDITS = [
         why="The route, attached below.",
     ),
     add_import(
+        "from vllm.entrypoints.serve.hooks.api_router import "
+        "attach_router as attach_hooks_router",
+        why="The routes, attached below.",
+    ),
+    add_import(
         "from vllm.entrypoints.serve.interp_engine.attach import "
         "attach_router as attach_interp_engine_router",
         why="The routes, attached below.",
@@ -32,6 +37,7 @@ if "generate" in supported_tasks:
     attach_capture_router(app)
     attach_steering_router(app, args)
     attach_readouts_router(app)
+    attach_hooks_router(app, args)
     attach_interp_engine_router(app, args)
 """,
         why="Only generation is captured and steered. Routes are matched in order, and "

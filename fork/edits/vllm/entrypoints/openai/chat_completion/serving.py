@@ -37,6 +37,12 @@ EDITS = [
         argument="activations=lens_responses.response_activations([final_res])",
         why="Must precede the capture results, which then omit these rows.",
     ),
+    add_argument(
+        scope="OpenAIServingChat.chat_completion_full_generator",
+        call="ChatCompletionResponse",
+        argument="hook_results=lens_responses.response_hook_results([final_res])",
+        why="What the request's hook functions saved.",
+    ),
     add_import(
         "from vllm.v1.readouts.frontend import http as readouts_http",
         why="Results as JSON.",

@@ -101,6 +101,9 @@ decode_steering_clamps: dict[str, Any] | None = Field(
 activations: dict[str, Any] | None = Field(
     default=None, description="Rows in the format of vllm-lens, if requested."
 )
+hook_results: dict[str, Any] | None = Field(
+    default=None, description="What the request's hook functions saved, by hook."
+)
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )

@@ -22,6 +22,12 @@ EDITS = [
         argument="activations=lens_responses.response_activations(final_res_batch)",
         why="Must precede the capture results, which then omit these rows.",
     ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="hook_results=lens_responses.response_hook_results(final_res_batch)",
+        why="What the request's hook functions saved.",
+    ),
     add_import(
         "from vllm.v1.readouts.frontend import http as readouts_http",
         why="Results as JSON.",

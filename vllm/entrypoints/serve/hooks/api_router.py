@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under `/v1/hooks`, in the form of vllm-lens."""
+
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from vllm import envs
+from vllm.entrypoints.serve.steering.authority import may_change
+from vllm.interop.vllm_lens import hook_wire
+from vllm.v1.hooks.errors import fail
+
+router = APIRouter(prefix="/v1/hooks")
+
+
+def attach_router(app: FastAPI, args: Namespace) -> None:
+    """Mount the routes where hooks can be run, with a steering key or in dev mode.
+
+    Must run after `attach_router` of steering, which reads the keys.
+    """
+    if not getattr(args, "vllm_lens_api", False):
+        return
+    if app.state.steering_keys or envs.VLLM_SERVER_DEV_MODE:
+        app.include_router(router)
+
+
+@router.post("/register")
+async def register(request: Request) -> JSONResponse:
+    """Run functions for all requests that come from now on."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        if "hooks" not in body:
+            raise fail("hooks: is needed, a list of hooks", "hooks", None)
+        prefetch = body.get("prefetch_params")
+        count = await engine.register_hooks(body["hooks"], prefetch)
+        return {"status": "ok", "count": count}
+
+    return await _answer(request, work, ("hooks", "prefetch_params"))
+
+
+@router.post("/collect")
+async def collect(request: Request) -> JSONResponse:
+    """What registered functions saved, by request."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        found = await engine.collect_hook_results()
+        return {"results": {name: hook_wire.encode(one) for name, one in found.items()}}
+
+    return await _answer(request, work)
+
+
+@router.post("/clear")
+async def clear(request: Request) -> JSONResponse:
+    """Remove the registered functions."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        await engine.clear_hooks()
+        return {"status": "ok"}
+
+    return await _answer(request, work)
+
+
+@router.post("/clear_results")
+async def clear_results(request: Request) -> JSONResponse:
+    """Drop what registered functions saved."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        await engine.clear_hook_results()
+        return {"status": "ok"}
+
+    return await _answer(request, work)
+
+
+@router.post("/prefetch")
+async def prefetch(request: Request) -> JSONResponse:
+    """Keep whole parameters in every worker."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        params = await engine.prefetch_params(body.get("params"))
+        return {"status": "ok", "params": params}
+
+    return await _answer(request, work, ("params",))
+
+
+@router.post("/clear_prefetched")
+async def clear_prefetched(request: Request) -> JSONResponse:
+    """Drop prefetched parameters."""
+
+    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+        await engine.clear_prefetched()
+        return {"status": "ok"}
+
+    return await _answer(request, work)
+
+
+async def _answer(
+    request: Request,
+    work: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]],
+    names: tuple[str, ...] = (),
+) -> JSONResponse:
+    """Check the key and the body's fields, then do the work."""
+    keys = request.app.state.steering_keys
+    if not may_change(keys, request.headers.get("Authorization")):
+        return JSONResponse(
+            {"error": "Unauthorized"},
+            status_code=HTTPStatus.UNAUTHORIZED,
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    engine = getattr(request.app.state, "engine_client", None)
+    if not hasattr(engine, "register_hooks"):
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    return JSONResponse(await work(engine, await _body(request, names)))
+
+
+async def _body(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
+    if not await request.body():
+        return {}
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise fail(f"body: not JSON: {error}", "body", None) from None
+    if not isinstance(body, dict):
+        raise fail("body: must be a JSON object", "body", type(body).__name__)
+    if unknown := sorted(body.keys() - set(names)):
+        raise fail(
+            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
+            unknown[0],
+            body[unknown[0]],
+        )
+    return body

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vllm-lens' form of a hook."""
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Hook:
+    """A function that runs inside the forward pass, at the end of layers.
+
+    Args:
+        fn: `fn(ctx, h) -> Tensor | None`, with `h` `[seq_len, hidden_size]` and a
+            `vllm.v1.hooks.worker.context.HookContext`; or the name of an installed one
+            (entry points `vllm.hooks`), or `{"name", "params"}`.
+        layer_indices: 0-based layers.
+        pre: whether it runs where the layers begin, not where they end.
+
+    """
+
+    fn: Callable[..., Any] | str | dict[str, Any]
+    layer_indices: Sequence[int]
+    pre: bool = False
+
+    def model_dump(self) -> dict[str, Any]:
+        """As JSON: a function becomes `{"cloudpickle": base64}`."""
+        fn = self.fn
+        if isinstance(fn, str):
+            sent: dict[str, Any] = {"name": fn}
+        elif isinstance(fn, dict):
+            sent = fn
+        else:
+            import cloudpickle
+
+            sent = {"cloudpickle": base64.b64encode(cloudpickle.dumps(fn)).decode()}
+        return {"fn": sent, "layer_indices": list(self.layer_indices), "pre": self.pre}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that run at hook points inside the forward pass, for single requests."""

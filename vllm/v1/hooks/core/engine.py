@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core's calls for hook functions, which front ends make by name."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.worker import residual_hooks
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+def take_hook_results(core: "EngineCore", key: str) -> list[bytes | None]:
+    """What each worker has of a request's results, which are removed there."""
+    found: list[bytes | None] = core.model_executor.collective_rpc(
+        residual_hooks.take_results, args=(key,)
+    )
+    return found
+
+
+def prefetch_parameters(core: "EngineCore", names: list[str]) -> list[str]:
+    """Keep whole parameters in every worker; returns the names that there are not."""
+    missing: list[list[str]] = core.model_executor.collective_rpc(
+        residual_hooks.prefetch_parameters, args=(names,)
+    )
+    return missing[0]
+
+
+def clear_parameters(core: "EngineCore") -> None:
+    """Drop the parameters that were kept."""
+    core.model_executor.collective_rpc(residual_hooks.clear_parameters)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that hook functions add to `LLM` and `AsyncLLM`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.hooks.errors import HookError, fail
+from vllm.v1.hooks.frontend.frontend import DISABLED, HookFrontend, call
+from vllm.v1.hooks.results import Saved
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def register_hooks(
+    self: "LLM", hooks: Any, prefetch_params: Sequence[str] | None = None
+) -> int:
+    """Run functions for all requests that come from now on.
+
+    Args:
+        self: the engine.
+        hooks: a list of `Hook`s; they are added to those registered before.
+        prefetch_params: names of parameters to keep whole in every worker.
+
+    Returns:
+        How many were added.
+
+    Raises:
+        HookError: a hook or a name is invalid; nothing changed.
+
+    """
+    frontend = _frontend(self.llm_engine)
+    if prefetch_params:
+        prefetch_params_of(self, prefetch_params)
+    return frontend.register(hooks)
+
+
+def collect_hook_results(self: "LLM") -> dict[str, Saved]:
+    """What registered functions saved: `{request id: {hook's number: saved}}`.
+
+    Of requests that have finished. Stays until `clear_hook_results`.
+    """
+    return dict(_frontend(self.llm_engine).results)
+
+
+def clear_hooks(self: "LLM") -> None:
+    """Remove the registered functions."""
+    _frontend(self.llm_engine).clear()
+
+
+def clear_hook_results(self: "LLM") -> None:
+    """Drop what registered functions saved."""
+    _frontend(self.llm_engine).clear_results()
+
+
+def prefetch_params(self: "LLM", names: Sequence[str]) -> list[str]:
+    """Keep whole parameters in every worker, for `ctx.get_parameter`.
+
+    Needed for parameters of another pipeline stage than the hook's.
+
+    Returns:
+        Their names.
+
+    Raises:
+        HookError: the model has no parameter of a name.
+
+    """
+    frontend = _frontend(self.llm_engine)
+    wanted = _names(names)
+    return _found(wanted, call(frontend.core, "prefetch_parameters", wanted))
+
+
+prefetch_params_of = prefetch_params
+"""The same, where the name stands for an argument."""
+
+
+def clear_prefetched(self: "LLM") -> None:
+    """Drop prefetched parameters."""
+    call(_frontend(self.llm_engine).core, "clear_parameters")
+
+
+async def async_register_hooks(
+    self: "AsyncLLM", hooks: Any, prefetch_params: Sequence[str] | None = None
+) -> int:
+    """As `LLM.register_hooks`."""
+    frontend = _frontend(self)
+    if prefetch_params:
+        await async_prefetch_params(self, prefetch_params)
+    return frontend.register(hooks)
+
+
+async def async_collect_hook_results(self: "AsyncLLM") -> dict[str, Saved]:
+    """As `LLM.collect_hook_results`."""
+    return dict(_frontend(self).results)
+
+
+async def async_clear_hooks(self: "AsyncLLM") -> None:
+    """As `LLM.clear_hooks`."""
+    _frontend(self).clear()
+
+
+async def async_clear_hook_results(self: "AsyncLLM") -> None:
+    """As `LLM.clear_hook_results`."""
+    _frontend(self).clear_results()
+
+
+async def async_prefetch_params(self: "AsyncLLM", names: Sequence[str]) -> list[str]:
+    """As `LLM.prefetch_params`."""
+    core, wanted = _frontend(self).core, _names(names)
+    return _found(wanted, await core.call_utility_async("prefetch_parameters", wanted))
+
+
+async def async_clear_prefetched(self: "AsyncLLM") -> None:
+    """As `LLM.clear_prefetched`."""
+    await _frontend(self).core.call_utility_async("clear_parameters")
+
+
+def _frontend(engine: Any) -> HookFrontend:
+    frontend = engine.hooks
+    if not isinstance(frontend, HookFrontend):
+        raise fail(f"hooks: {DISABLED}", "hooks", "(hooks)")
+    return frontend
+
+
+def _names(raw: Any) -> list[str]:
+    names = [raw] if isinstance(raw, str) else raw
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and name for name in names
+    ):
+        raise fail("params must be a list of names of parameters", "params", raw)
+    return list(names)
+
+
+def _found(names: list[str], missing: list[str]) -> list[str]:
+    if missing:
+        raise HookError(
+            f"params: the model has no parameter {missing[0]!r}; fused weights have "
+            "vLLM's names, such as model.layers.0.self_attn.qkv_proj.weight",
+            parameter="params",
+            value=missing[0],
+        )
+    return names

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook functions in the front end: admission of requests, and their results."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.hooks.errors import HookError, fail
+from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
+from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
+from vllm.v1.hooks.results import Saved, joined
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
+
+FIELD = "apply_hooks"
+"""Key of `extra_args` and `vllm_xargs`."""
+WHERE = f"extra_args.{FIELD}"
+STREAM = "output_residual_stream"
+
+MOST_RESULTS = 4096
+"""Requests whose results of registered hooks are kept; older ones are dropped."""
+
+DISABLED = (
+    "start the server with --vllm-lens-api (LLM(vllm_lens_api=True)), or use "
+    "steering_vectors and readouts"
+)
+
+
+class NoHooks:
+    """The front end of an engine whose requests cannot have hook functions."""
+
+    def admit(self, request_id: str, params: "SamplingParams") -> None:
+        """Refuse a request that has some.
+
+        Raises:
+            HookError: this engine runs none.
+
+        """
+        if params.extra_args and FIELD in params.extra_args:
+            raise fail(f"{WHERE}: {DISABLED}", WHERE, "(hooks)")
+
+    def register(self, hooks: Any) -> int:
+        """Refuse."""
+        raise fail(f"hooks: {DISABLED}", "hooks", "(hooks)")
+
+    def complete(self, outputs: "Iterable[RequestOutput]") -> None:
+        """Attach what functions saved to final outputs."""
+
+    def check(self) -> None:
+        """Raise the error of a function that has failed since the last call."""
+
+
+NO_HOOKS = NoHooks()
+
+
+class HookFrontend(NoHooks):
+    """Admits hooks, and keeps those that are registered for all requests."""
+
+    def __init__(self, vllm_config: "VllmConfig", core: Any, offline: bool) -> None:
+        """Start without registered hooks.
+
+        Args:
+            vllm_config: the engine's configuration.
+            core: the client of the engine core.
+            offline: whether whoever calls this process runs the engine too, so that
+                code from there is run.
+
+        """
+        config = vllm_config.capture_config.hook_points or {}
+        points = {layer: tuple(names) for layer, names in config.items()}
+        self._allowed = Allowed(
+            points, offline or vllm_config.steering_config.remote_code
+        )
+        self._pickles = self._allowed.code
+        self._refusal = _refusal(vllm_config)
+        self._servers = vllm_config.parallel_config._api_process_count
+        self._last = max(points, default=0)
+        self.core = core
+        self._shared: tuple[HookSpec, ...] = ()
+        self._results: dict[str, Saved] = {}
+        """What registered hooks saved, by the client's id of the request."""
+        self._errors: list[str] = []
+
+    def admit(self, request_id: str, params: "SamplingParams") -> None:
+        """Replace a request's hooks by their plan, `params._hooks`.
+
+        Args:
+            request_id: the client's id of the request.
+            params: its sampling parameters.
+
+        Raises:
+            HookError: a hook is invalid, or cannot be run; says what to do.
+
+        """
+        args = params.extra_args or {}
+        given = args.get(FIELD)
+        own = () if given is None else parse_hooks(given, self._allowed, WHERE)
+        if FIELD in args:
+            rest = {name: value for name, value in args.items() if name != FIELD}
+            params.extra_args = rest or None
+        hooks = self._shared + own
+        params._hooks = None
+        if not hooks:
+            return
+        self._check(params)
+        ends_last = any(
+            spec.point == "post_block" and self._last in spec.layers for spec in hooks
+        )
+        keeps = self._last if ends_last and args.get(STREAM) else None
+        key = f"{request_id}:{uuid4().hex}"
+        params._hooks = HookPlan(key, hooks, self._pickles, keeps)
+
+    def _check(self, params: "SamplingParams") -> None:
+        if self._refusal:
+            raise fail(f"{WHERE}: {self._refusal}", WHERE, "(hooks)")
+        if params.n > 1:
+            raise fail(
+                f"{WHERE}: with n={params.n} each sample would have results of its "
+                "own; send a request for each",
+                "n",
+                params.n,
+            )
+
+    def register(self, hooks: Any) -> int:
+        """Add hooks for all requests that come from now on; their number.
+
+        Raises:
+            HookError: a hook is invalid, or there are several API servers.
+
+        """
+        if self._servers > 1:
+            raise fail(
+                f"hooks: only one of the {self._servers} API server processes would "
+                f"know them; send {FIELD} with each request",
+                "hooks",
+                self._servers,
+            )
+        if self._refusal:
+            raise fail(f"hooks: {self._refusal}", "hooks", "(hooks)")
+        first = len(self._shared)
+        added = parse_hooks(hooks, self._allowed, "hooks", shared=True)
+        self._shared += tuple(
+            HookSpec(
+                str(first + number),
+                *(one.layers, one.point, one.name, one.params, one.code, True),
+            )
+            for number, one in enumerate(added)
+        )
+        return len(added)
+
+    def clear(self) -> None:
+        """Remove the registered hooks; requests that run keep them."""
+        self._shared = ()
+
+    @property
+    def results(self) -> Mapping[str, Saved]:
+        """What registered hooks saved, by request; stays until it is cleared."""
+        return dict(self._results)
+
+    def clear_results(self) -> None:
+        """Drop what registered hooks saved."""
+        self._results.clear()
+
+    def complete(self, outputs: "Iterable[RequestOutput]") -> None:
+        """Attach what functions saved to final outputs."""
+        for output in outputs:
+            if getattr(output, "hooks_key", None) is None or not output.finished:
+                continue
+            parts = call(self.core, "take_hook_results", output.hooks_key)
+            if (error := self._attach(output, parts)) is not None:
+                self._errors.append(error)
+
+    async def complete_async(self, output: "RequestOutput") -> None:
+        """Attach what functions saved to a final output.
+
+        Raises:
+            HookError: a function has failed.
+
+        """
+        parts = await self.core.call_utility_async(
+            "take_hook_results", output.hooks_key
+        )
+        if (error := self._attach(output, parts)) is not None:
+            raise _failed(error)
+
+    def check(self) -> None:
+        """Raise the error of a function that has failed since the last call.
+
+        Raises:
+            HookError: says which function, and what it raised.
+
+        """
+        errors, self._errors = self._errors, []
+        if errors:
+            raise _failed(errors[0])
+
+    def _attach(self, output: "RequestOutput", parts: list[bytes | None]) -> str | None:
+        """Attach results; returns an error message, if a function has failed."""
+        found = joined(parts, self._pickles)
+        if found.errors:
+            key, message = next(iter(found.errors.items()))
+            return f"hook {key} of request {output.request_id}: {message}"
+        output.hook_rows = found.own.pop(ROWS, None)
+        output.hook_results = found.own or None
+        if found.shared:
+            self._results[output.request_id] = found.shared
+            if len(self._results) > MOST_RESULTS:
+                self._results.pop(next(iter(self._results)))
+                logger.warning_once(
+                    "Results of registered hooks are kept of %d requests; older ones "
+                    "are dropped. Call clear_hook_results",
+                    MOST_RESULTS,
+                )
+        return None
+
+
+def call(core: Any, method: str, *args: Any) -> Any:
+    """Call a method of the engine core, in this process or another."""
+    if hasattr(core, "call_utility"):
+        return core.call_utility(method, *args)
+    return getattr(core.engine_core, method)(*args)
+
+
+def _failed(message: str) -> HookError:
+    return fail(
+        f"{message}. The traceback is in the engine's log", FIELD, "(a hook raised)"
+    )
+
+
+def _refusal(vllm_config: "VllmConfig") -> str:
+    """Why functions cannot be run by this engine; empty if they can."""
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return (
+            "with data-parallel engines a step cannot be run without CUDA graphs on "
+            "one of them; start the server with --data-parallel-size 1"
+        )
+    if vllm_config.speculative_config is not None:
+        return (
+            "with speculative decoding functions would see drafts that are rejected; "
+            "start the server without it"
+        )
+    graphs = vllm_config.compilation_config.cudagraph_mode not in (
+        None,
+        CUDAGraphMode.NONE,
+    )
+    on_gpu = current_platform.is_cuda_alike()
+    if on_gpu and graphs and not vllm_config.use_v2_model_runner:
+        return (
+            "the V1 model runner cannot run single steps without CUDA graphs; start "
+            "the server with --enforce-eager, or VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    return ""

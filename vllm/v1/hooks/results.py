@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hook functions saved, on its way from a worker to a front end.
+
+MessagePack with three extension types: tensors, NumPy arrays, and, only where the
+request's own functions were sent as code, pickled objects.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+_TENSOR, _PICKLED = 1, 2
+
+Saved = dict[str, dict[Any, Any]]
+"""By the hook's key: what it put into `ctx.saved`."""
+
+
+class HookResult(msgspec.Struct, array_like=True):
+    """What the hooks of one request saved in one worker."""
+
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    errors: dict[str, str]
+    """By the hook's key: what it raised."""
+
+
+@dataclass(slots=True)
+class HookResults:
+    """What the hooks of one request saved, from all workers."""
+
+    own: Saved = field(default_factory=dict)
+    shared: Saved = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def encode(result: HookResult, pickles: bool) -> bytes:
+    """Encode a result.
+
+    Raises:
+        TypeError: it holds an object other than tensors, arrays and plain values, and
+            `pickles` is false.
+
+    """
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return msgspec.msgpack.Ext(_TENSOR, _tensor_bytes(value))
+        if isinstance(value, np.generic):
+            return value.item()
+        if not pickles:
+            raise TypeError(
+                f"a hook saved a {type(value).__name__}; a function that is called by "
+                "its name may save tensors, numbers, texts, lists and dicts"
+            )
+        import cloudpickle
+
+        return msgspec.msgpack.Ext(_PICKLED, cloudpickle.dumps(value))
+
+    return msgspec.msgpack.Encoder(enc_hook=hook).encode(result)
+
+
+def decode(data: bytes, pickles: bool) -> HookResult:
+    """The inverse of `encode`; `pickles` says whether pickled objects are loaded."""
+
+    def hook(code: int, payload: memoryview) -> Any:
+        if code == _TENSOR:
+            return _tensor_of(payload)
+        if code != _PICKLED or not pickles:
+            raise ValueError(f"a hook's result has an extension of type {code}")
+        import cloudpickle
+
+        return cloudpickle.loads(payload)
+
+    return msgspec.msgpack.Decoder(HookResult, ext_hook=hook).decode(data)
+
+
+def joined(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
+    """The results of all workers, as each pipeline stage runs its own layers."""
+    found = HookResults()
+    for part in parts:
+        if part is None:
+            continue
+        one = decode(part, pickles)
+        for into, saved in ((found.own, one.own), (found.shared, one.shared)):
+            for key, values in saved.items():
+                into.setdefault(key, {}).update(values)
+        found.errors.update(one.errors)
+    return found
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous()
+    head = msgspec.json.encode([str(plain.dtype), list(plain.shape)])
+    body = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    return b"%d " % len(head) + head + bytes(body)
+
+
+def _tensor_of(payload: memoryview) -> torch.Tensor:
+    size, _, _ = bytes(payload[:20]).partition(b" ")
+    start = len(size) + 1
+    name, shape = msgspec.json.decode(payload[start : start + int(size)])
+    dtype = getattr(torch, name.removeprefix("torch."))
+    body = bytearray(payload[start + int(size) :])
+    if not body:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(body, dtype=dtype).view(shape)
