@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of steering on a core whose ranks hold real tables, without a server."""
+"""The routes of steering on an engine core with real tables, without a server."""
 
 import json
 import re
@@ -346,7 +346,7 @@ def test_metadata_must_be_an_object(client: TestClient) -> None:
 
 
 HUGE = {"post_block": {"1": [2e38] * WIDTH}}
-"""Twice this is more than float32 can hold."""
+"""Twice this value overflows float32."""
 
 
 def test_a_set_that_leaves_no_room_for_a_request_changes_nothing(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' own bridge over an engine and a server, against Transformers."""
+"""TransformerLens' bridge on an engine and a server, compared with Transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
