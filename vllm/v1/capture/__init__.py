@@ -34,7 +34,7 @@ _IN_STEPS = ("SyncCaptureConsumer", "SteeringController")
 
 def __getattr__(name: str) -> Any:
     if name in _IN_STEPS:
-        # An `AttributeError` would be told without its message by `from ... import`.
+        # With an `AttributeError`, `from ... import` would not show the message.
         raise ImportError(
             f"{name} does not exist here, because no consumer runs within a step. A "
             "steering entry with `when` acts on rows in the same step; see "
