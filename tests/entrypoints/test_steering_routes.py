@@ -391,7 +391,9 @@ def test_a_request_is_checked_against_what_is_set_now(
 
     def admitted() -> bool:
         fields = dict.fromkeys(FIELDS) | {"prefill_steering_vectors": HUGE}
-        params: Any = Namespace(max_tokens=4, _steering=None, **fields)
+        params: Any = Namespace(
+            max_tokens=4, _steering=None, conversation_id=None, **fields
+        )
         try:
             frontend.admit(params, 5)
         except SteeringValidationError as error:

@@ -37,7 +37,7 @@ def admission(**modules: Any) -> SteeringAdmission:
 def admit(admission: SteeringAdmission, max_tokens: int = 4, **fields: Any) -> Any:
     names = FIELDS
     params: Any = SimpleNamespace(**dict.fromkeys(names), max_tokens=max_tokens)
-    params._steering = None
+    params._steering = params.conversation_id = None
     for name, value in fields.items():
         setattr(params, name, value)
     admission.admit(params, PROMPT, resumable=False)
