@@ -214,10 +214,16 @@ def unpacked_hooks(packed: Any, where: str) -> Layers:
         raise fail(
             f"{where} must map hook points to packed vectors", where, type(packed)
         )
-    return {
-        str(hook): unpacked(layers, f"{where}.{hook}")
-        for hook, layers in packed.items()
-    }
+    found = {}
+    for hook, layers in packed.items():
+        at = f"{where}.{hook}"
+        found[str(hook)] = unpacked(layers, at)
+        given = layers.get("layer_indices", ())
+        if len(given) > len(found[str(hook)]):
+            raise fail(
+                f"{at}.layer_indices: give one vector for each layer", at, list(given)
+            )
+    return found
 
 
 def _object(
