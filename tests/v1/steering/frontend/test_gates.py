@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from tests.v1.steering.frontend.test_admission import admission, admit
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.steering.errors import SteeringValidationError, UnknownModuleError
 from vllm.v1.steering.plan import SteeringTiers
 
@@ -141,3 +143,12 @@ def test_a_conversation_keeps_what_stays() -> None:
 def test_what_cannot_be_is_refused(bad: Any, message: str) -> None:
     with pytest.raises(SteeringValidationError, match=message):
         admit(admission(), steering=bad)
+
+
+def test_requests_over_http_carry_gates() -> None:
+    fields: dict[str, Any] = {"steering": [gate()], "conversation_id": "a"}
+    completion = CompletionRequest(prompt="x", **fields)
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
+    for request in (completion, chat):
+        params = request.to_sampling_params(4, {})
+        assert (params.steering, params.conversation_id) == ([gate()], "a")
