@@ -387,6 +387,8 @@ def test_gates_of_the_earlier_fork_act_as_entries_with_conditions(
         return {"kind": "inline", "packed": {hook: rows | {"layer_indices": [layer]}}}
 
     for scope, ours in (("this_token", "token"), ("rest_of_request", "rest")):
+        if ours == "rest":
+            threshold = -1e6  # The first generated token fires.
         probe = {"kind": "probe", "probe": packed(PROBE), "threshold": threshold}
         apply = {"kind": "add", "steer": packed(V), "strength": 2.0}
         gate = {"when": probe, "scope": scope, "apply": apply}
