@@ -43,6 +43,7 @@ enable_cross_layer_monitor: bool = False
 enable_row_monitor: bool = False
 declarative_probe_sites: list[str] | None = None
 max_steering_configs: int = 4
+max_dynamic_steering_configs: int = 4
 max_steering_ops: int = 8
 steering_bank_mib: int = 256
 steering_modules: dict[str, str] | list[str] | None = None

@@ -85,6 +85,16 @@ async def get_modules(request: Request) -> JSONResponse:
     return JSONResponse({"modules": modules, "count": len(modules)})
 
 
+@reading.get("/dynamic")
+async def get_dynamic(request: Request) -> JSONResponse:
+    """What consumers that run within the step have set, and how long they take."""
+    _control(request).frontend.check_enabled()
+    core = request.app.state.engine_client.engine_core
+    workers = await core.call_utility_async("dynamic_steering")
+    # A single worker decides, so nothing can differ.
+    return JSONResponse({"workers": workers, "determinism": {"consistent": True}})
+
+
 @reading.get("/vectors")
 async def get_vectors(request: Request) -> JSONResponse:
     """Names of the vectors that gates of requests may refer to, by kind."""

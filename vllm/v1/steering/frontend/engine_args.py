@@ -64,6 +64,13 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "Rows for a prompt at all layers take tokens x layers x hidden size x 4 bytes; "
         "further requests wait.",
     )
+    group.add_argument(
+        "--max-dynamic-steering-configs",
+        type=int,
+        default=4,
+        help="How many requests consumers that run within the step may steer by other "
+        "vectors at a time.",
+    )
     for option in ALWAYS_THERE:
         group.add_argument(
             option,
@@ -168,6 +175,7 @@ def steering_config(
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,
+        max_dynamic=_at_least_0(args.max_dynamic_steering_configs),
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
@@ -188,6 +196,16 @@ def _check_switches(args: "EngineArgs", enabled: bool) -> None:
         )
     if args.allow_remote_code_hooks:
         _check_remote_code(args.vllm_lens_api)
+
+
+def _at_least_0(number: int) -> int:
+    if number < 0:
+        raise fail(
+            "--max-dynamic-steering-configs must not be negative",
+            "max_dynamic_steering_configs",
+            number,
+        )
+    return number
 
 
 def _needless(args: "EngineArgs") -> list[str]:
