@@ -11,7 +11,7 @@ import torch
 
 from tests.capture_dataset._collecting import ROOT, contents
 from tests.support.hf_reference import Reference, relative_error
-from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset import load_dataset, runners
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
 from vllm.capture_dataset.plan import Plan
@@ -87,8 +87,12 @@ class Ending(Progress):
 
 
 def test_the_rows_are_the_models(
-    runner: EngineRunner, source: Path, tmp_path: Path
+    runner: EngineRunner,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(runners, "IN_FLIGHT", 7)  # Fewer than a shard has prompts.
     collect(
         planned(runner, source, tmp_path / "out"), runner, Progress(1, disable=True)
     )

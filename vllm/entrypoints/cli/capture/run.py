@@ -10,6 +10,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
+from vllm.capture_dataset.allocator import keep_freed_memory
 from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
@@ -118,7 +119,10 @@ def _runner(args: argparse.Namespace) -> Any:
     from vllm import LLM
     from vllm.capture_dataset.runners import CONSUMER, EngineRunner
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        keep_freed_memory()
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.capture_consumers = [CONSUMER]
     engine_args.enable_readouts |= bool(args.readout)

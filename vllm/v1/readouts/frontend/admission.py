@@ -35,6 +35,7 @@ class ReadoutAdmission:
         config = vllm_config.readout_config
         self.enabled = config.enabled
         self._max_top_k = config.max_top_k
+        self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._lock = threading.Lock()
@@ -96,7 +97,7 @@ class ReadoutAdmission:
             self.modules,
             self._model_config.get_vocab_size(),
             self._max_top_k,
-            lens_refusal="",
+            lens_refusal=self._lens_refusal,
         )
 
     def _check_stages(self, readouts: list[Readout]) -> None:

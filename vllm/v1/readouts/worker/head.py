@@ -22,6 +22,9 @@ NORMS = (
 )
 """Attribute names of the final norm on the module that has the list of layers."""
 
+ELSEWHERE = "the last layer is in another pipeline stage"
+"""Refusal of a head that another process has."""
+
 LOGIT_BYTES = 192 << 20
 """Bytes of float32 logits that are held at a time."""
 
@@ -53,7 +56,7 @@ class Head:
         self._norm: Any = None
         self._divisor = 1.0
         if last_layer is None:
-            self.refusal = "the last layer is in another pipeline stage"
+            self.refusal = ELSEWHERE
             return
         owner = _owner(model, last_layer)
         norms = [] if owner is None else _norms(owner)
