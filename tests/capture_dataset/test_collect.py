@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set holds each row once, whatever ends the runs that make it."""
+"""A data set holds each row once, however the runs that collect it end."""
 
 import errno
 import json
@@ -92,7 +92,7 @@ def test_runs_that_are_ended_anywhere_make_the_files_of_one_that_is_not(
             for shard in Manifest.read(tmp_path / "parts").shards:
                 assert shard.files.keys() <= whole.keys(), "not all is readable"
         runs += 1
-        # What a killed writer has left is cleared.
+        # Files that a killed writer has left are removed.
         (tmp_path / "parts/.incomplete").mkdir(exist_ok=True)
         (tmp_path / "parts/.incomplete/part-00099").write_bytes(b"half")
     collected(source, tmp_path / "parts", resume=True, **chosen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of a guarded server, and one that watches how long others wait."""
+"""A client of a server with keys, and a watch on response times."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.support.server import Reply, Server
 
 
 class Client:
-    """Sends requests with a key, or with none."""
+    """A client with or without a key."""
 
     def __init__(self, server: Server, key: str = "") -> None:
         self.server = server
@@ -29,11 +29,11 @@ class Client:
         body: bytes | None = None,
         key: bytes | None = None,
     ) -> Reply:
-        """The reply to a request whose body is sent as it is."""
+        """Send a request with this raw body; returns the reply."""
         given = self._key.encode() if key is None else key
         headers = {"Content-Type": "application/json"}
         if given:
-            # The client writes headers as Latin-1, so that these are the bytes sent.
+            # The client encodes headers as Latin-1, so these bytes are sent.
             headers["Authorization"] = (b"Bearer " + given).decode("latin-1")
         request = urllib.request.Request(
             self.server.url + path, body, headers, method=method
@@ -73,7 +73,7 @@ class Watch:
 
 @contextmanager
 def watching(server: Server) -> Iterator[Watch]:
-    """How long each of many requests to `/health` takes meanwhile."""
+    """Measure requests to `/health` meanwhile, from another process."""
     watcher = subprocess.Popen(
         [sys.executable, "-m", "tests.hostile.watcher", server.url, str(server.pid)],
         cwd=Path(__file__).parents[2],

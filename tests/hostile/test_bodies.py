@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small body causes little work; a large one is refused while others are served."""
+"""Small bodies cause little work; large ones are refused while others are served."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of bodies that were right once: served or refused, and nobody waits."""
+"""Thousands of mutated bodies are served or refused without delaying others."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ GOOD = SMALL | {"prompt": [20, 30, 40], "max_tokens": 6, "logprobs": 1}
 
 
 def survive(server: Server, client: Client, steerer: Client, count: int) -> Watch:
-    """Send bodies, check that nothing has changed; how long `/health` took beside."""
+    """Send bodies and check that nothing changed; returns the times of `/health`."""
     before = client.post("/v1/completions", GOOD).body["choices"]
 
     def send(one: tuple[str, bytes]) -> None:
@@ -52,7 +52,7 @@ def at_once(
 
     def send_all(_: int) -> None:
         while True:
-            with lock:  # One at a time is made: all of them are gigabytes.
+            with lock:  # Created one at a time: together they take gigabytes.
                 one = next(bodies, None)
             if one is None:
                 return
@@ -88,7 +88,7 @@ def test_five_thousand_mutated_bodies(
         f"the server ran {max(watch.owned):.3f}; beside harmless bodies "
         f"{max(beside.waits):.3f} s and {max(beside.owned):.3f}"
     )
-    # What the machine does to a server that only reads does not count.
+    # Delays that the machine causes on a server that only reads are subtracted.
     assert max(watch.owned) <= 0.25
     assert max(watch.waits) <= 0.25 + max(beside.waits)
 

@@ -36,8 +36,9 @@ def __getattr__(name: str) -> Any:
     if name in _IN_STEPS:
         # An `AttributeError` would be told without its message by `from ... import`.
         raise ImportError(
-            f"{name} is not here: no consumer runs within a step. A steering entry "
-            "with `when` acts on a row at once; see docs/upgrading.md"
+            f"{name} does not exist here, because no consumer runs within a step. A "
+            "steering entry with `when` acts on rows in the same step; see "
+            "docs/upgrading.md"
         )
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

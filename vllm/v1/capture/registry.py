@@ -124,13 +124,13 @@ def check_consumer(thing: Any, name: str) -> None:
         )
     if runs_in_steps(kind):
         problem = (
-            'it is to run within each step (execution = "sync", on_step), and '
-            "consumers here get rows after the step; what shall act on a row at once "
-            "is a steering entry with `when`, see docs/upgrading.md"
+            'it expects to run within each step (execution = "sync", on_step), but '
+            "consumers receive rows after the step; to act on a row within the step "
+            "use a steering entry with `when`, see docs/upgrading.md"
         )
     elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
-            problem = "it leaves on_capture undefined"
+            problem = "it does not define on_capture"
     else:
         missing = [
             method
@@ -172,7 +172,7 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
         ) from error
     if consumer.location != kind.location:
         raise CaptureValidationError(
-            f"capture consumer {entry.instance_name!r}: its class says location "
+            f"capture consumer {entry.instance_name!r}: its class has the location "
             f"{kind.location!r} and the instance {consumer.location!r}; the class "
             "decides, so give each location a class",
             parameter="capture_consumers",

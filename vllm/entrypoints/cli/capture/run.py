@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
         return _told(str(error))
     except OSError as error:
         return _told(
-            f"the data set could not be written: {error}. What is listed in "
-            f"{output.folder / NAME} is whole; when there is room, run this again with "
+            f"the data set could not be written: {error}. The shards listed in "
+            f"{output.folder / NAME} are complete; make room and run this again with "
             "--resume"
         )
     except KeyboardInterrupt:
-        _told(f"interrupted; {output.folder} is readable, go on with --resume")
+        _told(f"interrupted; {output.folder} is readable, continue with --resume")
         return INTERRUPTED
     finally:
         runner.close()
@@ -103,8 +103,8 @@ def _check_folder(output: OutputSpec, dry: bool) -> None:
         return
     if not output.resume:
         raise fail(
-            f"out: {str(output.folder)!r} holds a data set already; say --resume to go "
-            "on with it, or choose another folder",
+            f"out: {str(output.folder)!r} holds a data set already; use --resume to "
+            "continue it, or choose another folder",
             "out",
             str(output.folder),
         )

@@ -132,8 +132,9 @@ def _models_of(route: APIRoute) -> tuple[type[BaseModel], ...]:
     if route.path == "/invocations":  # Reads the body itself.
         return (ChatCompletionRequest, CompletionRequest)
     kind = None if route.body_field is None else route.body_field.field_info.annotation
-    is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
-    return (kind,) if is_model else ()
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return (kind,)
+    return ()
 
 
 LEAST = 1024

@@ -231,7 +231,7 @@ class CaptureFrontend(NoCapture):
         requests that are captured.
         """
         parent = output.capture_id
-        assert parent is not None, "the output of a request that nobody captures"
+        assert parent is not None, "the output of a request without captures"
         if not output.finished:
             self._live.show(parent, output)
             return

@@ -216,7 +216,7 @@ class _Link:
             except zmq.Again:
                 self.lender.revoke()
                 raise TimeoutError(
-                    f"the front end has taken no rows for {SEND_SECONDS:.0f} s"
+                    f"the front end has accepted no rows for {SEND_SECONDS:.0f} s"
                 ) from None
 
     def close(self) -> None:

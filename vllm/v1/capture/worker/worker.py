@@ -342,7 +342,7 @@ class WorkerCapture:
             finish_reason="abort",
             answer=partial(self._answer, plan.reply_to, req_id, False),
             instances=plan.instances,
-            error="the engine stopped before the request had ended",
+            error="the engine stopped before the request had finished",
         )
 
     def _answer(

@@ -76,9 +76,8 @@ class ReadoutAdmission:
         raw = plain(params.readouts)
         if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
             raise fail(
-                f"readouts must map 1 to {MAX_READOUTS} names to what they read out, "
-                'for example {"norms": {"kind": "norm", "hooks": {"post_block": "all"}'
-                "}}",
+                f"readouts must map 1 to {MAX_READOUTS} names to specs, for example "
+                '{"norms": {"kind": "norm", "hooks": {"post_block": "all"}}}',
                 "readouts",
                 raw,
             )
@@ -121,7 +120,7 @@ class ReadoutAdmission:
         if not self.enabled:
             name = "readouts" if params.readouts is not None else "stop_when"
             raise fail(
-                f"{name}: this server reads nothing out; start it with "
+                f"{name}: readouts are not enabled on this server; start it with "
                 "--enable-readouts, or LLM(enable_readouts=True) offline",
                 name,
                 getattr(params, name),
@@ -177,7 +176,9 @@ def _stop(
 ) -> StopWhen:
     known = {"readout", "index", "above", "below"}
     if not isinstance(raw, dict) or raw.keys() - known:
-        raise fail(f"stop_when: its keys are {sorted(known)}", "stop_when", raw)
+        raise fail(
+            f"stop_when: the keys of an entry are {sorted(known)}", "stop_when", raw
+        )
     readout = readouts.get(str(raw.get("readout")))
     if readout is None:
         raise fail(
@@ -188,7 +189,9 @@ def _stop(
         )
     bounds = [_bound(raw, key) for key in ("above", "below")]
     if bounds == [None, None]:
-        raise fail("stop_when: each must have above, below or both", "stop_when", raw)
+        raise fail(
+            "stop_when: each entry must have above, below or both", "stop_when", raw
+        )
     default = readout.features[0] if len(readout.features) == 1 else 0
     index = raw.get("index", default)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -260,7 +263,7 @@ def _check_name(name: Any) -> None:
     good = isinstance(name, str) and name.isprintable() and name.strip() == name
     if not good or not 0 < len(name) <= MAX_NAME:
         raise fail(
-            f"readouts: a name is printable text of 1 to {MAX_NAME} characters, "
+            f"readouts: a name must be printable text of 1 to {MAX_NAME} characters, "
             "without blanks around it",
             "readouts",
             name,

@@ -61,7 +61,7 @@ class Head:
         owner = _owner(model, last_layer)
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
-            self.refusal = "the model's head gives no logits"
+            self.refusal = "the model's head returns no logits"
         elif len(norms) != 1:
             self.refusal = (
                 f"of {type(owner).__name__} it is not known which norm comes before "
@@ -116,9 +116,7 @@ class Head:
         """
         weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
         if weight is None or not weight.dtype.is_floating_point:
-            raise ValueError(
-                "the model keeps no unembedding as rows of floating-point numbers"
-            )
+            raise ValueError("the model has no unembedding with floating-point rows")
         shard = getattr(self._model.lm_head, "shard_indices", None)
         ids = torch.tensor(tokens, device=weight.device)
         first = shard.org_vocab_start_index if shard is not None else 0

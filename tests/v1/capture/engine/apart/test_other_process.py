@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core in a process of its own: rows and results cross a socket."""
+"""The engine core in a separate process: rows and results cross a socket."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_the_only_request_may_be_aborted(remote: CapturedEngine) -> None:
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(["gone"])
-    # Nothing else runs: the idle engine must hear of the end all the same.
+    # Nothing else runs: the idle engine must still be informed of the end.
     deadline = monotonic() + 20
     while ("gone", 0) not in remote.keeper.rows and monotonic() < deadline:
         sleep(0.05)
