@@ -3,11 +3,16 @@
 
     python benchmarks/dataset.py --out benchmarks/results/DATE-dataset-cpu.json
 
-Turns: an engine that only generates, and one that collects a data set of two layers
-(checked source, Parquet files, checksums, manifest), take the same prompts in turn, in
-one process, the first of a turn changing; so whatever else the machine does hits both.
-A turn's ratio is plain seconds over the seconds of `vllm capture`, which is the ratio
-of throughputs; `cpu_ratio` is the same from the process's CPU time.
+Three processes take the same prompts in turn, the first of a turn changing, so whatever
+else the machine does hits all of them:
+
+- `generate`: an engine that only generates, by `LLM.generate`;
+- `capture`: what `vllm capture` does, a data set of two layers (checked source, Parquet
+  files, checksums, manifest), with the allocator's settings of the command;
+- `generate_kept`: as `generate`, with the same settings of the allocator.
+
+A ratio is the seconds of either plain side over those of `capture`, which is the ratio
+of throughputs; `cpu_ratio` is the same from the processes' CPU time.
 
 Memory: then the command itself takes all prompts in one run, and its resident memory is
 read after each shard.
@@ -15,6 +20,7 @@ read after each shard.
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -24,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +68,7 @@ def main() -> None:
         "prompts": args.prompts,
         "tokens_each": TOKENS,
         "layers": list(LAYERS),
+        "threads_of_each": os.environ.get("OMP_NUM_THREADS", "all cores"),
     }
     load = os.getloadavg()
     chance = random.Random(0)
@@ -80,8 +88,84 @@ def main() -> None:
 def turns(
     args: argparse.Namespace, prompts: list[list[int]], folder: Path
 ) -> dict[str, Any]:
-    """Both sides in turn over parts of the prompts."""
+    """All sides in turn over parts of the prompts."""
+    size, found = len(prompts) // args.turns, []
+    sides = {name: Side(name, args.model, folder) for name in SIDES}
+    for side in sides.values():
+        side.take(prompts[: min(64, size)])  # Warms up.
+    for turn in range(args.turns):
+        part = prompts[turn * size : (turn + 1) * size]
+        first = turn % len(SIDES)
+        found.append({})
+        for name in SIDES[first:] + SIDES[:first]:
+            found[-1] |= sides[name].take(part)
+        print(found[-1], flush=True)
+    for side in sides.values():
+        side.end()
+    over = ("generate", "generate_kept")
+    return {"turns": found} | {f"over_{name}": summary(found, name) for name in over}
+
+
+SIDES = ("generate", "capture", "generate_kept")
+
+
+class Side:
+    """A process that takes prompts when it is told to."""
+
+    def __init__(self, name: str, model: Path, folder: Path) -> None:
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(name, str(model), folder, theirs), daemon=True
+        )
+        self._process.start()
+        self._pipe.recv()
+
+    def take(self, part: list[list[int]]) -> dict[str, float]:
+        """Run prompts; seconds on the clock, and of the process's threads."""
+        self._pipe.send(part)
+        seconds, used = self._pipe.recv()
+        return {f"{self._name}_seconds": seconds, f"{self._name}_cpu": used}
+
+    def end(self) -> None:
+        """Stop the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve(name: str, model: str, folder: Path, pipe: Connection) -> None:
+    """What a side's process does."""
+    if name != "generate":
+        from vllm.capture_dataset.allocator import keep_freed_memory
+
+        assert keep_freed_memory(), "this needs glibc"
+    run = capturing(model, folder) if name == "capture" else generating(model)
+    pipe.send(None)
+    while (part := pipe.recv()) is not None:
+        began, used = time.perf_counter(), time.process_time()
+        run(part)
+        seconds, used = time.perf_counter() - began, time.process_time() - used
+        pipe.send((round(seconds, 3), round(used, 3)))
+
+
+def generating(model: str) -> Callable[[list[list[int]]], None]:
+    """Plain generation."""
     from vllm import LLM, SamplingParams
+
+    plain = LLM(model, **ENGINE)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+
+    def generate(part: list[list[int]]) -> None:
+        asked: Any = [{"prompt_token_ids": prompt} for prompt in part]
+        plain.generate(asked, params, use_tqdm=False)
+
+    return generate
+
+
+def capturing(model: str, folder: Path) -> Callable[[list[list[int]]], None]:
+    """What the command does with a source, once the engine has started."""
+    from vllm import LLM
     from vllm.capture_dataset.collect import collect
     from vllm.capture_dataset.plan import Plan
     from vllm.capture_dataset.progress import Progress
@@ -89,13 +173,7 @@ def turns(
     from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
     from vllm.capture_dataset.survey import Survey
 
-    plain = LLM(str(args.model), **ENGINE)
-    runner = EngineRunner(LLM(str(args.model), capture_consumers=[CONSUMER], **ENGINE))
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-
-    def generate(part: list[list[int]]) -> None:
-        asked: Any = [{"prompt_token_ids": prompt} for prompt in part]
-        plain.generate(asked, params, use_tqdm=False)
+    runner = EngineRunner(LLM(model, capture_consumers=[CONSUMER], **ENGINE))
 
     def capture(part: list[list[int]]) -> None:
         source, out = write_source(folder / "part.jsonl", part), folder / "part"
@@ -106,50 +184,21 @@ def turns(
         assert sum(one.num_rows for one in rows) == 2 * TOKENS * len(part)
         shutil.rmtree(out)
 
-    size = len(prompts) // args.turns
-    for side in (generate, capture):  # Warms up.
-        side(prompts[:64])
-    found = []
-    for turn in range(args.turns):
-        part = prompts[turn * size : (turn + 1) * size]
-        sides = [generate, capture] if turn % 2 else [capture, generate]
-        spent = {side.__name__: measured(side, part) for side in sides}
-        found.append(
-            {f"{name}_{what}": s for name, own in spent.items() for what, s in own}
-        )
-        print(found[-1], flush=True)
-    runner.close()
-    plain.llm_engine.engine_core.shutdown()
-    return {"turns": found} | summary(found)
+    return capture
 
 
-def summary(found: list[dict[str, float]]) -> dict[str, Any]:
+def summary(found: list[dict[str, float]], plain: str) -> dict[str, Any]:
     """Ratios over all turns: of sums, and the median with the range of single ones."""
     told: dict[str, Any] = {}
     for what, name in (("seconds", "ratio"), ("cpu", "cpu_ratio")):
-        ratios = [turn[f"generate_{what}"] / turn[f"capture_{what}"] for turn in found]
-        sums = [sum(t[f"{side}_{what}"] for t in found) for side in SIDES]
+        ratios = [turn[f"{plain}_{what}"] / turn[f"capture_{what}"] for turn in found]
+        sums = [sum(t[f"{side}_{what}"] for t in found) for side in (plain, "capture")]
         told[name] = {
             "of_sums": round(sums[0] / sums[1], 4),
             "median": round(statistics.median(ratios), 4),
             "range": [round(min(ratios), 4), round(max(ratios), 4)],
         }
     return told
-
-
-SIDES = ("generate", "capture")
-
-
-def measured(
-    side: Callable[[list[list[int]]], None], part: list[list[int]]
-) -> list[tuple[str, float]]:
-    """Seconds on the clock, and of this process's threads."""
-    began, used = time.perf_counter(), time.process_time()
-    side(part)
-    return [
-        ("seconds", round(time.perf_counter() - began, 3)),
-        ("cpu", round(time.process_time() - used, 3)),
-    ]
 
 
 def write_source(path: Path, prompts: list[list[int]]) -> Path:

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests start engines in their own process, small, and without a network. Read when
-# vllm is imported, so set before any test module is.
+# Tests start engines in their own process, small, and without a network. The variables
+# are read when vllm is imported, so they are set before any test module is.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
-# Threads that wait for one another in every kernel take seconds a step as soon as
-# something else wants a processor, and save nothing with models this small.
+# Threads that synchronize in every kernel cost seconds per step as soon as another
+# process needs a core, and gain nothing with models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The system places them: engines of several processes must not share one core.
+# The system chooses cores: engines of several processes must not be pinned to one.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-# No deadline: machines that run tests also run engines.
+# No deadline, because the machine also runs engines.
 settings.register_profile(
     "quick",
     max_examples=40,
@@ -33,16 +33,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(autouse=True)
 def read_the_environment_anew() -> None:
-    """An engine in this process makes vllm keep what the environment once said."""
+    """Clear upstream's cache of environment variables after each test."""
     if "vllm.envs" in sys.modules:
         sys.modules["vllm.envs"].disable_envs_cache()
 
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests that call taps' ops by hand, where an engine may have been before.
+    """Reset the launch state for tests that call ops of taps directly.
 
-    What they let launch is forgotten behind each.
+    It may be set by an earlier engine, and is reset after each test.
     """
     from vllm.model_executor.layers.residual.capture_op import Launch
     from vllm.model_executor.layers.residual.program_op import StepPrograms
@@ -58,16 +58,16 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 SERVERS = ("capture_server", "attacked")
-"""Fixtures of servers that the tests of several files share."""
+"""Fixtures of servers that tests of several files share."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests, and group those that one process should run.
 
-    The long ones come first, so that processes that share the tests end at about the
-    same time. A process runs whole files, and all files that share a server, which is
-    then started once.
+    Long tests come first, so that parallel processes end at about the same time. A
+    process runs whole files, and all files that share a server, which is then started
+    once.
     """
     items.sort(
         key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
@@ -84,5 +84,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_apart(item: pytest.Item) -> bool:
-    """Whether the test starts a process that runs many."""
+    """Whether the test runs many tests in another process."""
     return item.path.name == "test_apart.py"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nothing uses: `python -m tests.dead_code`, a part of `make lint`.
+"""Finds unused code: `python -m tests.dead_code`, a part of `make lint`.
 
-Vulture looks at names. Those that only woven code uses are in the strings of edit
-files, so strings are read as well. Imports are Ruff's; what tests alone use is dead.
+Vulture compares names. Names that only woven code uses are in the strings of edit
+files, so strings are read as well. Ruff checks imports; code that only tests use counts
+as dead.
 """
 
 import ast
@@ -28,7 +29,7 @@ IGNORED_NAMES = [
     "split_*",  # the weave writes calls of it
     "HostMemory",  # named by an entry point
     "to_numpy",  # for users
-    "ServedModel",  # for other libraries, as the three that follow
+    "ServedModel",  # for other libraries; also the following three
     "boot",
     "run_with_cache",
     "supports",
@@ -71,7 +72,7 @@ IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@closed.*", "@a
 
 
 def unused() -> list[str]:
-    """`file:line: what` of all that has no use."""
+    """Yield `file:line: what` for all unused code."""
     found = Vulture(ignore_names=IGNORED_NAMES, ignore_decorators=IGNORED_DECORATORS)
     for folder in OURS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -87,7 +88,7 @@ def unused() -> list[str]:
 
 
 def _code_in(text: str) -> list[str]:
-    """The strings of a file that are Python code, and more than a name."""
+    """The strings of a file that are Python code other than a name."""
     strings = {
         node.value
         for node in ast.walk(ast.parse(text))

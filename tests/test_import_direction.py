@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages of `vllm/` import each other in one direction, and in no circle.
+"""The packages of `vllm/` import each other in one direction, without cycles.
 
-Entry points -> front end -> engine core -> worker -> layers: each imports what comes
-after it, and what all of them share. Capture and steering do not import each other,
-and the framework of capture imports no consumer.
+Entry points -> front end -> engine core -> worker -> layers: each imports later ones,
+and shared packages. Capture and steering do not import each other, and the framework of
+capture imports no consumer.
 """
 
 import ast
@@ -26,16 +26,16 @@ STAGES = {
     "staging": 1,
     "vllm.model_executor": 0,
 }
-"""By a package's whole name, or by a part of it: of several, the first that fits."""
+"""Stages by a package's name or a part of it; the first match counts."""
 TOOLS = ("vllm.entrypoints", "vllm.capture_dataset")
 CONSUMERS = "vllm.v1.capture.consumers"
 
 Arrows = dict[tuple[str, str], set[str]]
-"""`(package, imported package)` -> which module imports which."""
+"""The importing modules, by `(package, imported package)`."""
 
 
 def stage_of(package: str) -> int | None:
-    """Where a package stands in the direction; None for what all may import."""
+    """The stage of a package; None for packages that all may import."""
     parts = package.split(".")
     for name, stage in STAGES.items():
         if name in parts or package == name or package.startswith(f"{name}."):
@@ -54,7 +54,7 @@ def modules() -> dict[str, Path]:
 
 
 def package_of(module: str) -> str:
-    """A module's folder; the folders of an entry point or of a tool count as one."""
+    """The package of a module; an entry point or tool counts as one package."""
     is_package = modules()[module].name == "__init__.py"
     package = module if is_package else module.rpartition(".")[0]
     tools = (t for t in TOOLS if f"{package}.".startswith(f"{t}."))
@@ -62,7 +62,7 @@ def package_of(module: str) -> str:
 
 
 def imported(tree: ast.Module, nested: bool) -> Iterator[str]:
-    """The modules of ours that a file imports; `nested`: in functions as well."""
+    """Our modules that a file imports; with `nested`, also inside functions."""
     known = modules()
     for node in ast.walk(tree) if nested else tree.body:
         if isinstance(node, ast.Import):
@@ -94,7 +94,7 @@ def arrows(nested: bool = True) -> Arrows:
 
 
 def circles(found: Arrows) -> list[set[str]]:
-    """The imports between packages that reach each other."""
+    """The imports between packages that form cycles."""
     targets: defaultdict[str, set[str]] = defaultdict(set)
     for package, target in found:
         targets[package].add(target)

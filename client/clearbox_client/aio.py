@@ -79,12 +79,13 @@ class AsyncClient:
 
     async def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token on its own."""
-        model = await self.model()
+        model, each = await self.model(), list(dict.fromkeys(token_ids))
         asked = (
             self._ask("POST", "/detokenize", json={"model": model, "tokens": [token]})
-            for token in token_ids
+            for token in each
         )
-        return [told["prompt"] for told in await asyncio.gather(*asked)]
+        texts = dict(zip(each, await asyncio.gather(*asked)))
+        return [texts[token]["prompt"] for token in token_ids]
 
     async def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""

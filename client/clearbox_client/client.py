@@ -100,12 +100,11 @@ class Client:
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token on its own."""
-        return [
-            self._ask("POST", "/detokenize", json={"model": self.model, "tokens": [i]})[
-                "prompt"
-            ]
-            for i in token_ids
-        ]
+        texts = {}
+        for token in dict.fromkeys(token_ids):
+            body = {"model": self.model, "tokens": [token]}
+            texts[token] = self._ask("POST", "/detokenize", json=body)["prompt"]
+        return [texts[token] for token in token_ids]
 
     def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""

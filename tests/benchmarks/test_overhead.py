@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overhead benchmark's arithmetic, and the comparison it rests on."""
+"""The arithmetic of the overhead benchmark, and its comparison of outputs."""
 
 import copy
 import random

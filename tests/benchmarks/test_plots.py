@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports become plots: which figures, which goals, and always the same picture."""
+"""Plots of reports: figures, goals, and identical pictures for identical reports."""
 
 import builtins
 import json
@@ -64,7 +64,7 @@ def test_a_committed_result_has_a_small_plot_that_can_be_drawn_again(
     plot_beside(json.loads(again.read_text()), again)
     drawn = again.with_suffix(".svg").read_text()
     committed = path.with_suffix(".svg").read_text()
-    # Numbers in it may differ in their last digits from machine to machine.
+    # Numbers in the SVG may differ in their last digits between machines.
     assert drawn.count("<text") == committed.count("<text") > 5
     assert len(committed.encode()) < LARGEST
 
@@ -99,7 +99,7 @@ def test_a_report_of_something_else_is_refused() -> None:
 
 
 class Replayed:
-    """An engine on a GPU whose clock gets slower, by as much for both."""
+    """An engine on a GPU whose clock slows down equally for both sides."""
 
     asked: ClassVar[list[str]]
 

@@ -16,7 +16,7 @@ esac
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with GPUs of which each holds as much as its tool says here."""
+    """A machine with GPUs, whose memory usage the stand-in for nvidia-smi reports."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(DRIVER)
     tool.chmod(0o755)

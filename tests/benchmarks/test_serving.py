@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A turn of the fork's is compared with upstream's turns right before and behind it."""
+"""A turn of the fork is compared with upstream's turns directly before and after it."""
 
 from collections.abc import Sequence
 

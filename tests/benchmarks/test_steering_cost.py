@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the steering benchmarks, and what a request's set-up takes."""
+"""The arithmetic of the steering benchmarks, and the time to set up a request."""
 
 import pytest
 

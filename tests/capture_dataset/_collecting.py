@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets collected from a model that is none: rows are a function of their token."""
+"""Data sets collected from a fake model, whose rows are a function of their token."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ def row(sample: int, position: int, token: int, layer: int) -> list[float]:
 
 
 class FakeRunner:
-    """Answers from arithmetic; fails after so many prompts, if told to."""
+    """Computes rows by arithmetic; can fail after a number of prompts."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, fail_after: int = -1
@@ -54,7 +54,7 @@ class FakeRunner:
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
-        for prompt in reversed(prompts):  # Results come in any order.
+        for prompt in reversed(prompts):  # Results arrive in any order.
             if len(self.ran) == self.fail_after:
                 raise KeyboardInterrupt
             self.ran.append(prompt.entry.sample)

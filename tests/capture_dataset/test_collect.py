@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set holds each row once, whatever ends the runs that make it."""
+"""A data set holds each row once, however the runs that collect it end."""
 
 import errno
 import json
@@ -25,6 +25,9 @@ from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import begin
 from vllm.capture_dataset.formats import WRITERS
 from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.prompts import Prompt, TokenText
+from vllm.capture_dataset.shards import MAX_PROMPTS, groups
+from vllm.capture_dataset.survey import Entry
 from vllm.v1.capture.errors import CaptureValidationError
 
 READABLE = [name for name in WRITERS if name != "saelens"]
@@ -89,7 +92,7 @@ def test_runs_that_are_ended_anywhere_make_the_files_of_one_that_is_not(
             for shard in Manifest.read(tmp_path / "parts").shards:
                 assert shard.files.keys() <= whole.keys(), "not all is readable"
         runs += 1
-        # What a killed writer has left is cleared.
+        # Files that a killed writer has left are removed.
         (tmp_path / "parts/.incomplete").mkdir(exist_ok=True)
         (tmp_path / "parts/.incomplete/part-00099").write_bytes(b"half")
     collected(source, tmp_path / "parts", resume=True, **chosen)
@@ -205,7 +208,7 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
         ({"layers": (9,)}, "layer 9.*has no hook point"),
         ({"hooks": ("mlp_in",)}, "'mlp_in'"),
         ({"max_tokens": 60}, "line 1 has . tokens.*takes 4.*--truncate 4"),
-        ({"positions": [0, 30]}, "30 is behind the end of line 1"),
+        ({"positions": [0, 30]}, "30 is beyond the end of line 1"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_anything_runs(
@@ -277,3 +280,10 @@ def test_saelens_finds_contexts_under_its_names(source: Path, tmp_path: Path) ->
     assert torch.equal(
         first["blocks.3.hook_resid_post"][:, 2], first["token_ids"].float()
     )
+
+
+def test_shards_of_few_rows_have_not_endless_prompts() -> None:
+    entry = Entry(0, "0", "a", (), "line 1")
+    prompt = Prompt(entry, [1], TokenText(["a"], [0]), 1)
+    made = groups([prompt] * (2 * MAX_PROMPTS + 1), lambda _: 1, 1 << 40)
+    assert [len(group) for group in made] == [MAX_PROMPTS, MAX_PROMPTS, 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm capture` as it is typed: sources, formats and options, on one engine."""
+"""The command `vllm capture`: sources, formats and options, on one engine."""
 
 import json
 import resource
@@ -33,7 +33,7 @@ Call = Callable[..., str]
 
 @pytest.fixture
 def call(runner: EngineRunner, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """Runs the command; what it says, after its status has been checked."""
+    """Run the command and check its status; returns its output."""
     from vllm.entrypoints.cli.main import main
 
     def run(*words: Any, status: int = 0) -> str:
@@ -163,7 +163,7 @@ def test_a_dry_run_tells_and_writes_nothing(call: Call, tmp_path: Path) -> None:
 def test_a_disk_that_is_full_leaves_what_is_there_and_says_what_to_do(
     call: Call, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for the disk: writes fail in the system."""
+    """A limit on the size of files simulates a full disk: writes fail in the system."""
     source = tmp_path / "in.jsonl"
     jsonl(
         source, [{"prompt": [20 + i] * 10} for i in range(9)] + [{"prompt": [9] * 200}]
@@ -199,7 +199,7 @@ def test_an_interrupt_leaves_what_is_there(
 
     with mock.patch.object(EngineRunner, "run", interrupted):
         said = call(*words, status=command.INTERRUPTED)
-    assert "is readable, go on with --resume" in said
+    assert "is readable, continue with --resume" in said
     assert 0 < len(load_dataset(tmp_path / "out")) < 9
     call(*words, "--resume")
     assert len(load_dataset(tmp_path / "out")) == 9

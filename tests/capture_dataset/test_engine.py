@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm capture` with an engine: the model's rows, whatever ends a run."""
+"""`vllm capture` with an engine: the model's rows, however a run ends."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ import torch
 
 from tests.capture_dataset._collecting import ROOT, contents
 from tests.support.hf_reference import Reference, relative_error
-from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset import load_dataset, runners
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
 from vllm.capture_dataset.plan import Plan
@@ -74,7 +74,7 @@ def test_readouts_are_those_of_the_rows_beside_them(
 
 
 class Ending(Progress):
-    """Ends a run after so many prompts."""
+    """Ends a run after a number of prompts."""
 
     def __init__(self, count: int) -> None:
         super().__init__(1, disable=True)
@@ -87,8 +87,12 @@ class Ending(Progress):
 
 
 def test_the_rows_are_the_models(
-    runner: EngineRunner, source: Path, tmp_path: Path
+    runner: EngineRunner,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(runners, "IN_FLIGHT", 7)  # Fewer than a shard has prompts.
     collect(
         planned(runner, source, tmp_path / "out"), runner, Progress(1, disable=True)
     )
@@ -123,7 +127,7 @@ def test_runs_ended_at_random_make_the_bytes_of_one_that_is_not(
         try:
             collect(plan, runner, Ending(chance.randint(1, 14)))
         except KeyboardInterrupt:
-            # As a new process would: what is left of this run is forgotten.
+            # Like in a new process, the state of this run is dropped.
             engine = runner._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states))
             while engine.has_unfinished_requests():
@@ -162,9 +166,9 @@ def run_cli(*words: str) -> int:
     ("words", "said"),
     [
         (["missing.jsonl", "--model", "m", "--out", "o"], "no file or folder"),
-        (["{source}", "--out", "o"], "say --model MODEL or --server URL"),
-        (["{source}", "--model", "m"], "say where the data set goes"),
-        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "there is no"),
+        (["{source}", "--out", "o"], "give --model MODEL or --server URL"),
+        (["{source}", "--model", "m"], "give the data set"),
+        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "unknown"),
         (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
         (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
         (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are killed at random moments leave what a resumed run completes."""
+"""Data sets of runs that are killed at random moments can be completed."""
 
 import json
 import multiprocessing
@@ -32,7 +32,7 @@ MODEL = ROOT / "examples/demo_model/weights"
 
 
 class SlowRunner(FakeRunner):
-    """Takes so long that there is something to kill."""
+    """Runs slowly, so that there is time to kill it."""
 
     def run(self, *arguments: Any) -> Iterator[Any]:
         for item in super().run(*arguments):
@@ -45,12 +45,12 @@ def go_on(source: Path, out: Path) -> None:
 
 
 def shards_of(out: Path) -> int:
-    """How many shards are whole; 0 before there is a manifest."""
+    """Number of complete shards; 0 before there is a manifest."""
     return len(Manifest.read(out).shards) if (out / NAME).is_file() else 0
 
 
 def until(out: Path, before: int, alive: Callable[[], bool]) -> None:
-    """Wait until more shards are whole than before."""
+    """Wait until more shards are complete than before."""
     while shards_of(out) <= before and alive():
         time.sleep(0.002)
 
@@ -67,7 +67,7 @@ def test_runs_that_are_killed_leave_the_files_of_one_that_was_not(
         before = shards_of(out)
         child = context.Process(target=go_on, args=(source, out))
         child.start()
-        # Random from the moment that it has begun to write.
+        # A random moment after writing has begun.
         until(out, before, child.is_alive)
         time.sleep(chance.uniform(0, 0.05))
         killed += child.is_alive()
@@ -113,7 +113,7 @@ def test_an_engine_killed_ten_times_leaves_every_row_once(tmp_path: Path) -> Non
 
 
 def sorted_rows(folder: Path) -> Any:
-    """All rows of a data set, in one order whatever the files are."""
+    """All rows of a data set, in an order that does not depend on the files."""
     table = pq.read_table([str(path) for path in sorted(folder.glob("*.parquet"))])
     keys = [(name, "ascending") for name in ("layer", "sample", "position")]
     return table.replace_schema_metadata(None).sort_by(keys)

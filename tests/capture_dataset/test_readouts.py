@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts are columns beside the rows that they are about."""
+"""Readouts are stored as columns next to their rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ FORMATS = ("parquet", "arrow", "safetensors", "filesystem", "zarr")
 
 
 class ReadingRunner(FakeRunner):
-    """Reads out arithmetic as well."""
+    """A runner that computes readouts by arithmetic too."""
 
     error: str | None = None
 

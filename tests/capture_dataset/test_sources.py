@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from every kind of source, and what is said of bad ones."""
+"""Prompts from every kind of source, and the errors for invalid ones."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client by itself: payloads, vectors, replies, errors, what notebooks show."""
+"""The client without a server: payloads, vectors, replies, errors, notebooks."""
 
 import asyncio
 import base64

@@ -89,7 +89,7 @@ def test_whatever_is_written_is_a_consumer_or_a_refusal(text: str) -> None:
         ("filesystem:root", "'root' is not key=value"),
         ("filesystem:=3", "is not key=value"),
         ({"nam": "x"}, "'name', 'instance_name'"),
-        ({"name": "x", "parms": {}}, "got the keys"),
+        ({"name": "x", "parms": {}}, "has the keys"),
         ({"name": 3}, "'name'"),
         ({"name": "x", "params": [1]}, "params"),
     ],

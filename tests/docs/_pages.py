@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages, and what stands in them."""
+"""The documentation pages and their content."""
 
 import re
 from pathlib import Path

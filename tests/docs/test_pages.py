@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages hold together: links, commands, options and sizes."""
+"""Pages are consistent: links, commands, options and sizes."""
 
 import ast
 import re
@@ -81,14 +81,14 @@ def test_every_fork_command_on_the_pages_is_understood(
         if words[:3] == ["python", "-m", "fork"]
     ]
     for arguments in commands:
-        with pytest.raises(TypeError):  # run() gave no exit status
+        with pytest.raises(TypeError):  # run() returned no exit status
             fork_main(arguments)
     assert set(seen) == {"build", "check", "diff", "models"}
     assert len(seen) == len(commands), capsys.readouterr().err
 
 
 def test_the_pages_of_the_site_are_all_in_its_navigation() -> None:
-    # Materials' own tags are none that a plain loader knows; ours has none of them.
+    # A plain loader does not know the tags of Material; ours are not affected.
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
     assert listed == {

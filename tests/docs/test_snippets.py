@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python on the pages runs as it stands."""
+"""The Python code on the pages runs unchanged."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # only the sampler would compile something
 }
-# The pages leave out what only matters here: a quick start.
+# Settings for a quick start are added, which the pages do not need.
 EAGER = """
 from functools import partialmethod
 import vllm
@@ -27,7 +27,7 @@ vllm.LLM.__init__ = partialmethod(vllm.LLM.__init__, enforce_eager=True)
 
 
 def run(folder: Path, code: str) -> str:
-    """Run code in a folder that has the examples; what it printed."""
+    """Run code in a folder with the examples; returns its output."""
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "page.py").write_text(EAGER + code)
     done = subprocess.run(

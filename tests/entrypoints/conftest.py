@@ -20,7 +20,7 @@ def capture_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def capture_server(capture_model: Path, capture_root: Path) -> Iterator[Server]:
-    """A server that captures to files, to its log and into its responses."""
+    """A server with consumers for files, its log and its responses."""
     opened = Server(
         capture_model,
         *("--capture-consumers", f"filesystem:root={capture_root}"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests drawn from a server's OpenAPI description, good ones and bad ones."""
+"""Random requests from a server's OpenAPI description, valid and invalid."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ SECONDS = 60.0
 
 
 def body_of(document: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The schema of the JSON body that `POST path` takes, by a served description."""
+    """The schema of the JSON body of `POST path` in a server's description."""
     content = document["paths"][path]["post"]["requestBody"]["content"]
     schema = content["application/json"]["schema"]
     name = schema["$ref"].rsplit("/", 1)[1]
@@ -21,7 +21,7 @@ def body_of(document: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def only(schema: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """`schema` with these of its fields and no others."""
+    """`schema` restricted to these fields."""
     missing = set(fields) - schema["properties"].keys()
     assert not missing, f"the served description has no {sorted(missing)}"
     return {
@@ -37,14 +37,13 @@ def drawn(
     fixed: Mapping[str, Any],
     components: Mapping[str, Any] | None = None,
 ) -> st.SearchStrategy[Case]:
-    """Requests of `POST path` whose body follows `schema`, or breaks it.
+    """Random requests of `POST path` whose body follows or violates `schema`.
 
     Args:
         path: the route.
-        schema: what is drawn of the body.
-        fixed: put over each drawn body that is an object, so that fields which are
-            not looked at keep the request small.
-        components: what `schema` refers to.
+        schema: the schema of the body.
+        fixed: fields that override those of each drawn object, to keep requests small.
+        components: the definitions to which `schema` refers.
 
     """
     document = {
@@ -76,6 +75,6 @@ def drawn(
 
 
 def status_of(case: Case, url: str) -> tuple[int, str]:
-    """Send a drawn request; the status and the body of the reply."""
+    """Send a request; returns the status and the body of the reply."""
     reply = case.call(base_url=url, timeout=SECONDS)
     return reply.status_code, reply.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm capture --server`: rows of a server, and servers that cannot give any."""
+"""`vllm capture --server`: rows of a server, and servers without rows."""
 
 import json
 import threading
@@ -53,7 +53,7 @@ def test_a_servers_rows_become_a_data_set(
 
 @pytest.fixture
 def without_inline() -> Iterator[str]:
-    """A server that answers, and captures to files only."""
+    """A server that captures to files only."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

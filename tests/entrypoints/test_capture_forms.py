@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows over HTTP in each form, from a server."""
+"""Rows over HTTP in each form of response."""
 
 import base64
 import email.policy
@@ -55,7 +55,7 @@ def fetch(server: Server, accept: str, **more: Any) -> tuple[str, bytes]:
 
 @pytest.fixture(scope="module")
 def rows(server: Server) -> dict[int, torch.Tensor]:
-    """By layer, as JSON holds them."""
+    """The rows by layer, from the JSON form."""
     kind, data = fetch(server, "application/json")
     assert kind == "application/json"
     payload = json.loads(data)["capture_results"]["inline"]["payload"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a request asks for is either captured or refused without a trace."""
+"""Every request is either captured or refused without side effects."""
 
 import json
 import math
@@ -37,7 +37,7 @@ quick = settings(
 
 
 class Watched:
-    """A server, and what a refused request must leave as it was."""
+    """A server, and the state that a refused request must not change."""
 
     def __init__(self, server: Server, root: Path) -> None:
         self.server = server
@@ -53,11 +53,11 @@ class Watched:
         assert self._now() == self._files, "a refused request has left files"
 
     def served(self) -> None:
-        """A request was served, which may write files."""
+        """Note that a request was served, which may write files."""
         self._files = self._now()
 
     def close(self) -> None:
-        """Nothing is under way, and a good request is served as ever."""
+        """Check that nothing is in flight and that a good request is served."""
         spec = {"hooks": {"post_block": "all"}, "positions": "all"}
         body = SMALL | {"prompt": PROMPT, "capture": {"inline": spec}}
         status, reply = self.server.post("/v1/completions", body)
@@ -95,7 +95,7 @@ def test_a_request_by_the_served_description_is_served_or_refused(
             return
         assert isinstance(case.body, dict)
         asked = [name for name in FIELDS if case.body.get(name)]
-        how = {"capture_wait", "capture_stream"}  # these say nothing of what
+        how = {"capture_wait", "capture_stream"}  # these name no rows
         assert set(asked) <= how, "what is asked for was not refused"
 
     check()
@@ -151,7 +151,7 @@ captures = st.dictionaries(
 
 
 def selects(layers: Any) -> bool:
-    """Whether this names layers of the model, by the simple forms."""
+    """Whether a value selects layers of the model, in a simple form."""
     if not isinstance(layers, list):
         return layers == "all"
     right = all(type(layer) is int and 0 <= layer < 3 for layer in layers)
@@ -159,7 +159,7 @@ def selects(layers: Any) -> bool:
 
 
 def is_well_formed(name: str, spec: Any) -> bool:
-    """A simple sufficient test: such a spec must be served."""
+    """A sufficient condition for a valid spec, which must be served."""
     known = {"hooks", "positions"} | ({"encoding"} if name == "inline" else set())
     if name == "nobody" or not isinstance(spec, dict) or not spec.keys() <= known:
         return False
@@ -175,7 +175,7 @@ def is_well_formed(name: str, spec: Any) -> bool:
 
 
 def has_no_number(spec: Any) -> bool:
-    """Whether NaN or an infinity is in it, which JSON does not have."""
+    """Whether a value contains NaN or infinity, which JSON lacks."""
     if isinstance(spec, dict):
         return any(map(has_no_number, spec.values()))
     if isinstance(spec, list):
@@ -203,7 +203,7 @@ def test_a_spec_that_is_nearly_right_is_captured_or_refused(
             return
         watched.served()
         if not capture:
-            return  # an empty object asks for nothing
+            return  # an empty object requests nothing
         assert not has_no_number(capture)
         assert "nobody" not in capture
         results = reply["capture_results"]

@@ -59,7 +59,7 @@ def test_a_completion_carries_its_results(
     assert status == 200, reply
     results = reply["capture_results"]
     assert results["filesystem"]["status"] == "ok"
-    assert results["logging"]["status"] == "ok"  # captures of every request
+    assert results["logging"]["status"] == "ok"  # captures every request
     assert all(Path(path).is_file() for path in results["filesystem"]["payload"])
     fed = [*PROMPT, *reply["choices"][0]["token_ids"]][:-1]
     expected = Reference(model).stream(fed)
@@ -143,7 +143,7 @@ def test_every_choice_has_results(server: Server, root: Path) -> None:
 
 
 def tokens(name: str, **more: Any) -> dict[str, Any]:
-    """A request made of tokens, whose sampling parameters say all that is ours."""
+    """A request of token ids, with our fields among its sampling parameters."""
     asked = body(name)
     del asked["model"]
     return {"token_ids": PROMPT, "sampling_params": asked} | more

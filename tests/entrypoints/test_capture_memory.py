@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that stay on the server, fetched over HTTP."""
+"""Rows that are kept on the server and read over HTTP."""
 
 import json
 import urllib.request

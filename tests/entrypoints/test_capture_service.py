@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running server tells of its captures, and clients that do not stay."""
+"""Status and metrics of captures on a server, and clients that disconnect."""
 
 import http.client
 import json
@@ -54,7 +54,7 @@ def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def test_metrics_grow_with_what_is_captured(capture_server: Server) -> None:
-    # Earlier requests have been reported once nothing changes any more.
+    # All earlier requests are reported once the counters stop changing.
     before = metrics(capture_server)
     sleep(1.5)
     while (now := metrics(capture_server)) != before:
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_ends_its_capture(
     until(
         lambda: counters(capture_server)["consumers"]["filesystem"]["requests"] > seen
     )
-    # The prompt was computed, so its rows are whole, whether or not somebody waits.
+    # The prompt was computed, so its rows are complete, whether or not a client waits.
     rows = read_request(capture_root, "service", name)
     assert [tuple(each.shape) for each in rows.values()] == [(6, 64)] * 3
     after = capture_server.post("/v1/completions", request(f"{name}-after"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are stopped, or break, while requests are captured."""
+"""Servers that stop or crash while requests are captured."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 class Streaming:
-    """A client that reads a long, captured stream on a thread of its own."""
+    """A client that reads a long, captured stream on a separate thread."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.chunks: list[Any] = []
@@ -79,7 +79,7 @@ def test_a_server_that_is_stopped_flushes_or_reports_its_captures(
 ) -> None:
     running = Streaming(server, "running")
     running.wait_for_chunks(3)
-    for number in range(5):  # Nobody waits for their files.
+    for number in range(5):  # No request waits for their files.
         assert server.post("/v1/completions", body(f"r{number}", 4)).status == 200
     server.close()
     assert running.has_ended(30)

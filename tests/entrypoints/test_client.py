@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""clearbox-client against a server."""
+"""clearbox-client with a real server."""
 
 import asyncio
 from pathlib import Path

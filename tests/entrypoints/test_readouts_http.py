@@ -231,9 +231,9 @@ def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> No
     assert np.allclose(whole[:5], found["p"]["values"], rtol=1e-5)
     bringing = [part.readouts["p"] for part in parts if part.readouts.get("p")]
     values = np.concatenate([one["values"] for one in bringing])
-    # A busy machine brings the results of several tokens in one chunk.
+    # On a busy machine one chunk may have the results of several tokens.
     assert len(bringing) > 1 and np.array_equal(values, whole[: len(values)])
-    # Rows are in the chunk that goes out when they have come.
+    # Rows are in the first chunk that is sent after they have arrived.
     brought = [part.rows[1, "post_block"] for part in parts if part.rows]
     positions = [position for one in brought for position in one.positions]
     assert positions and positions == list(range(len(positions)))

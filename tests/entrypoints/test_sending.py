@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows count until the response that carries them has left, however that ends."""
+"""Rows count towards the limit until their response was sent or has failed."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def body(data: bytes, more: bool = False) -> dict[str, Any]:
 
 
 class Response:
-    """An application that answers with rows; sees what is held with each message."""
+    """An application that responds with rows, and records what is held per message."""
 
     def __init__(self, *messages: dict[str, Any]) -> None:
         self.unsent, self.messages = UnsentRows(), messages
@@ -61,7 +61,7 @@ def test_a_body_is_sent_in_pieces_and_counts_until_its_last_byte() -> None:
     pieces = [message["body"] for message in response.sent[1:]]
     assert b"".join(pieces) == BODY
     assert max(map(len, pieces)) == PIECE_BYTES
-    # With the last byte the client may ask for more; what follows says nothing.
+    # After the last byte the client may send the next request; only an end follows.
     assert response.held == [1000] * len(response.sent[:-1]) + [0, 0]
     assert [m["more_body"] for m in response.sent[1:]] == [True] * 3 + [False]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server without --enable-steering refuses what it would otherwise ignore."""
+"""A server without --enable-steering refuses steering fields."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_every_field_is_refused_with_the_remedy(
 
 
 def test_a_stream_holds_nothing_but_the_refusal(capture_server: Server) -> None:
-    # Upstream begins a stream before it looks at a request: the status is 200.
+    # Upstream starts a stream before it checks a request, so the status is 200.
     body = {"model": "tiny", "prompt": [20, 30], "steering_name": "calm"}
     (only,) = capture_server.stream("/v1/completions", body)
     assert only["error"]["code"] == 400 and only["error"]["param"] == "steering_name"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a client sends to the routes of steering: no server error, no half change.
+"""Steering routes give no server error and no partial change for any body.
 
-Schemathesis makes bodies from the served OpenAPI document, right ones and wrong ones.
+Schemathesis generates valid and invalid bodies from the served OpenAPI document.
 """
 
 import json
@@ -25,8 +25,8 @@ HEADERS = {"Authorization": "Bearer new"}
 core = Core()
 app = application(core, ["new"])
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-# Every combination of what a schema of vectors allows takes a minute to write down;
-# the second test spoils all places.
+# Generating every combination that the schema of vectors allows takes a minute; the
+# second test changes each place instead.
 schema.config.phases.coverage.enabled = False
 
 
@@ -77,7 +77,7 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """Yield every place in a JSON value."""
     yield path
     children = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
@@ -87,7 +87,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(value: Any, path: tuple[Any, ...], other: Any) -> Any:
-    """The value with another one at a place."""
+    """A copy of the value with another one at a place."""
     if not path:
         return other
     copy = dict(value) if isinstance(value, dict) else list(value)

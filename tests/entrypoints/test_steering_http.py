@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/demo_model/weights"
 HIDDEN = 192
-# Random, as they are looked for in a log that names paths, models and options.
+# Random keys, because a log that contains paths, models and options is searched for
+# them.
 SERVER_KEY, OLD_KEY, NEW_KEY, ENV_KEY = (secrets.token_hex(16) for _ in range(4))
 rng = np.random.default_rng(0)
 VECTOR = (rng.normal(size=HIDDEN) * 3).astype(np.float32)
@@ -46,7 +47,8 @@ def client(tmp_path_factory: Any) -> Iterator[httpx.Client]:
     options += ["--steering-modules", f"loud={module}", "--api-key", SERVER_KEY]
     options += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     environment = {**serving.ENVIRONMENT, "VLLM_STEERING_API_KEY": ENV_KEY}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"  # its log is read, whatever else ran
+    # its log is read, independent of other tests
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
     with serving.running(
         serving.serve_command(port, options),
         url,
@@ -157,7 +159,7 @@ def test_chat_and_streams_are_steered(client: httpx.Client) -> None:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """What a stream holds, less its end."""
+    """The events of a stream without its end."""
     assert response.status_code == 200, response.text
     lines = [ln[6:] for ln in response.text.splitlines() if ln.startswith("data: {")]
     return [json.loads(line) for line in lines]
@@ -361,7 +363,7 @@ def test_the_client_package_steers_by_packed_vectors_and_by_name(
 ) -> None:
     import clearbox_client
 
-    # So large that no text stays as it is.
+    # So large that no generated text stays the same.
     vectors = clearbox_client.pack({"post_block": {2: VECTOR * 10}})
     greedy: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     url = str(client.base_url)
@@ -411,7 +413,7 @@ def test_the_openai_client_steers(client: httpx.Client) -> None:
         extra_body={"decode_steering_vectors": packed()},
     )
     assert chat.choices[0].message.content
-    # What steers all is changed with the steering key.
+    # The global vectors are changed with the steering key.
     operator = OpenAI(base_url=f"{client.base_url}/v1", api_key=NEW_KEY)
     told: Any = operator.post("/steering/set", cast_to=object, body={"vectors": spec()})
     try:

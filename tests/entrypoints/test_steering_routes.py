@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of steering on a core whose ranks hold real tables, without a server."""
+"""The routes of steering on an engine core with real tables, without a server."""
 
 import base64
 import json
@@ -226,7 +226,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("set", {}, "at least one of"),
     ("set", [], "JSON object"),
     ("set", {"vector": ONE}, "no such field"),
-    ("set", {"vectors": VECTORS, "replace": "yes"}, "a boolean"),
+    ("set", {"vectors": VECTORS, "replace": "yes"}, "true or false"),
     ("set", {"vectors": {"middle": {"0": ONE}}}, "middle"),
     ("set", {"vectors": {"pre_attn": {"7": ONE}}}, "no layer 7"),
     ("set", {"vectors": {"pre_attn": {"1": ONE * 2}}}, "4 numbers"),
@@ -371,7 +371,7 @@ def test_metadata_must_be_an_object(client: TestClient) -> None:
 
 
 HUGE = {"post_block": {"1": [2e38] * WIDTH}}
-"""Twice this is more than float32 can hold."""
+"""Twice this value overflows float32."""
 
 
 def test_a_set_that_leaves_no_room_for_a_request_changes_nothing(

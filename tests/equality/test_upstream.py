@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With its features off the fork says bit for bit what upstream says."""
+"""With its features off, the fork's outputs equal upstream's bit for bit."""
 
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of capture: all on one engine, one of them as a user runs it."""
+"""The capture examples: all on one engine, one of them as a user runs it."""
 
 import re
 import subprocess
@@ -48,7 +48,7 @@ def llm(root: Path) -> Iterator[LLM]:
 
 
 def lines(capsys: pytest.CaptureFixture[str], pattern: str) -> list[Any]:
-    """What `pattern` finds in the lines that were printed."""
+    """The matches of `pattern` in the printed lines."""
     return re.findall(pattern, capsys.readouterr().out, re.MULTILINE)
 
 

@@ -26,7 +26,7 @@ import picture  # noqa: E402
 import serving  # noqa: E402
 import toning  # noqa: E402
 
-# Answers /health once it listens; the port comes as the first argument.
+# Answers /health once it listens; the port is the first argument.
 HEALTHY = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -51,7 +51,7 @@ def is_alive(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return False
-    return status != "Z"  # a zombie has ended
+    return status != "Z"  # a zombie has exited
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -136,7 +136,7 @@ def test_the_reference_reads_the_stream_where_the_hook_points_are() -> None:
         assert torch.equal(rows[layer, "pre_attn"], states[layer][0])
         assert not torch.equal(rows[layer, "post_attn"], rows[layer, "post_block"])
     assert torch.equal(rows[0, "post_block"], states[1][0])
-    torch.testing.assert_close(final, states[3][0])  # HF's last one is normed
+    torch.testing.assert_close(final, states[3][0])  # HF normalizes its last one
 
 
 def test_a_difference_shows_in_the_comparison() -> None:

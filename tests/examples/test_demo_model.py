@@ -39,7 +39,7 @@ def take(count: int, seed: int) -> list[Document]:
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_any_kernel() -> Iterator[None]:
-    """One thread is faster for a model this small; training sets both for good."""
+    """Use one thread, the fastest for a small model; training sets both for good."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -197,14 +197,14 @@ def test_greedy_stories_are_readable_not_repetitive_and_end(
 def test_chat_answers_keep_to_the_question(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    # bos is the tokenizer's to add, as in the completions route.
+    # The tokenizer adds bos, as in the completions route.
     question = "<|user|>{}<|assistant|>"
     asked = ("How was the weather?", "How are you?", "How is your sister?")
     weather, mood, kin = write(model, tokenizer, [question.format(q) for q in asked])
     weather_words = {"weather", "sky", "sun", "sunshine", "wind", "rain"}
     assert weather_words & set(words_of(weather)), weather
     assert mood.startswith("I "), mood
-    # Which relative is asked for is more than the model can keep in mind.
+    # The model is too small to remember which relative the question names.
     assert any(f"my {relative}" in kin.lower() for relative in KIN), kin
 
 

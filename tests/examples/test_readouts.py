@@ -54,7 +54,7 @@ def test_the_last_layer_says_what_was_written(
     rows = capsys.readouterr().out.splitlines()[1:]
     words = [re.findall(r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"", row) for row in rows]
     assert len(words) == 9
-    # The last layer's likeliest token is the one that is written next.
+    # The last layer's likeliest token is the generated one.
     assert [row[-1] for row in words[:-1]] == [row[0] for row in words[1:]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo MODEL=smollm2`, as it is called."""
+"""The command of `make demo MODEL=smollm2`."""
 
 import re
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2 as the conversion restores it, judged by what only intact weights do."""
+"""The converted SmolLM2, checked by abilities that only intact weights have."""
 
 import sys
 from pathlib import Path

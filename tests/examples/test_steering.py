@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of steering, on one engine; `test_http.py` runs the client's."""
+"""The steering examples, on one engine; `test_http.py` runs the client's."""
 
 import sys
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture
 def run(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
-    """Run an example; what it printed. All use the shared engine."""
+    """Run an example on the shared engine; returns its output."""
 
     def call(name: str, *arguments: Any) -> str:
         script = load(FOLDER, name)
@@ -130,7 +130,7 @@ def test_extracting_makes_the_vector_that_lies_beside_it(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_each_chat_of_a_batch_is_steered_by_its_own(engine: Any) -> None:
-    # No example, but the engine that has a chat template.
+    # Not an example, but this engine has a chat template.
     from vllm import SamplingParams
 
     vector = load_vectors(TONE).vectors[2, "post_block"]

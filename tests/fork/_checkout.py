@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature checkout and a miniature upstream wheel, made by the test."""
+"""A miniature checkout and a miniature upstream wheel."""
 
 import hashlib
 import zipfile
@@ -53,7 +53,7 @@ EDITS = [
 
 @dataclass(frozen=True)
 class Mini:
-    """A checkout under a temporary folder, pinned to a wheel beside it."""
+    """A checkout in a temporary folder, pinned to a wheel next to it."""
 
     checkout: Checkout
     wheel: Path

@@ -8,7 +8,7 @@ from tests.fork._checkout import Mini, make_mini
 
 @pytest.fixture
 def mini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mini:
-    """A miniature checkout with a cache of its own and no decoder-layer weave."""
+    """A miniature checkout with its own cache and no decoder-layer weave."""
     monkeypatch.setenv("CLEARBOX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("fork.weaving.weaver.LAYER_WEAVE", tmp_path / "absent.py")
     return make_mini(tmp_path / "checkout")

@@ -18,10 +18,11 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "compiled": {"compilation_config": {"cudagraph_mode": "NONE"}},
     "eager": {"enforce_eager": True},
 }
-"""How an engine runs a step; `full` is the default: whole graphs for decoding."""
+"""Ways in which an engine runs a step; `full`, the default: full graphs for
+decoding."""
 
 BF16 = 2e-2
-"""How far bfloat16 rows may be from float32 ones, relative to the row's norm."""
+"""Largest deviation of bfloat16 rows from float32 ones, relative to the row's norm."""
 
 OpenEngine = Callable[..., CapturedEngine]
 
@@ -46,7 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines, one at a time: the next one closes the one before."""
+    """Open engines, one at a time: the next one closes the one before."""
     opened: list[CapturedEngine] = []
 
     def close() -> None:
@@ -63,7 +64,7 @@ def open_engine() -> Iterator[OpenEngine]:
             "max_num_seqs": 16,
             "block_size": 32,
             "gpu_memory_utilization": 0.1,
-            # Nothing is measured, so that other processes may share the GPU.
+            # Memory is not measured, so that other processes may share the GPU.
             "kv_cache_memory_bytes": 2 << 30,
             "skip_tokenizer_init": True,
             "enable_steering": True,
@@ -78,5 +79,5 @@ def open_engine() -> Iterator[OpenEngine]:
 
 @pytest.fixture(scope="session")
 def reference(llama: Path) -> Reference:
-    """What the Transformers library computes for `llama`, in float32."""
+    """The Transformers library's results for `llama`, in float32."""
     return Reference(llama)

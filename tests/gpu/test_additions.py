@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that add vectors, on a GPU: their kernel, and beside others in a graph."""
+"""The ops that add vectors, on a GPU: their kernel, and in parallel in a graph."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def addition(tokens: int, width: int, dtype: torch.dtype) -> Addition:
 
 
 def added(target: torch.Tensor, *additions: Addition) -> torch.Tensor:
-    """`target` with the vectors, one after the other, in double precision."""
+    """`target` plus the vectors, added one by one in double precision."""
     for table, rows in additions:
         vectors = table[rows[: len(target)].long()].double()
         target = (target.double() + vectors).to(target.dtype)
@@ -54,7 +54,7 @@ def test_each_token_gets_the_vector_of_its_row(
 def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
     count: int, tokens: int, width: int, places: list[bool | None]
 ) -> None:
-    """Each replay gives what additions in their turn would give."""
+    """Each replay gives the result of additions in their original places."""
     target = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
     branch = torch.zeros_like(target)
     additions = [addition(tokens, width, target.dtype) for _ in range(count)]
@@ -80,7 +80,7 @@ def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
         product = ((branch @ weight) @ weight) @ weight
         return added(branch + 1.0, *additions) + product
 
-    layer()  # Compiles what there is to compile.
+    layer()  # Compiles the kernels.
     graph = torch.cuda.CUDAGraph()
     Launch.whole = True
     with torch.cuda.graph(graph):
@@ -101,7 +101,7 @@ def test_what_is_begun_beside_other_kernels_is_there_in_its_turn(
 def test_a_kernel_that_begins_early_waits_for_the_stream(
     tokens: int, width: int
 ) -> None:
-    """Behind a copy, a product and one another, each finds what came before."""
+    """After a copy, a product and another addition, each sees the earlier results."""
     stream = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
     source = torch.zeros_like(stream)
     weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -124,7 +124,7 @@ def test_a_kernel_that_begins_early_waits_for_the_stream(
                 )
             torch.mm(staging[2 * number + 1].flip(0), weight, out=stream)
 
-    run()  # Compiles what there is to compile.
+    run()  # Compiles the kernels.
     graph = torch.cuda.CUDAGraph()
     Launch.whole = True
     with torch.cuda.graph(graph):
@@ -153,7 +153,7 @@ def test_a_pass_that_is_no_recording_begins_nothing() -> None:
 
 
 def test_what_is_begun_is_never_on_the_stream_that_records() -> None:
-    """PyTorch lends 32 streams in turn."""
+    """PyTorch hands out 32 streams in turn."""
     target = torch.zeros(4, 64, device="cuda")
     beside = steer_op._side_stream(target.device)
     for _ in range(40):

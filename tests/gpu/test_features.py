@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture inside CUDA graphs beside what else upstream does there."""
+"""Capture inside CUDA graphs together with other features of upstream."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ QUIET: dict[str, Any] = {"detokenize": False}
 
 
 def check_all(engine: CapturedEngine, prompts: list[list[int]], **options: Any) -> None:
-    """Every row of these requests is the reference's."""
+    """Check that every row of these requests equals the reference's."""
     params = asking("all", max_tokens=20, **QUIET)
     for output in engine.run(prompts, params):
         engine.check(output, tolerance=options.get("tolerance", BF16))
@@ -99,7 +99,7 @@ def test_rows_of_a_model_with_fp8_weights(
     llama: Path, reference: Reference, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(llama, reference=reference, quantization="fp8")
-    # Eight bits of a weight, three of them mantissa: some percent in each product.
+    # Weights have eight bits, three of them mantissa: some percent per product.
     check_all(engine, [prompt(30 + i, seed=50 + i) for i in range(4)], tolerance=0.15)
 
 
@@ -144,7 +144,7 @@ def test_rows_of_a_mixture_of_experts(tmp_path: Path, open_engine: OpenEngine) -
 def test_rows_of_a_model_with_latent_attention(
     tmp_path: Path, open_engine: OpenEngine
 ) -> None:
-    """Its second layer is compiled for all that follow; the first is unlike them."""
+    """All later layers share the second layer's code; the first layer differs."""
     from transformers import DeepseekV2Config
 
     config = DeepseekV2Config(
@@ -162,7 +162,7 @@ def test_rows_of_a_model_with_latent_attention(
         n_group=1,
         topk_group=1,
         q_lora_rank=None,
-        # The sizes that Hopper's kernels are made for.
+        # The sizes that Hopper's kernels support.
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
@@ -185,7 +185,7 @@ def test_rows_from_two_gpus(
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
-    # A forked worker cannot use the CUDA that this process began to use.
+    # A forked worker cannot use CUDA after this process has initialized it.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = open_engine(
         llama,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and steering inside CUDA graphs, against the same without graphs."""
+"""Rows and steering inside CUDA graphs, compared with runs without graphs."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,22 +19,22 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (5, 16, 31, 64, 7, 130, 3, 40)
 GENERATED = 24
 LATE = "full, additions late"
-"""As in graphs of a wide stream's few rows."""
+"""As in graphs for few rows of a wide stream."""
 WAYS = (*GRAPHS, LATE)
 
 
 class Run(NamedTuple):
-    """What one way of running a batch gave."""
+    """The results of one way of running a batch."""
 
     tokens: list[list[int]]
     plain_tokens: list[list[int]]
-    """Of the same requests, when nobody captured."""
+    """Tokens of the same requests without captures."""
     rows: dict[int, Stream]
-    """By the request's place in the batch; every other request is plain."""
+    """Rows by the request's index in the batch; every other request is plain."""
 
 
 def steered(seed: int, scale: float) -> dict[str, Any]:
-    """A vector at one layer and at each point."""
+    """Steering by a vector at one layer and at each point."""
     generator = torch.Generator().manual_seed(seed)
     return {
         hook: {2: {"vector": torch.randn(512, generator=generator), "scale": scale}}
@@ -116,7 +116,7 @@ def test_steered_rows_are_those_of_eager_code(
     runs: dict[str, Run], reference: Reference, way: str
 ) -> None:
     for index in (2, 6):  # Captured and steered.
-        # Greedy tokens may part ways between compiled and eager code.
+        # Greedy tokens may differ between compiled and eager code.
         count = LENGTHS[index]
         unsteered = reference.stream(prompt(count, seed=count))
         for tap, rows in runs[way].rows[index].items():
@@ -159,7 +159,7 @@ def test_a_graph_recorded_while_serving_does_the_same(
     tokens, rows = observe()
     assert set(manager.graphs) == started
     monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 3)
-    for _ in range(2):  # While graphs are recorded, and with all of them.
+    for _ in range(2):  # While graphs are recorded, and when all are.
         again, same = observe()
         assert again == tokens
         assert all(a.equal(b) for a, b in zip(rows, same, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of `tests/parity` on a GPU, with what upstream cannot run on a CPU.
+"""`tests/parity` on a GPU, for models that upstream cannot run on a CPU.
 
 One call, recorded in `tests/parity/results.json`:
 `PARITY_RECORD=1 python -m pytest -m gpu tests/gpu/test_parity_cuda.py`

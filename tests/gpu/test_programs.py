@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs at hook points on a GPU: the op itself, and engines that run it."""
+"""Programs at hook points on a GPU: the op, and engines that run it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 
 def program(width: int) -> Program:
-    """A direction out, the norm matched, another one clamped, where a probe fires."""
+    """Project out, add with norm_match, and clamp, where a probe fires."""
     u, v, w = (torch.randn(1, width, device="cuda") for _ in range(3))
     return (
         Instruction(Kind.PROBE, w, flags=Flag.COSINE, c1=2.0, c3=1.0, gate=3),
@@ -52,7 +52,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     tokens: int, width: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    instructions = program(width)  # Their vectors are known by their addresses.
+    instructions = program(width)  # Programs hold the addresses of their vectors.
     words = torch.from_numpy(words_of(instructions)).cuda()
     index = torch.tensor([0, words.data_ptr()], device="cuda")
     rows = (torch.arange(tokens + 3, device="cuda") % 4 != 1).int()
@@ -87,7 +87,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     with torch.no_grad(), fresh:
         compiled = torch.compile(visit, fullgraph=True, dynamic=False)(given)
     assert torch.equal(torch.stack(compiled), eager), "compiled"
-    for whole in (False, True):  # With and without a kernel that begins early.
+    for whole in (False, True):  # With and without an early start of the kernel.
         Launch.whole = whole
         layer()
         graph = torch.cuda.CUDAGraph()
@@ -139,11 +139,11 @@ ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
 }
 LENGTHS = (20, 17, 29, 8, 40, 33, 5, 26, 12, 31)
 AROUND = {"post_block": [1], "pre_attn": [2]}
-"""The stream before the operations, and behind them."""
+"""Captures of the stream before and after the operations."""
 
 
 def run(engine: CapturedEngine, steers: bool, generated: int = 24) -> Any:
-    """Every other request is steered; those that are are captured, too."""
+    """Run requests; every other one is steered and captured."""
     entries = [entry for entry, _ in ENTRIES.values()]
     params = []
     for number in range(len(LENGTHS)):

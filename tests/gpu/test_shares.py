@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel ranks that share the tokens between layers, on several GPUs.
+"""Tensor-parallel ranks that split tokens between layers, on several GPUs.
 
-What `tests/multiprocess/test_shares.py` asks of processes on a CPU, in bfloat16.
+The counterpart of `tests/multiprocess/test_shares.py` for GPUs, in bfloat16.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"eager": True},
     "engines": {"eager": False, "engines": 2},
 }
-# Nothing is measured, so that other processes may share the GPUs.
+# Memory is not measured, so that other processes may share the GPUs.
 MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 SIZES: dict[str, Any] = COMMON | {
     "hidden_size": WIDTH,
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = COMMON | {
 
 
 def begins() -> transformers.PretrainedConfig:
-    """The first layer of experts is given all tokens, by the dense one before it."""
+    """The first layer of experts receives all tokens from the dense layer before it."""
     return transformers.DeepseekV2Config(
         **SIZES,
         num_attention_heads=16,
@@ -60,7 +60,7 @@ def begins() -> transformers.PretrainedConfig:
         n_group=1,
         topk_group=1,
         q_lora_rank=None,
-        # The sizes that Hopper's kernels are made for.
+        # The sizes that Hopper's kernels support.
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
@@ -69,7 +69,7 @@ def begins() -> transformers.PretrainedConfig:
 
 
 def throughout() -> transformers.PretrainedConfig:
-    """The model shares its tokens before the first layer."""
+    """The model splits its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
         **SIZES,
         num_attention_heads=8,

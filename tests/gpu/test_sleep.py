@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that has slept captures, steers and reads out as before."""
+"""An engine captures, steers and reads out after sleep as before."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def vector(seed: int) -> torch.Tensor:
 
 
 def own(seed: int) -> dict[str, Any]:
-    """Vectors and a program of a request's own."""
+    """A request's own vectors and program."""
     clamped = {"vector": vector(seed + 1), "op": "clamp", "min": -1, "max": 1}
     return {"post_block": {1: vector(seed), 2: clamped}}
 
@@ -58,7 +58,7 @@ def test_sleep_keeps_what_steers_and_captures(
         else:
             llm.wake_up(tags=["weights"])
             llm.collective_rpc("reload_weights")
-            # The tables are back before the cache of keys and values is.
+            # The tables are restored before the KV cache is.
             llm.set_steering({"pre_attn": {0: vector(9)}})
             llm.set_steering({"pre_attn": {0: vector(7)}})
             llm.wake_up(tags=["kv_cache"])

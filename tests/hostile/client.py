@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of a guarded server, and one that watches how long others wait."""
+"""A client of a server with keys, and a watch on response times."""
 
 import json
-import threading
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter, sleep
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.support.server import Reply, Server
 
 
 class Client:
-    """Sends requests with a key, or with none."""
+    """A client with or without a key."""
 
     def __init__(self, server: Server, key: str = "") -> None:
         self.server = server
@@ -27,11 +29,11 @@ class Client:
         body: bytes | None = None,
         key: bytes | None = None,
     ) -> Reply:
-        """The reply to a request whose body is sent as it is."""
+        """Send a request with this raw body; returns the reply."""
         given = self._key.encode() if key is None else key
         headers = {"Content-Type": "application/json"}
         if given:
-            # The client writes headers as Latin-1, so that these are the bytes sent.
+            # The client encodes headers as Latin-1, so these bytes are sent.
             headers["Authorization"] = (b"Bearer " + given).decode("latin-1")
         request = urllib.request.Request(
             self.server.url + path, body, headers, method=method
@@ -55,23 +57,38 @@ class Client:
         return self.send("POST", path, json.dumps(body).encode(), key)
 
 
+@dataclass(slots=True)
+class Watch:
+    """What `watching` has seen, once it ends."""
+
+    waits: list[float] = field(default_factory=list)
+    """Seconds that each request to `/health` took."""
+    owned: list[float] = field(default_factory=list)
+    """The part of each during which the server's process was running.
+
+    At most as long as the request, so a machine that gives the server no processor
+    does not count.
+    """
+
+
 @contextmanager
-def watching(server: Server, pause: float = 0.002) -> Iterator[list[float]]:
-    """How long each of many requests to `/health` takes meanwhile, in seconds."""
-    waits: list[float] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.is_set():
-            begun = perf_counter()
-            assert server.get("/health").status == 200
-            waits.append(perf_counter() - begun)
-            sleep(pause)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
+def watching(server: Server) -> Iterator[Watch]:
+    """Measure requests to `/health` meanwhile, from another process."""
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.hostile.watcher", server.url, str(server.pid)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert watcher.stdout is not None
+    assert watcher.stdout.readline() == "ready\n"
+    watch = Watch()
     try:
-        yield waits
+        yield watch
     finally:
-        done.set()
-        thread.join(timeout=60)
+        told, _ = watcher.communicate(timeout=150)
+        assert watcher.returncode == 0, watcher.returncode
+        seen = json.loads(told)
+        watch.waits += [seconds for seconds, _ in seen]
+        watch.owned += [min(pair) for pair in seen]

@@ -10,9 +10,9 @@ from tests.support.models import llama
 from tests.support.server import Server
 
 WIDTH = 64
-"""Of the served model's stream; it has 3 layers."""
+"""Width of the served model's stream; it has 3 layers."""
 INLINE_BYTES = 14 << 20
-"""Rows that all requests of the served model may bring back together."""
+"""Most bytes of rows that all requests of the served model return together."""
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def attacked(
     api_key: str,
     steering_key: str,
 ) -> Iterator[Server]:
-    """A server with both features, both keys, and upstream's routes for development."""
+    """A server with both features, both keys, and upstream's development routes."""
     opened = Server(
         llama(tmp_path_factory.mktemp("hostile") / "llama"),
         *("--capture-consumers", f"filesystem:root={attacked_root}"),
@@ -56,17 +56,17 @@ def attacked(
 
 @pytest.fixture(scope="session")
 def client(attacked: Server, api_key: str) -> Client:
-    """Has the server's key."""
+    """A client with the server's key."""
     return Client(attacked, api_key)
 
 
 @pytest.fixture(scope="session")
 def stranger(attacked: Server) -> Client:
-    """Has no key."""
+    """A client without a key."""
     return Client(attacked)
 
 
 @pytest.fixture(scope="session")
 def steerer(attacked: Server, steering_key: str) -> Client:
-    """Has the steering key."""
+    """A client with the steering key."""
     return Client(attacked, steering_key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests of every kind, and what is compared of their responses."""
+"""Random requests of every kind, and the comparison of their responses."""
 
 import base64
 import random
@@ -21,7 +21,7 @@ STOPS = (" the", "e", "ing", ". ", "qu", "\n")
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; `hang_up` is the chunk of its stream after which its client leaves."""
+    """A request; its client disconnects after chunk `hang_up` of its stream."""
 
     body: dict[str, Any]
     hang_up: int | None
@@ -29,16 +29,16 @@ class Ask:
 
 @dataclass
 class Seen:
-    """What one request has got."""
+    """The content that one request has received."""
 
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     rows: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """By sample, layer, hook and positions."""
+    """Rows by sample, layer, hook and positions."""
 
     def take(self, part: dict[str, Any]) -> None:
-        """A response, or a chunk of one."""
+        """Add a response or a chunk of one."""
         for choice in part.get("choices", ()):
             at = choice["index"]
             self.texts[at] = self.texts.get(at, "") + choice["text"]
@@ -53,20 +53,20 @@ class Seen:
 
 
 def requests(seed: int, count: int) -> list[Ask]:
-    """The same ones for a seed."""
+    """Random requests, determined by the seed."""
     chance = random.Random(seed)
-    # Longer than a block of the KV cache, so that it is shared.
+    # Longer than a block of the KV cache, so that blocks are shared.
     prefixes = [_tokens(chance, 140) for _ in range(4)]
     return [_ask(chance, prefixes) for _ in range(count)]
 
 
 def difference(found: Seen, alone: Seen, aborted: bool) -> float:
-    """How far a request's output and rows are from those that it gets alone.
+    """The largest deviation of a request's output and rows from its result alone.
 
-    Relative to the norm of each row, and to 1 of each log-probability.
+    Deviations are relative to the norm of each row, and to 1 for log-probabilities.
 
     Raises:
-        AssertionError: a text or a set of rows is another.
+        AssertionError: a text or a set of rows differs.
 
     """
     worst = 0.0
@@ -151,7 +151,7 @@ def _entry(chance: random.Random, size: int, tier: str) -> dict[str, Any]:
 
 
 def _operation(chance: random.Random) -> dict[str, Any]:
-    """One of every operation that needs nothing on the server."""
+    """A random operation that needs nothing on the server."""
 
     def vector() -> list[float]:
         return [round(chance.gauss(0, 1), 3) for _ in range(WIDTH)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that were right once: a place spoilt, a name misspelt, a byte turned."""
+"""Mutated valid bodies: a changed place, a misspelt name, a flipped byte."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/steering/modules/register", {**NAMED, "replace": True}),
     ("/v1/steering/modules/unregister", {"name": "mutated"}),
 ]
-"""Routes with bodies that they take."""
+"""Routes with valid bodies."""
 
 NAMES = (
     *("vectors", "steering_vectors", "capture", "hooks", "positions", "post_block"),
@@ -69,11 +69,11 @@ ATOMS: tuple[Any, ...] = (
 
 
 MOST_BYTES = 80 << 20
-"""About: more than a server takes, so that too large a body is among them."""
+"""Approximate size; larger than a server accepts, so that too large bodies occur."""
 
 
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """Routes and bodies, the same ones for a seed."""
+    """Yield routes and mutated bodies, determined by the seed."""
     chance = random.Random(seed)
     for _ in range(count):
         path, body = chance.choice(RIGHT)
@@ -85,7 +85,7 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
         where = chance.choice(list(_places(body)))
         change = chance.choice(CHANGES)
         changed = _put(body, where, change(_at(body, where), chance))
-        # A long text at each of many names would not fit in this process.
+        # A long text at each of many names would not fit into this process.
         body = changed if _size(changed) <= MOST_BYTES else body
     raw = json.dumps(body, ensure_ascii=chance.random() < 0.8)
     raw_bytes = raw.encode("utf-8", "surrogatepass")
@@ -95,7 +95,7 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
 
 
 def _size(value: Any) -> int:
-    """About how many bytes the value has as JSON; it may be nested deeply."""
+    """Approximate bytes of the value as JSON; it may be deeply nested."""
     size, waiting = 0, [value]
     while waiting:
         here = waiting.pop()

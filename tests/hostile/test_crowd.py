@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In any company, a hostile client's too, a request gets what it gets alone."""
+"""Each request gets its result alone, whatever other clients send."""
 
 import gc
 import http.client
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOLERANCE = 1e-5
 ROUNDS = 10
 GROWTH = 24 << 20
-"""Bytes by which all processes together may grow over the last rounds: allocators
-keep what they had at the busiest moment so far."""
+"""Bytes by which all processes together may grow over the last rounds; allocators keep
+memory from the busiest moment."""
 
 
 class Customer:
-    """Sends requests, again where there is no room for their rows yet."""
+    """Sends requests, and repeats those refused for lack of room."""
 
     def __init__(self, server: Server, key: str) -> None:
         where = urlsplit(server.url)
@@ -40,11 +40,11 @@ class Customer:
         }
 
     def alone(self, ask: Ask) -> Seen:
-        """What it gets if it stays to the end."""
+        """The result of a request alone, read to the end."""
         return self.send(Ask(ask.body, None))
 
     def send(self, ask: Ask) -> Seen:
-        """What it gets."""
+        """Send a request; returns its result."""
         deadline = monotonic() + 300
         while True:
             connection = http.client.HTTPConnection(*self._address, timeout=300)
@@ -65,7 +65,7 @@ class Customer:
             sleep(0.1)
 
     def _read(self, reply: http.client.HTTPResponse, ask: Ask) -> Seen | None:
-        """None where a stream was refused for want of room."""
+        """None if a stream was refused for lack of room."""
         seen = Seen()
         if not ask.body["stream"]:
             seen.take(json.load(reply))
@@ -88,9 +88,9 @@ class Customer:
 
 @contextmanager
 def hostile_client(client: Client, stranger: Client, seed: int) -> Iterator[list[int]]:
-    """Sends spoilt bodies meanwhile; their statuses.
+    """Send mutated bodies meanwhile; returns their statuses.
 
-    Without the steering key: who has it may change what steers others.
+    It has no steering key, with which it could change the steering of others.
     """
     statuses: list[int] = []
     done = threading.Event()
@@ -100,7 +100,7 @@ def hostile_client(client: Client, stranger: Client, seed: int) -> Iterator[list
             if done.is_set():
                 return
             sender = stranger if path.startswith("/v1/steering") else client
-            # Who has no key is answered before all of a large body is sent.
+            # A client without a key is answered before all of a large body is sent.
             with suppress(OSError):
                 statuses.append(sender.send("POST", path, raw).status)
 
@@ -114,13 +114,13 @@ def hostile_client(client: Client, stranger: Client, seed: int) -> Iterator[list
 
 
 def crowd(customer: Customer, asks: list[Ask]) -> list[Seen]:
-    """All at the same time."""
+    """Send all requests concurrently."""
     with ThreadPoolExecutor(len(asks)) as senders:
         return list(senders.map(customer.send, asks))
 
 
 def check(asks: list[Ask], found: list[Seen], alone: list[Seen]) -> float:
-    """The largest difference of all."""
+    """Compare all results; returns the largest difference."""
     worst = 0.0
     for ask, one, other in zip(asks, found, alone, strict=True):
         apart = difference(one, other, ask.hang_up is not None)
@@ -130,7 +130,7 @@ def check(asks: list[Ask], found: list[Seen], alone: list[Seen]) -> float:
 
 
 def memory_of(server: Server) -> int:
-    """Bytes of all the server's processes' own memory."""
+    """Bytes of private memory of all of the server's processes."""
     gc.collect()
     parent = psutil.Process(server.pid)
     processes = [parent, *parent.children(recursive=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may capture, steer, and change steering; on every route that is mounted."""
+"""Access to capture, steering and changes of steering, on every mounted route."""
 
 import json
 from argparse import Namespace
@@ -38,7 +38,7 @@ GENERATES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
     "/inference/v1/generate": {**TOKENS, "sampling_params": {"max_tokens": 1}},
 }
-"""Every route that generates, with a body that it takes."""
+"""Every route that generates, with a valid body."""
 
 READS_NO_FIELDS = {
     *("/generative_scoring", "/v1/systemone", "/v1/messages/count_tokens"),
@@ -48,7 +48,7 @@ READS_NO_FIELDS = {
     *("/v1/responses/render", "/v1/chat/completions/derender"),
     *("/v1/completions/derender", "/inference/v1/abort_requests"),
 }
-"""Routes of upstream that generate nothing that our fields could change."""
+"""Upstream routes that generate nothing that our fields could change."""
 
 OURS = {f"/v1/steering/{name}" for name in ("set", "clear")} | {
     f"/v1/steering/modules/{name}" for name in ("register", "unregister")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A field that looks like ours, or that means something elsewhere, is never ignored."""
+"""A field that resembles ours, or belongs to another system, is never ignored."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ MEANT = {
 
 
 def unread(kind: Any) -> list[str]:
-    """Names of the table that this kind of request does not carry out."""
+    """Names of the table that this kind of request does not support."""
     return [name for name in MEANT if name not in kind.model_fields]
 
 
@@ -67,7 +67,7 @@ def test_other_extra_fields_pass_as_upstream_lets_them(
 
 def test_what_is_implemented_is_not_called_foreign() -> None:
     for kind in (CompletionRequest, ChatCompletionRequest):
-        # A key that is carried out among the arguments is still none at the top.
+        # A key that is valid among the arguments is invalid at the top level.
         honoured = set(kind.model_fields) | set(FIELDS)
         assert not honoured & set(FOREIGN)
 
@@ -79,7 +79,8 @@ def test_keys_for_extensions_are_looked_at_too(name: str, inside: str) -> None:
     with pytest.raises(VLLMValidationError, match=name) as refused:
         CompletionRequest.model_validate(body)
     assert refused.value.parameter == f"{inside}.{name}"
-    with pytest.raises(ValueError, match=name):  # What offline users catch.
+    # The exception that offline users catch.
+    with pytest.raises(ValueError, match=name):
         refuse_args(SamplingParams(extra_args={name: [15]}).extra_args)
 
 

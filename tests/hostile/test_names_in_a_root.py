@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's names, and files that people put there, spoil nobody's captures."""
+"""Names from clients, and foreign files in a root, do not affect captures."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An API server that is killed leaves no process behind that upstream's does not."""
+"""A killed API server leaves no process that upstream's would not leave."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.server import OWN_WORKER, Server
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.hostile]
 
 SECONDS = 30.0
-"""What still runs so long after its parent was killed is left behind."""
+"""A process that runs this long after its parent was killed is an orphan."""
 COMMON = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager")
 BODY = {"model": "tiny", "prompt": [20, 30], "max_tokens": 200, "ignore_eos": True}
 STEERED = {
@@ -24,11 +24,11 @@ STEERED = {
 
 
 class UpstreamServer(Server):
-    """Of the release, without this project."""
+    """A server of the release, without this project."""
 
 
 def left_behind(server: Server, body: dict[str, object]) -> list[str]:
-    """Kinds of the processes that outlive a server that is killed in a request."""
+    """Kinds of processes that outlive a server that is killed during a request."""
     try:
         for number, _ in enumerate(server.stream("/v1/completions", body)):
             if number == 5:
@@ -47,14 +47,14 @@ def left_behind(server: Server, body: dict[str, object]) -> list[str]:
 
 
 def kind(process: psutil.Process) -> str:
-    """`VLLM::EngineCore`, say, or `python` for a helper of multiprocessing."""
+    """The kind of a process: `VLLM::EngineCore`, or `python` for a helper."""
     with suppress(psutil.NoSuchProcess):
         return Path(process.cmdline()[0]).name
     return ""
 
 
 def upstream(folder: Path) -> Path:
-    """The Python of upstream's release, with the name that its command asks for."""
+    """The Python of upstream's release, under the name that its command expects."""
     python = make_upstream_environment(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     facts = site / "vllm-0.32.0+cpu.dist-info" / "METADATA"

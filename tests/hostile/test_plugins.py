@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plug-in that misbehaves spoils its own results, and nothing else."""
+"""A misbehaving plug-in affects its own results only."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ ROWS = {(0, "post_block"): rows_of(2, 4, 0, torch.float32)}
 
 
 class Giving(CaptureConsumer):
-    """Gives a payload, or raises."""
+    """Returns a payload, or raises."""
 
     def __init__(self, payload: Any = None, error: BaseException | None = None) -> None:
         self.payload, self.error = payload, error
@@ -95,7 +95,7 @@ def test_a_payload_without_a_text_is_told_by_its_class() -> None:
 
 
 class Leaving:
-    """Answers a request's spec by leaving."""
+    """Raises SystemExit for a request's spec."""
 
     location = "driver"
     reads_client_spec = True
@@ -165,7 +165,7 @@ def test_a_consumer_that_raises_is_logged_at_the_server(
 
 
 class Hanging:
-    """Does not come back, from a call or from its shutdown."""
+    """Does not return from a call or from its shutdown."""
 
     location = "driver"
 

@@ -24,7 +24,7 @@ LONG = "x" * 1_000_000
     ids=["text", "one of a vector", "of each row", "a number as text", "object"],
 )
 def test_a_text_in_a_vector_takes_no_memory(raw: Any) -> None:
-    # An array of texts would take four times the longest one's bytes for each.
+    # An array of texts would take four times the longest text's bytes per element.
     tracemalloc.start()
     try:
         with pytest.raises(SteeringValidationError, match="real numbers"):

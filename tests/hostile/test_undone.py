@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was refused has changed nothing, and harms nobody who comes later."""
+"""Refused requests change nothing and do not affect later ones."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that their clients do not read are bounded, as rows in flight are."""
+"""Responses that clients do not read are limited, like rows in flight."""
 
 import json
 import socket
@@ -35,7 +35,7 @@ BODY: dict[str, Any] = {
 
 
 class Deaf:
-    """A client that looks at how its response begins, and reads nothing of it."""
+    """A client that reads the beginning of a response and then stops."""
 
     def __init__(self, server: Server, key: str, body: dict[str, Any]) -> None:
         text = json.dumps(body).encode()
@@ -54,7 +54,7 @@ class Deaf:
         )
 
     def is_admitted(self) -> bool:
-        """Whether the response carries anything but an error."""
+        """Whether the response is anything but an error."""
         deadline = monotonic() + 120
         while monotonic() < deadline:
             seen = self.socket.recv(2000, socket.MSG_PEEK)
@@ -66,7 +66,7 @@ class Deaf:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process's own memory, without what it shares."""
+    """Bytes of a process's private memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if "RssAnon" in line)
 
@@ -93,10 +93,10 @@ def test_what_clients_do_not_read_is_bounded(
         opened.enter_context(one.socket)
     admitted = sum(one.is_admitted() for one in deaf)
     assert 1 <= admitted <= INLINE_BYTES // ROWS_BYTES
-    sleep(1)  # For what would be buffered beyond the limit.
+    sleep(1)  # For data that would be buffered beyond the limit.
     assert resident(attacked.pid) - before < 2 * INLINE_BYTES
     refused = client.post("/v1/completions", BODY)
-    assert refused.status == 400 and "not read yet" in str(refused.body)
+    assert refused.status == 400 and "unread responses" in str(refused.body)
     assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
     opened.close()
     deadline = monotonic() + 30

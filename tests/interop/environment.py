@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment per peer library, over the project's own.
+"""A virtual environment per peer library, on top of the project's own.
 
     python -m tests.interop.environment PEER
 

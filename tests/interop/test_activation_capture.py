@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-activation-capture's own scripts and formulas, without the package."""
+"""vllm-activation-capture's scripts and formulas, without the package."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """As a script has it, with its variables and its worker class."""
+    """An engine as a script creates it, with its variables and worker class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ACT_CAPTURE", "1")
         patch.setenv("VLLM_ACT_MODE", "full8")
@@ -71,7 +71,7 @@ def test_files_hold_every_token_of_every_layer(llm: LLM, model: Path) -> None:
         assert manifest["mode"] == "full8"
         with torch.no_grad():
             states = reference(torch.tensor([tokens]), output_hidden_states=True)
-        for layer in range(2):  # what leaves the last one is normed in the library
+        for layer in range(2):  # the library normalizes the last layer's output
             acts = quick_load(folder.parent, folder.name, layer=layer)
             expected = states.hidden_states[layer + 1][0].numpy()
             span = expected.max(axis=0) - expected.min(axis=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the Inspect providers that need no Inspect."""
+"""The parts of the Inspect providers that work without Inspect."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""interp-engine's interface over an engine, against the Transformers library."""
+"""interp-engine's interface on an engine, compared with Transformers."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ def reference(folder: Path):
 
 
 def streams(reference, tokens: list[int], change=None) -> list[torch.Tensor]:
-    """What leaves each layer `[tokens, 64]`, changed by `change(layer, stream)`."""
+    """The output of each layer `[tokens, 64]`, changed by `change(layer, stream)`."""
     found: list[torch.Tensor] = []
 
     def hook(layer: int):
@@ -131,7 +131,7 @@ STEERING = [
 
 
 def steer(layer: int, h: torch.Tensor) -> torch.Tensor:
-    """`STEERING`, as interp-engine's documentation has its methods."""
+    """Apply `STEERING` by the formulas of interp-engine's documentation."""
     v, w = V / V.norm(), W / W.norm()
     if layer == 0:
         share = min(0.3 * float(V.norm()), 1.0)

@@ -43,8 +43,8 @@ def test_row_i_is_what_output_token_i_was_read_from(llm, reference) -> None:
         states = reference(torch.tensor([tokens]), output_hidden_states=True)
         prompt = len(output.prompt_token_ids)
         assert set(output.hidden_states) == {0, 2}
-        # The library's last hidden state is behind the final norm: layer 2 is the
-        # model's last, so only layer 0 compares directly.
+        # The library's last hidden state is normalized: layer 2 is the model's last, so
+        # only layer 0 is compared directly.
         expected = states.hidden_states[1][0]
         assert output.hidden_states[0].shape == (5, 64)
         torch.testing.assert_close(

@@ -49,7 +49,7 @@ def asked(**args) -> SamplingParams:
 
 
 def streams_of(reference, tokens: list[int], change=None) -> torch.Tensor:
-    """What leaves each layer `[layers, tokens, hidden]`, after `change(layer, h)`."""
+    """The output of each layer `[layers, tokens, hidden]`, after `change(layer, h)`."""
     found = []
     handles = []
     for number, layer in enumerate(reference.model.layers):
@@ -70,7 +70,7 @@ def streams_of(reference, tokens: list[int], change=None) -> torch.Tensor:
 
 
 def tokens_of(output) -> list[int]:
-    """Those that have rows."""
+    """The tokens that have rows."""
     return [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that carry out an order in a process of their own."""
+"""Runs modules that execute an order in a separate process."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def carry_out(module: str, order: Any, found: Path, timeout: float) -> dict[str, Any]:
-    """What `python -m module ORDER.json` finds and saves at `found`.
+    """Run `python -m module ORDER.json`; returns what it saves at `found`.
 
-    `order` is a dataclass with the variables of its `environment`. What the processes
-    say is in a file beside `found`.
+    `order` is a dataclass with the variables of its `environment`. The processes'
+    output is in a file next to `found`.
     """
     import torch
 
@@ -30,7 +30,7 @@ def carry_out(module: str, order: Any, found: Path, timeout: float) -> dict[str,
             timeout=timeout,
         )
     said = log.read_text(errors="replace")
-    # Other processes fail because one did: the first errors say why.
+    # Other processes fail because one did: the first errors give the reason.
     errors = [line for line in said.splitlines() if " ERROR " in line]
     assert done.returncode == 0, "\n".join([*errors[:60], said[-9000:]])
     saved: dict[str, Any] = torch.load(found, weights_only=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models that can be split: two heads of everything, and four layers."""
+"""Tiny models that can be split: two heads of everything, four layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ def _common(**options: Any) -> dict[str, Any]:
 
 
 def _hybrid() -> transformers.PretrainedConfig:
-    """Attention, and Mamba-2 mixers; also a factor on what a layer adds."""
+    """Attention and Mamba-2 mixers, with a factor on each layer's addition."""
     return transformers.GraniteMoeHybridConfig(
         **_common(
             num_local_experts=0,
@@ -52,13 +52,13 @@ def _hybrid() -> transformers.PretrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model to be split."""
+    """A model that is split over ranks or stages."""
 
     name: str
     config: Callable[[], transformers.PretrainedConfig]
     places: Places = field(default_factory=lambda: Places(decoder))
     not_in_stages: str | None = None
-    """Why upstream cannot split its layers over stages."""
+    """The reason why upstream cannot split its layers over stages."""
 
     def save(self, folder: Path) -> Path:
         """A checkpoint with random weights."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of a server whose API server processes share one port.
 
-The kernel chooses the process for each connection, so a client keeps the one that it
-has, and tells whose it is.
+The kernel chooses the process for each connection, so a client keeps its connection and
+reports the process.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 ENVIRONMENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
-"""For the server: it must not close connections that wait."""
+"""The server must not close idle connections."""
 
 _TRIES = 64
 
@@ -28,7 +28,7 @@ class Connections:
     _opened: ExitStack = field(default_factory=ExitStack)
 
     def to(self, number: int, processes: list[int]) -> httpx.Client:
-        """Another client of the process `processes[number]`."""
+        """A new client of the process `processes[number]`."""
         for _ in range(_TRIES):
             client, process = self._open()
             if process == processes[number]:
@@ -73,7 +73,7 @@ def connections(url: str, **options: Any) -> Iterator[Connections]:
 
 
 def _other_end(port: int) -> int:
-    """The process among ours that a connection from `port` has come to."""
+    """The API server process to which the connection from `port` is open."""
     for process in psutil.Process().children(recursive=True):
         for one in process.net_connections("tcp"):
             if one.raddr and one.raddr.port == port:

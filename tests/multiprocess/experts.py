@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream lacks for experts whose tokens are shared: for tests of our part.
+"""Stand-ins for parts of expert parallelism that upstream lacks on a CPU.
 
-On a CPU two collectives are missing, and every expert is taken for a rank's own.
+On a CPU two collectives are missing, and every expert is treated as local.
 """
 
 from itertools import accumulate
@@ -51,7 +51,7 @@ def _reduce_scatterv(self: Any, given: Any, dim: int, sizes: list[int]) -> Any:
 
 
 def share_in_one_engine() -> None:
-    """Share tokens where upstream does it with several engines only."""
+    """Split tokens in one engine, which upstream does with several engines only."""
     from vllm.config import ParallelConfig
 
     ParallelConfig.use_sequence_parallel_moe = property(  # type: ignore[method-assign, assignment]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that takes no change of steering while it is told so.
+"""A worker that fails to change its steering while a file names it.
 
-Given as `--worker-extension-cls`, so that each worker process imports it. Nobody else
-may: it changes what workers do.
+Used as `--worker-extension-cls`, so that each worker process imports it. Other
+processes must not import it, because it changes the worker's code.
 """
 
 import os
@@ -21,17 +21,17 @@ engines: list[int] = []
 
 
 class Faulty:
-    """Nothing is added to the worker itself."""
+    """Adds nothing to the worker itself."""
 
 
 def opening(self: WorkerSteering, vllm_config: Any, *others: Any) -> None:
-    """Notes whose worker this is."""
+    """Record the engine of this worker."""
     engines[:] = [vllm_config.parallel_config.data_parallel_index]
     opened(self, vllm_config, *others)
 
 
 def staged(self: WorkerSteering, tiers: Any) -> None:
-    """Fails behind everything that a rank does to prepare a change."""
+    """Fail after a rank has prepared a change completely."""
     stage(self, tiers)
     flag, rank = Path(os.environ[FAULT]), torch.distributed.get_rank()
     if flag.exists() and flag.read_text() in (str(rank), f"engine {engines[0]}"):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run an engine over several processes, and write down what it captures and says.
+"""Runs an engine over several processes, and saves its captures and outputs.
 
     python -m tests.multiprocess.observe ORDER.json
 
-A process of its own, because an engine leaves a process group behind, and because
-the runner must be chosen before vllm is imported.
+A separate process, because an engine leaves a process group behind, and because the
+runner must be chosen before vllm is imported.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from tests.multiprocess.apart import carry_out
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    # Here, since workers import this module anew before they import vllm.
+    # Set here, because workers import this module again before they import vllm.
     import tests.support.interpreted  # noqa: F401
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -25,31 +25,31 @@ EVERYWHERE = dict.fromkeys(HOOKS, "all")
 LAYOUTS = ("per_file", "packed", "sharded")
 NEW_TOKENS = 6
 PROMPT_LENGTHS = (5, 40, 21)
-"""Some of them are computed in several steps, beside others."""
+"""Some prompts are computed in several steps, together with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run."""
+    """The configuration of a run."""
 
     model: str
     root: str
-    """Where consumers write."""
+    """Folder in which consumers write."""
     found: str
-    """Where to write what was found."""
+    """File for the results."""
     tensor: int = 1
     pipeline: int = 1
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process needs; on a CPU only the V2 runner has several stages."""
+        """Environment variables; on a CPU only the V2 runner has several stages."""
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
-            # The interpreter has no target to compile for; upstream's Cohere asks to.
+            # The interpreter has no compile target, which upstream's Cohere requires.
             "TORCHDYNAMO_DISABLE": "1",
         }
 
@@ -67,11 +67,11 @@ def steering(layer: int, hook: str) -> dict[str, Any]:
 
 
 STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn")]
-"""Where each steered request is; on either stage."""
+"""The tap of each steered request, on either stage."""
 
 
 def observe(order: Order) -> dict[str, Any]:
-    """Rows, log-probabilities, results and files of an engine's requests."""
+    """Collect rows, log-probabilities, results and files of an engine's requests."""
     from tests.support.captured import CapturedEngine, prompt
 
     storage = [
@@ -131,7 +131,7 @@ def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
 
 
 def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:
-    """One request in every form in which rows are kept."""
+    """Store one request in every form of rows."""
     from vllm import SamplingParams
 
     found: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Carry out the order whose file is named on the command line."""
+    """Execute the order in the file on the command line."""
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
     import torch
 
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def run(order: Order, timeout: float = 300) -> dict[str, Any]:
-    """Carry out an order in another process."""
+    """Execute an order in another process."""
     return carry_out("tests.multiprocess.observe", order, Path(order.found), timeout)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was checked over several processes, beside what parity has proven."""
+"""Records checks over several processes in the results of parity."""
 
 import fcntl
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "parity" / "results.json"
 FACTS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel"}
-"""By split, the fact that an entry gets."""
+"""The fact that an entry gets, by split."""
 
 
 def record(architecture: str, split: str, path: Path = RESULTS) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run an `AsyncLLM` over several processes, and write down what its outputs carry.
+"""Runs an `AsyncLLM` over several processes, and saves the content of its outputs.
 
     python -m tests.multiprocess.serve ORDER.json
 
-A process of its own, for the reasons that `observe.py` has.
+A separate process, for the same reasons as `observe.py`.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ PROMPT_LENGTHS = (40, 5, 21, 40)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run."""
+    """The configuration of a run."""
 
     model: str
     root: str
-    """Where files and what was found go."""
+    """Folder for files and results."""
     pipeline: int = 1
     data: int = 1
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process needs; on a CPU only the V2 runner has several stages."""
+        """Environment variables; on a CPU only the V2 runner has several stages."""
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,7 +47,7 @@ class Order:
 
 
 async def serve(order: Order) -> dict[str, Any]:
-    """What requests at the same time are answered, output by output."""
+    """The outputs of concurrent requests, one by one."""
     from tests.support.captured import Keeper, prompt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -116,7 +116,7 @@ async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[st
 
 
 def main() -> None:
-    """Carry out the order whose file is named on the command line."""
+    """Execute the order in the file on the command line."""
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
     import torch
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def run(order: Order, timeout: float = 600) -> dict[str, Any]:
-    """Carry out an order in another process."""
+    """Execute an order in another process."""
     Path(order.root, "files").mkdir()
     return carry_out(
         "tests.multiprocess.serve", order, Path(order.root, "found.pt"), timeout

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run engines whose tensor-parallel ranks share the tokens between layers.
+"""Runs engines whose tensor-parallel ranks split the tokens between layers.
 
     python -m tests.multiprocess.shares ORDER.json
 
-A process of its own, because an engine leaves a process group behind.
+A separate process, because an engine leaves a process group behind.
 """
 
 import asyncio
@@ -22,35 +22,36 @@ from tests.multiprocess.experts import complete_on_cpu, share_in_one_engine
 
 LAYERS = 4
 LENGTHS = (5, 40, 21, 6)
-"""Computed in several steps of all parities; the last ones have a single token, which
-only the first rank has."""
+"""Lengths that are computed in several steps of all parities; the last steps have a
+single token, which only the first rank has."""
 NEW_TOKENS = 6
 FLAGS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe")
-"""What layers say whether they share, of which each has one."""
+"""Attributes by which layers show that they split tokens; each layer has one."""
 STEERED = ((0, "post_block"), (1, "pre_attn"), (2, "post_attn"), (3, "pre_attn"))
-"""Where requests are steered: each of them elsewhere, in one batch."""
+"""The taps of steered requests, one each, in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run."""
+    """The configuration of a run."""
 
     model: str
     found: str
-    """Where to write what was found."""
+    """File for the results."""
     width: int
     shares: bool
     engines: int = 1
-    """Data-parallel ones, each over two ranks. With one upstream would not share."""
+    """Number of data-parallel engines, each over two ranks. With one engine upstream
+    would not split tokens."""
     runner: int = 1
     cuda: bool = False
     eager: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine."""
+    """Further options of the engine."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What all processes need; they read the last three themselves."""
+        """Environment variables of all processes, which read the last three."""
         on_cpu = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -68,7 +69,7 @@ class Order:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the engine."""
+        """The options of the engine."""
         on_cuda = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
         common = {
             "model": self.model,
@@ -91,7 +92,8 @@ class Order:
         }
 
 
-# Here, since processes of the engine import this module anew before they import vllm.
+# Set here, because the engine's processes import this module again before they import
+# vllm.
 if os.environ.get("CLEARBOX_TEST_INTERPRETED") == "1":
     import tests.support.interpreted  # noqa: F401
 if os.environ.get("CLEARBOX_TEST_ON_CPU") == "1":
@@ -107,7 +109,7 @@ def vector(seed: int, width: int) -> list[float]:
 
 
 def added(layer: int, hook: str, width: int) -> dict[str, Any]:
-    """Vectors for the prompt and for what is generated."""
+    """Vectors for prompt tokens and for generated ones."""
     tiers = ("prefill_steering_vectors", "decode_steering_vectors")
     return {
         tier: {hook: {layer: vector(10 * layer + number, width)}}
@@ -126,7 +128,7 @@ def operated(layer: int, hook: str, width: int) -> dict[str, Any]:
 
 
 Asked = Mapping[str, Sequence[tuple[list[int], Any]]]
-"""By kind, prompts with the parameters of requests."""
+"""Prompts with the parameters of requests, by kind."""
 
 
 def asked(width: int) -> Asked:
@@ -154,7 +156,7 @@ def asked(width: int) -> Asked:
 
 
 def observe(order: Order) -> dict[str, Any]:
-    """Rows, tokens and log-probabilities of one engine's requests."""
+    """Collect rows, tokens and log-probabilities of one engine's requests."""
     from tests.support.captured import CapturedEngine
 
     options = dict(order.options)
@@ -175,7 +177,7 @@ def observe(order: Order) -> dict[str, Any]:
 
 
 async def observe_engines(order: Order) -> dict[str, Any]:
-    """The same of several engines, between which the requests alternate."""
+    """The same for several engines, between which the requests alternate."""
     from tests.support.captured import Keeper
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -209,13 +211,13 @@ async def observe_engines(order: Order) -> dict[str, Any]:
 
 
 def layers_that_share(worker: Any) -> list[bool]:
-    """For `collective_rpc`: whether tokens are shared behind each layer's attention."""
+    """For `collective_rpc`: whether tokens are split after each layer's attention."""
     layers = worker.model_runner.model.model.layers
     return [any(getattr(layer, flag, False) for flag in FLAGS) for layer in layers]
 
 
 def shown(output: Any, keeper: Any) -> dict[str, Any]:
-    """What a request was answered."""
+    """The answer to a request, for comparison."""
     (sample,), name = output.outputs, output.request_id
     rows = keeper.rows.get((name, 0), {})
     sidecars = keeper.sidecars.get((name, 0), {})
@@ -230,7 +232,7 @@ def shown(output: Any, keeper: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Carry out the order whose file is named on the command line."""
+    """Execute the order in the file on the command line."""
     order = Order(**json.loads(Path(sys.argv[1]).read_text()))
     found = (
         observe(order) if order.engines == 1 else asyncio.run(observe_engines(order))
@@ -239,7 +241,7 @@ def main() -> None:
 
 
 def run(order: Order, timeout: float = 600) -> dict[str, Any]:
-    """Carry out an order in another process."""
+    """Execute an order in another process."""
     return carry_out("tests.multiprocess.shares", order, Path(order.found), timeout)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of the demo model that steer, in several processes, and talking to them."""
+"""Servers of the demo model with steering, in several processes."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,9 +21,9 @@ KEY = "steering"
 def served(
     folder: Path, first_port: int, arguments: list[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[str, Path]]:
-    """A server's address, and a file that names who shall fail to change its steering.
+    """Run a server; yields its address, and a file that names the part that fails.
 
-    It names a rank or an engine, while it is there.
+    While the file exists, the rank or engine in it fails to change its steering.
     """
     port, fault = serving.free_port(first_port), folder / "fault"
     url = f"http://{serving.HOST}:{port}"
@@ -47,12 +47,12 @@ def served(
 
 
 def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
-    """Ask for a change below `/v1/steering/`."""
+    """Request a change below `/v1/steering/`."""
     headers = {"Authorization": f"Bearer {KEY}"}
     return client.post(f"/v1/steering/{what}", json=body, headers=headers)
 
 
 def carried_out(response: httpx.Response) -> Any:
-    """What a server says to what it has done."""
+    """Check that a change succeeded; returns the answer."""
     assert response.status_code == 200, response.text
     return response.json()

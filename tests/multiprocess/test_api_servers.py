@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering and capture through several API server processes of one server.
 
-Whatever one of them is told holds at the others when it has answered.
+A change that one of them has confirmed holds for the others.
 """
 
 import threading
@@ -28,7 +28,7 @@ pytestmark = [
 
 ENGINES = {"one": 1, "data": 2}
 HUGE = {"post_block": {"1": [2e38] * HIDDEN}}
-"""Twice this is more than float32 can hold."""
+"""Twice this value overflows float32."""
 
 Body = dict[str, Any]
 
@@ -40,8 +40,7 @@ class Servers(NamedTuple):
     processes: list[int]
     engines: int
     fault: Path
-    """Names the rank or engine that fails to change its steering, while it is there.
-    """
+    """While it exists, the rank or engine named in it fails to change its steering."""
 
     def client(self, number: int) -> httpx.Client:
         """A new client of one of them."""
@@ -70,7 +69,7 @@ def servers(
 
 @pytest.fixture
 def both(servers: Servers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """A client of each, of servers that nothing was told before."""
+    """A client of each process, with all steering cleared."""
     one, other = servers.client(0), servers.client(1)
     carried_out(post(one, "clear"))
     for name in modules(one):
@@ -124,7 +123,7 @@ def test_what_is_set_through_one_is_told_and_cleared_by_the_other(both: Both) ->
     told = carried_out(post(one, "set", vectors=at(1)))
     told.pop("applied")
     assert state(other) == told == state(one)
-    # Data-parallel engines take turns: each of them steers.
+    # Data-parallel engines alternate, so each of them steers.
     steered = [answer(ask(client)) for client in (one, other) * 2]
     assert all(found == close(steered[0]) for found in steered)
     assert steered[0] != close(plain)
@@ -289,7 +288,7 @@ def test_a_name_of_files_is_taken_for_both(servers: Servers) -> None:
 
     def capture(client: httpx.Client) -> httpx.Response:
         begin.wait()
-        # Long enough for the others to come meanwhile.
+        # Long enough for the others to arrive meanwhile.
         length = {"max_tokens": 200, "ignore_eos": True}
         return ask(client, capture=named, capture_wait=True, **length)
 
@@ -310,7 +309,7 @@ def test_each_server_tells_of_what_all_have_captured(
     one, other = both
     spec = {"hooks": {"post_block": [0]}, "positions": "last_prompt"}
     counted = []
-    for client in both:  # The other of the two may never have had a capture.
+    for client in both:  # The other process may have had no capture.
         before = captured(client)
         carried_out(ask(one, capture={"inline": spec}))
         deadline = monotonic() + 10
@@ -323,7 +322,7 @@ def test_each_server_tells_of_what_all_have_captured(
 
 
 def captured(client: httpx.Client) -> int:
-    """Rows that went to the consumer `inline`."""
+    """The rows of the consumer `inline`."""
     counters = carried_out(client.get("/v1/capture"))["counters"]["consumers"]
     return int(counters["inline"]["rows"])
 

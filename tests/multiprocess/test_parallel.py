@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks, or two pipeline stages, give what one process gives."""
+"""Two tensor-parallel ranks, or two pipeline stages, equal one process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
 
 
 class Workbench:
-    """Models, and engines' findings, each made once."""
+    """Models and engines' results, each computed once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -78,7 +78,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def possible(request: pytest.FixtureRequest) -> None:
-    """Leave out what upstream cannot start; the last test holds it to that."""
+    """Skip what upstream cannot start; the last test checks that it still cannot."""
     chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if chosen.get("split") == "pipeline":
         reason = ARCHITECTURES[chosen["name"]].not_in_stages
@@ -135,7 +135,7 @@ def test_steered_logits_are_those_of_the_library(
     model: Any = reference.model
     for tap, request in zip(STEERED, bench.found(name, split)["steered"], strict=True):
         if tap[1] == "post_attn":
-            continue  # Against one process; the library has no module there.
+            continue  # Compared with one process; the library has no module there.
         prompt = len(request["prompt"])
         with ExitStack() as stack, torch.no_grad():
             stack.callback(steer(model.model.layers, tap, prompt).remove)
@@ -149,7 +149,7 @@ def test_steered_logits_are_those_of_the_library(
 
 
 def steer(layers: Any, tap: Tap, num_prompt: int) -> Any:
-    """The library's model with the request's vectors added."""
+    """Add the request's vectors in the library's model."""
     layer, hook = tap
     base, prefill, decode = (
         torch.tensor(field[hook][layer]) for field in steering(layer, hook).values()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AsyncLLM` over two pipeline stages, or two data-parallel engines.
 
-Each request has its own rows, with outputs before the last too, from all layers.
+Each request has its own rows of all layers, also in outputs before the last.
 """
 
 from pathlib import Path

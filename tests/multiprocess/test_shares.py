@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share the tokens between layers give what one process gives."""
+"""Ranks that split the tokens between layers give the results of one process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,8 @@ pytestmark = [
 HOOKS = ("pre_attn", "post_attn", "post_block")
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
 SHARING = {"begins": [False, True, True, True], "throughout": [True] * LAYERS}
-"""Which layers share, of a model whose layers of experts begin it, or whose all do."""
+"""The layers that split tokens, if layers of experts start the splitting, and if the
+model does."""
 WIDTH = 64
 Found = dict[str, Any]
 COMMON: dict[str, Any] = {
@@ -44,7 +45,7 @@ COMMON: dict[str, Any] = {
 
 
 def begins() -> transformers.PretrainedConfig:
-    """The first layer of experts is given all tokens, by the dense one before it."""
+    """The first layer of experts receives all tokens from the dense layer before it."""
     return transformers.DeepseekV2Config(
         **COMMON,
         num_attention_heads=2,
@@ -56,7 +57,7 @@ def begins() -> transformers.PretrainedConfig:
         n_group=1,
         topk_group=1,
         q_lora_rank=None,
-        # Upstream's latent attention on a CPU knows one size, and scaled rotations.
+        # Upstream's latent attention on a CPU supports one size, and scaled rotations.
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=32,
@@ -66,13 +67,13 @@ def begins() -> transformers.PretrainedConfig:
 
 
 def throughout() -> transformers.PretrainedConfig:
-    """The model shares its tokens before the first layer."""
+    """The model splits its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
         **COMMON,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        # Upstream's linear attention on a CPU knows bfloat16 only.
+        # Upstream's linear attention on a CPU supports bfloat16 only.
         layer_types=["full_attention"] * LAYERS,
         num_experts=8,
         shared_expert_intermediate_size=64,
@@ -81,7 +82,7 @@ def throughout() -> transformers.PretrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model that shares, and options that its engines need."""
+    """A model that splits tokens, and the options that its engines need."""
 
     config: Callable[[], transformers.PretrainedConfig]
     options: dict[str, Any]
@@ -89,24 +90,26 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far results may be apart, relative to their norm."""
+    """Largest deviations of results, relative to their norm."""
 
     rows: float
-    """From the library's."""
+    """Deviation from the library's rows."""
     together: float
-    """One process's from those of several."""
+    """Deviation of one process's results from those of several."""
     exact: bool
-    """Otherwise a close decision may turn, and what follows it is not compared."""
+    """Whether tokens must be equal; otherwise a close decision may differ, and later
+    tokens are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Checkpoints, and what one process finds, made once."""
+    """Checkpoints, and the results of one process, each computed once."""
 
     folder: Path
     kinds: dict[str, Kind]
     ways: dict[str, dict[str, Any]]
-    """How ranks share: one engine of two ranks, or two such engines, as upstream."""
+    """Ways of splitting: one engine of two ranks, or two such engines, as upstream
+    does."""
     width: int
     bounds: Bounds
     dtype: torch.dtype = torch.float32
@@ -120,7 +123,7 @@ class Models:
         return path
 
     def run(self, name: str, way: str) -> Found:
-        """What the processes of a way find; `whole` is a single one."""
+        """The results of a way's processes; `whole` is a single process."""
         chosen = self.ways.get(way, {"eager": False} if self.cuda else {})
         order = Order(
             str(self.path(name)),
@@ -227,7 +230,7 @@ def test_shared_tokens_give_what_one_process_gives(
 
 
 def same(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Number of leading tokens that are equal."""
     differing = [a != b for a, b in zip(one, other, strict=True)]
     return differing.index(True) if True in differing else len(one)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering over HTTP: servers of several processes answer as one of one process."""
+"""Steering over HTTP: servers of several processes answer like one of one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ OPTIONS: dict[str, list[str]] = {
     "tensor": ["--tensor-parallel-size", "2"],
     "pipeline": ["--pipeline-parallel-size", "2"],
 }
-"""On a CPU only the V2 runner has several stages."""
+"""On a CPU only the V2 runner supports several stages."""
 
 Server = tuple[httpx.Client, Path]
-"""A client, and the file that names a rank that shall fail."""
+"""A client, and the file that names the failing rank."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def answers(client: httpx.Client) -> dict[str, Any]:
-    """What a server says to each request and route, in one order."""
+    """A server's answers to each request and route, in a fixed order."""
     told: dict[str, Any] = {"layers": carried_out(client.get("/v1/steering/layers"))}
     module = {"vectors": at(8, 1) | at(9, 4, "pre_attn"), "decode_vectors": at(3, 5)}
     told["register"] = carried_out(
@@ -123,7 +123,7 @@ def test_every_answer_is_that_of_one_process(
 
 
 def close(expected: Any) -> Any:
-    """Equal to this, but for the last digits of numbers."""
+    """Equal except for the last digits of numbers."""
     if isinstance(expected, dict):
         return {name: close(value) for name, value in expected.items()}
     if isinstance(expected, list):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare cases from the command line: `python -m tests.parity [NAME ...]`.
+"""Compares cases from the command line: `python -m tests.parity [NAME ...]`.
 
-A name stands for all cases that it is a part of.
+A name selects all cases whose name contains it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.parity.processes import CaseFailed, prove
 
 
 def look(case: Case, options: argparse.Namespace) -> str:
-    """One line on a case, and what is wrong with it."""
+    """Compare a case; prints a line and its problems."""
     started = time.monotonic()
     try:
         compared, points = prove(case, options.device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far rows and logits may be from those of the library in float32.
+"""Bounds of the deviation of rows and logits from the library's in float32.
 
-A float32 case has fixed bounds: rounding takes a hundredth of them. In bfloat16 what is
-lost depends on the processor's instructions and on the kernels that are chosen for
-them, so it is measured where the test runs: the library's own model in bfloat16
-against the library's in float32, with the same requests and the same steering.
+A float32 case has fixed bounds: rounding takes a hundredth of them. In bfloat16 the
+loss depends on the processor's instructions and on the kernels chosen for them, so it
+is measured where the test runs: the library's model in bfloat16 is compared with the
+library's in float32, for the same requests and the same steering.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,14 @@ from tests.parity.engine import Answer, Answers, vector
 from tests.parity.reference import Reference, Stream, Tap
 
 ROWS, CHANGES = 1e-4, 2e-3
-"""In float32: of a row, and of steered logits relative to what steering changed."""
+"""Bounds in float32: of a row, and of steered logits relative to their change by
+steering."""
 ROUND_OFF = 2.0**-8
-"""Of one number in bfloat16."""
+"""Relative rounding error of bfloat16."""
 FACTOR = 2.0
 """Upstream rounds as often as the library, at other places. With the instruction sets
-that were tried it is at most 1.1 times as far from float32 at any hook point."""
+that were tried, its deviation from float32 is at most 1.1 times the library's at any
+hook point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,20 @@ class Bounds:
     """The largest errors of a case."""
 
     rows: Mapping[Tap, float]
-    """By hook point, relative to the row's norm."""
+    """Bound of a row by hook point, relative to the row's norm."""
     changes: float = CHANGES
-    """Of steered logits, relative to what steering changed."""
+    """Bound of steered logits, relative to their change by steering."""
     exact: bool = True
     """Whether errors are those of float32."""
 
     @property
     def largest(self) -> float:
-        """That of the hook point which may be furthest off."""
+        """The largest bound of all hook points."""
         return max(self.rows.values(), default=0.0)
 
 
 class Expected:
-    """What the library computes for a request, and how steering changes it."""
+    """The library's results for a request, and their change by steering."""
 
     def __init__(self, reference: Reference, answer: Answer) -> None:
         self.rows, logits = reference.run(answer.fed, answer.num_prompt_tokens)
@@ -66,12 +68,12 @@ class Expected:
             self.rows[other] = plain[other] + added
 
     def change_error(self, logits: torch.Tensor) -> float:
-        """The error of steered logits, relative to what steering changed."""
+        """The error of steered logits, relative to their change by steering."""
         return relative(logits - self.before, self.logits - self.before)
 
 
 def generated(logits: torch.Tensor, answer: Answer) -> torch.Tensor:
-    """The logits that a request's tokens were sampled from."""
+    """The logits from which a request's tokens were sampled."""
     return logits[answer.num_prompt_tokens - 1 :]
 
 
@@ -81,7 +83,7 @@ def in_float32(reference: Reference) -> Bounds:
 
 
 def in_bfloat16(answers: Answers, exact: Reference, rounded: Reference) -> Bounds:
-    """What bfloat16 costs the library itself on this machine, times `FACTOR`.
+    """The library's own loss in bfloat16 on this machine, times `FACTOR`.
 
     Args:
         answers: the requests.

@@ -18,9 +18,8 @@ from tests.support.models import randomise
 
 VOCABULARY = 256
 GENTLE = 0.085
-"""Weights that bfloat16 can follow: with larger ones the library's own rows in
-bfloat16 differ from those in float32 by so much that wrong rows are not told from
-right ones."""
+"""A scale of weights that suits bfloat16: with larger ones the library's own rows in
+bfloat16 deviate so much from float32 that wrong rows cannot be detected."""
 
 TOKENS = {
     "vocab_size": VOCABULARY,
@@ -42,13 +41,13 @@ SIZES = {
 
 
 def common(**options: Any) -> dict[str, Any]:
-    """The options that most configurations share, and `options`."""
+    """The options that most configurations share, updated by `options`."""
     return TOKENS | SIZES | options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """What is compared: one configuration of one architecture."""
+    """One comparison: a configuration of an architecture."""
 
     architecture: str
     """Its name in upstream's registry."""
@@ -61,32 +60,33 @@ class Case:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the engine."""
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
-    """More of them, on a CPU only."""
+    """Further arguments of the engine on a CPU."""
     on_cuda: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model there, where upstream's kernels know bfloat16 only."""
+    """Options of the model on a GPU, where upstream's kernels support bfloat16 only."""
     twin: Twin | None = None
-    """Where the library has the architecture under another name only."""
+    """Set if the library has the architecture under another name only."""
     scale: float = 0.2
-    """Of the random weights."""
+    """Scale of the random weights."""
     seed: int = 0
     zeros: tuple[str, ...] = ()
-    """Weights that are zero, as parts of their names: what upstream cannot do."""
+    """Weights that are set to zero, by parts of their names, because upstream ignores
+    them."""
     representative: bool = False
     """Whether it is part of `make test`."""
     substitute: Substitute | None = None
-    """A function of the library that upstream computes differently."""
+    """Set if upstream computes a function of the library differently."""
     note: str = ""
-    """What else is to know of how it is compared."""
+    """A note on the comparison."""
     cannot: str = ""
-    """Why upstream cannot run it on a CPU."""
+    """The reason why upstream cannot run it on a CPU."""
     needs: tuple[Need, ...] = ()
     """Libraries without which upstream cannot run it on a GPU."""
     never: str = ""
-    """Why it cannot be compared on any device."""
+    """The reason why it cannot be compared on any device."""
     loader: str = "AutoModelForCausalLM"
-    """What makes and loads the library's model."""
+    """The library's class that creates and loads the model."""
     stand_ins: tuple[str, ...] = ()
-    """Libraries that upstream's file imports, and that nothing here needs."""
+    """Libraries that upstream's file imports without using them for this model."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def notes(self) -> list[str]:
-        """How the comparison differs from one of upstream and the library as such."""
+        """Notes on how the comparison differs from a plain one."""
         notes = [self.substitute.why if self.substitute else "", self.note]
         if self.stand_ins:
             notes.append(
@@ -108,7 +108,7 @@ class Case:
         return getattr(torch, self.dtype)
 
     def obstacle(self, device: str) -> str | None:
-        """Why upstream itself cannot run it there."""
+        """The reason why upstream itself cannot run it on a device."""
         if self.never:
             return self.never
         if device == "cpu":
@@ -116,7 +116,7 @@ class Case:
         return next((need.reason for need in self.needs if not need.is_met()), None)
 
     def on(self, device: str) -> "Case":
-        """The case as upstream can run it there."""
+        """The case with the options of a device."""
         if device == "cuda" and self.on_cuda:
             options = {**self.options, **self.on_cuda}
             return replace(self, options=options, dtype="bfloat16", scale=GENTLE)
@@ -138,7 +138,7 @@ class Case:
         return library, self.twin.save(library, folder / "twin")
 
     def _name(self, folder: Path) -> None:
-        """Write upstream's name of the architecture over the library's."""
+        """Replace the library's name of the architecture by upstream's."""
         path = folder / "config.json"
         config = json.loads(path.read_text())
         config["architectures"] = [self.architecture]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the captured rows and the steered logits are from the library's.
+"""Compares captured rows and steered logits with the library's.
 
-The negative controls ask the same comparison whether it would notice rows or
-interventions that are a little wrong.
+The negative controls check that the comparison detects slightly wrong rows and
+interventions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,31 +19,31 @@ from tests.parity.reference import Reference, Stream, Tap
 
 @dataclass(slots=True)
 class Compared:
-    """What came of a case."""
+    """The outcome of a case."""
 
     tolerance: float = 0.0
-    """The largest error that a row may have, at any hook point."""
+    """The largest allowed error of a row, at any hook point."""
     row_error: float = 0.0
     """The largest error of a row, relative to the row's norm."""
     change_error: float = 0.0
     """The largest error of steered logits, relative to their change by steering."""
     logit_error: float = 0.0
-    """The largest error of logits that are not steered: upstream's own agreement."""
+    """The largest error of unsteered logits: upstream's own agreement."""
     wrong_rows: list[str] = field(default_factory=list)
-    """Taps that are missing, and rows whose error is over the tolerance."""
+    """Taps that are missing, or whose rows exceed the tolerance."""
     wrong_changes: list[str] = field(default_factory=list)
-    """Interventions whose effect on the logits is not the library's."""
+    """Interventions whose effect on the logits differs from the library's."""
     unnoticed: list[str] = field(default_factory=list)
-    """Negative controls that the comparison lets pass."""
+    """Negative controls that the comparison does not detect."""
 
     @property
     def problems(self) -> list[str]:
-        """All that must not be."""
+        """All problems of the case."""
         return self.wrong_rows + self.wrong_changes + self.unnoticed
 
 
 def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
-    """Hold all requests of a case to the library's model in float32."""
+    """Compare all requests of a case with the library's model in float32."""
     compared = Compared(tolerance=bounds.largest)
     expected_taps = {(i, h) for i, hooks in answers.hook_points.items() for h in hooks}
     unknown = expected_taps - reference.points.keys()
@@ -109,7 +109,7 @@ def _steered(
 def _elsewhere(
     tap: Tap, bounds: Bounds, reference: Reference
 ) -> Iterator[tuple[Tap, float]]:
-    """Interventions that are a little wrong."""
+    """Negative controls of interventions at neighbouring places."""
     layer, hook = tap
     yield tap, 1.1 if bounds.exact else -1.0
     if hook not in ORDER:
@@ -122,7 +122,7 @@ def _elsewhere(
 def neighbours(
     stream: Stream, taps: set[Tap], bounds: Mapping[Tap, float]
 ) -> Iterator[tuple[str, bool]]:
-    """Rows that are a little wrong, and whether the comparison lets them pass."""
+    """Negative controls of rows, and whether the comparison detects them."""
     for (layer, hook), rows in stream.items():
         if (layer, hook) not in taps:
             continue
@@ -136,13 +136,13 @@ def neighbours(
         here = f"layer {layer} {hook}"
         yield f"{here}, one position off", passes(rows.roll(1, dims=0))
         yield f"{here}, too large by a tenth", passes(rows * 1.1)
-        # In a row of layers without MLP and without attention two taps may be one.
+        # In consecutive layers without MLP and attention two taps may be equal.
         next_layer = stream.get((layer + 1, hook))
         if next_layer is not None and not torch.equal(next_layer, rows):
             yield f"{here}, one layer off", passes(next_layer)
         if hook not in ORDER[1:]:
             continue
-        # pre_attn -> post_attn -> post_block: what one branch added.
+        # pre_attn -> post_attn -> post_block: the addition of one branch.
         before = ORDER[ORDER.index(hook) - 1]
         branch = rows - stream[layer, before]
         yield f"{here}, the branch alone", passes(branch)

@@ -10,6 +10,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     error = (found.float() - expected).norm(dim=-1)
     size = expected.norm(dim=-1)
-    # Where nothing is expected, anything found is wrong.
+    # If zeros are expected, any other value is wrong.
     parts = torch.where(size > 0, error / size, torch.where(error > 0, torch.inf, 0.0))
     return float(parts.max()) if parts.isfinite().all() else float("inf")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork captures of a case, and how steering changes its logits."""
+"""The fork's captures of a case, and the effect of steering on its logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ MAX_TAPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request as the engine answered it."""
+    """A request and the engine's answer."""
 
     steered: Tap | None
     fed: list[int]
-    """The prompt and all generated tokens but the last: each has a row."""
+    """The prompt and all generated tokens but the last: the tokens with rows."""
     num_prompt_tokens: int
     rows: Stream
     logits: torch.Tensor
@@ -47,13 +47,13 @@ def tokens(length: int, seed: int) -> list[int]:
 
 
 def vector(tap: Tap, width: int) -> torch.Tensor:
-    """What is added at a tap: random, another one everywhere."""
+    """A random vector for a tap, different for each."""
     seed = 1000 * tap[0] + sum(tap[1].encode())
     return torch.randn(width, generator=torch.Generator().manual_seed(seed))
 
 
 def requests(taps: Sequence[Tap]) -> list[tuple[Tap | None, list[int]]]:
-    """The prompts of a case: some that nothing steers, and one steered at each tap."""
+    """The requests of a case: unsteered ones, and one steered at each tap."""
     plain = [(None, tokens(length, seed)) for seed, length in enumerate(PROMPTS)]
     steered = [(tap, tokens(STEERED_PROMPT, 50 + n)) for n, tap in enumerate(taps)]
     return [*plain, *steered]
@@ -75,14 +75,14 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def run(case: Case, model: Path, **options: Any) -> Answers:
-    """Start an engine, capture everything, steer every tap in a request of its own."""
+    """Start an engine, capture everything, and steer each tap in a separate request."""
     from tests.support.captured import Keeper
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
 
     stand_in(case.stand_ins)
-    # Upstream looks at every model class in a new process, once for each version of
-    # its file: seconds. Here none needs that.
+    # Upstream inspects every model class in a new process, once per version of its
+    # file, which takes seconds. No case needs that.
     registry._run_in_subprocess = lambda look: look()
     keeper = Keeper()
     arguments: dict[str, Any] = {

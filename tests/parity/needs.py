@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Libraries that upstream's models need on a GPU, and that not every machine has.
 
-Upstream's wheel for GPUs brings or asks for them; a machine on which only a part of it
-is installed may lack them. A case says what it needs, and is skipped without it.
+Upstream's wheel for GPUs includes or requires them; a machine with a partial
+installation may lack them. A case lists what it needs, and is skipped without it.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Need:
     """A library that upstream itself looks for."""
 
     check: str
-    """The function of upstream's `import_utils` that says whether it is there."""
+    """The function of upstream's `import_utils` that checks for it."""
     reason: str
-    """Why nothing can be compared without it."""
+    """The reason why the comparison needs it."""
 
     def is_met(self) -> bool:
         """Whether it can be imported here."""

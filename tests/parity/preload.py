@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork server imports before it forks; nothing here may start threads."""
+"""The imports of the fork server before it forks; nothing here may start threads."""
 
 import os
 
@@ -18,5 +18,5 @@ import vllm.v1.engine.llm_engine
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
-    # It changes modules that a GPU's worker uses too.
+    # This changes modules that a GPU's worker uses too.
     import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases in processes of their own, from a server that has imported everything.
+"""Runs cases in separate processes, forked from a server with all imports.
 
 An engine and the library's model never share a process: upstream's Transformers
 backend changes the library's modules.
@@ -24,7 +24,7 @@ from tests.parity.comparison import Compared, compare
 LOG = "\n--- log\n"
 RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 TIMEOUT = 280.0
-"""Seconds for one process."""
+"""Timeout of one process, in seconds."""
 
 
 class CaseFailed(Exception):
@@ -32,7 +32,7 @@ class CaseFailed(Exception):
 
     @property
     def summary(self) -> str:
-        """What it raised last."""
+        """The last line of the process's traceback."""
         lines = str(self).split(LOG)[0].strip().splitlines()
         raised = [line for line in lines if RAISED.match(line)]
         return (raised or lines or ["no message"])[-1][:300]
@@ -41,11 +41,12 @@ class CaseFailed(Exception):
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Products of float32 in float32: a GPU would round their factors to ten bits.
+    # Products of float32 in full precision: a GPU would round their factors to ten
+    # bits.
     "TRITON_F32_DEFAULT": "ieee",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
-"""For the server's processes alone, unless this process has other wishes."""
+"""Environment of the server's processes, unless this process sets it."""
 
 
 def _server() -> Any:
@@ -57,7 +58,7 @@ def _server() -> Any:
 
 
 def _within(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    """Run in the new process: the task, its output, and what it raises, to files."""
+    """Run in the new process: write the task's output and exception to files."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -67,7 +68,7 @@ def _within(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
     except BaseException:
         (folder / "error").write_text(traceback.format_exc())
         os._exit(1)
-    # Without finalizers: an engine that is left running must not keep the process.
+    # Exit without finalizers: an engine that is still running must not block the exit.
     os._exit(0)
 
 
@@ -86,8 +87,8 @@ def _run(task: Callable[..., None], folder: Path, *arguments: Any) -> None:
 
 
 ON_CUDA = {"kv_cache_memory_bytes": 256 * 2**20, "gpu_memory_utilization": 0.05}
-"""Arguments of every engine there: several share a GPU, so none may measure what the
-others leave free."""
+"""Arguments of every engine on a GPU: several share it, so none may measure the free
+memory."""
 
 
 def _ask(folder: Path, case: Case, device: str, options: dict[str, Any]) -> None:
@@ -121,12 +122,12 @@ def _compare(folder: Path, case: Case) -> None:
 def prove(
     case: Case, device: str = "cpu", **options: Any
 ) -> tuple[Compared, dict[int, tuple[str, ...]]]:
-    """Compare a case with the library; also its hook points by layer.
+    """Compare a case with the library; returns the result and hook points by layer.
 
     Args:
-        case: what to compare.
-        device: what the engine runs on; the library always runs on the CPU.
-        options: more arguments of the engine.
+        case: the case to compare.
+        device: the engine's device; the library always runs on the CPU.
+        options: further arguments of the engine.
 
     Raises:
         CaseFailed: a process raised, crashed or hung.

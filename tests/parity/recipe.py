@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model of the Transformers library keeps its residual stream.
+"""The places of the residual stream in models of the Transformers library.
 
-Written by reading the library's models, and independent of where the fork puts its
-taps. A `Recipe` says it for an architecture; `Recipe.points` finds the modules of one
-layer.
+They were determined from the library's source, independent of the fork's taps. A
+`Recipe` describes an architecture; `Recipe.points` finds the modules of one layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +13,21 @@ from torch import nn
 
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 ORDER = HOOKS[:3]
-"""The points of the stream, in the order a row passes them."""
+"""The points of the stream, in the order of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A tensor that a module takes or gives."""
+    """A tensor that is an input or output of a module."""
 
     module: nn.Module
     side: Literal["in", "out"]
     scale: float = 1.0
-    """What one unit that is added here adds to the stream."""
+    """The change of the stream per unit that is added here."""
     result: int = 0
-    """Which of several results, on the side "out"."""
+    """Index of the result, on the side "out"."""
     run: int = 0
-    """How many runs of the module in the same pass come before."""
+    """Number of earlier runs of the module in the same pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +36,16 @@ class Point:
 
     read: Spot
     change: Spot
-    """Where to add what shall be added to the stream."""
+    """Where to add a change of the stream."""
     plus: str | None = None
-    """The hook point whose value `read` comes on top of, times its scale."""
+    """The hook point to whose value `read`, times its scale, is added."""
     minus: str | None = None
-    """The hook point whose value `read` has on top."""
+    """The hook point whose value is subtracted from `read`."""
     also: Spot | None = None
     """A second tensor; the value is the sum."""
 
     def of_run(self, run: int) -> "Point":
-        """The same in another run of the layer."""
+        """The same point in another run of the layer."""
         return replace(
             self,
             read=replace(self.read, run=run),
@@ -72,7 +71,7 @@ def _one(layer: nn.Module) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Names of submodules; of several the first that a layer has counts."""
+    """Names of submodules; of several names, the first that a layer has is used."""
 
     layers: str = "model.layers"
     attention: tuple[str, ...] = (
@@ -84,7 +83,7 @@ class Recipe:
         "linear_attn",
         "conv",
     )
-    """What gives the attention's (or other mixer's) share of the stream."""
+    """Modules whose output is the contribution of attention or another mixer."""
     middle: tuple[str, ...] = (
         "post_attention_layernorm",
         "pre_ff_layernorm",
@@ -92,29 +91,29 @@ class Recipe:
         "ffn_norm",
         "ln_2",
     )
-    """What takes the stream after attention. Empty where no module does, as in
+    """Modules whose input is the stream after attention. Empty if there is none, as in
     parallel blocks: then it is computed as the sum."""
     mlp: tuple[str, ...] = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
     mlp_in: tuple[str, ...] = ()
-    """What gives the MLP's input, where several modules take it."""
+    """Modules whose output is the MLP's input, if several modules read it."""
     mlp_out: tuple[str, ...] = ()
-    """What gives the MLP's output, where that is not `mlp`."""
+    """Modules whose output is the MLP's output, if it is not `mlp`."""
     shared: tuple[str, ...] = ()
-    """Experts beside `mlp` whose output is added to its."""
+    """Experts next to `mlp`, whose output is added to its output."""
     scale: Callable[[nn.Module], float] = _one
-    """The factor by which a layer adds its attention to the stream."""
+    """The factor of the attention's contribution to the stream."""
     single: tuple[str, ...] = ()
     """Mixers of layers without an MLP: `post_attn` is `post_block` there."""
     order: Callable[[nn.Module], list[tuple[nn.Module, int]]] | None = None
-    """The layers of a model that runs some several times, in the order of a pass, each
-    with how many of its runs come before."""
+    """The layers of a model that runs some of them several times, in the order of a
+    pass, each with the number of its earlier runs."""
     both_ways: bool = False
-    """Whether the tokens of a prompt see those behind them."""
+    """Whether prompt tokens attend to later tokens."""
     own: Callable[[nn.Module, "Recipe"], Mapping[str, Point] | None] | None = None
-    """Points of a layer that the names above do not describe; None: they do."""
+    """The points of a layer, if the names above do not describe them."""
 
     def runs(self, model: nn.Module) -> list[tuple[nn.Module, int]]:
-        """Every run of a layer in a pass, and how many of that layer come before."""
+        """Every run of a layer in a pass, with the number of its earlier runs."""
         if self.order is not None:
             return self.order(model)
         layers = model.get_submodule(self.layers)
@@ -132,7 +131,7 @@ class Recipe:
         return found | self.branches(layer)
 
     def ends(self, layer: nn.Module) -> dict[str, Point]:
-        """What enters and what leaves a layer."""
+        """The points at the start and the end of a layer."""
         entering, leaving = Spot(layer, "in"), Spot(layer, "out")
         return {
             "pre_attn": Point(entering, entering),
@@ -140,7 +139,7 @@ class Recipe:
         }
 
     def branches(self, layer: nn.Module) -> dict[str, Point]:
-        """What is between."""
+        """The points between a layer's start and end."""
         attention = named(layer, self.attention)
         assert attention is not None, f"no attention in {type(layer).__name__}"
         added = Spot(attention, "out", self.scale(layer))
@@ -165,7 +164,7 @@ PLAIN = Recipe()
 """Attention, add, norm, MLP, add: as in Llama."""
 
 PARALLEL = Recipe(middle=())
-"""Attention and MLP side by side, on the same stream."""
+"""Attention and MLP in parallel, on the same stream."""
 
 SANDWICH = Recipe(
     attention=("post_attention_layernorm",), middle=("pre_feedforward_layernorm",)
@@ -177,7 +176,7 @@ POST_NORM = Recipe(attention=("post_attention_layernorm",), middle=("mlp",))
 
 
 def multiplied(layer: nn.Module) -> float:
-    """The factor of layers that scale both branches, as Granite's."""
+    """A recipe for layers that scale both branches, like Granite's."""
     return float(layer.residual_multiplier)  # type: ignore[arg-type]
 
 

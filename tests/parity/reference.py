@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream as the Transformers library computes it, watched and changed."""
+"""The residual stream in the Transformers library, recorded and changed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from tests.parity.substitutes import Substitute
 
 Tap = tuple[int, str]
 Stream = dict[Tap, torch.Tensor]
-"""`(layer, hook)` -> rows `[positions, width]`, float32."""
+"""Rows `[positions, width]` by `(layer, hook)`, float32."""
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -98,10 +98,10 @@ class Reference:
         return rows
 
     def _onward(self, tap: Tap) -> torch.Tensor:
-        """What the model goes on with: the value, and what was added to it."""
+        """The value with which the model continues: the original plus the addition."""
         rows, point = self._value(tap), self.points[tap]
-        # What is read behind the change has it already; a value beside the stream
-        # is changed for the MLP alone.
+        # A value that is read after the change includes it; a value other than the
+        # stream is changed for the MLP only.
         before = point.read == point.change and tap[1] in ORDER
         if before and self._added is not None and self._added[0] == tap:
             return rows + self._added[1]
@@ -110,7 +110,7 @@ class Reference:
     def run(
         self, token_ids: Sequence[int], num_prompt_tokens: int = 0
     ) -> tuple[Stream, torch.Tensor]:
-        """Every hook point's rows for these tokens, and logits `[tokens, words]`."""
+        """The rows of every hook point for these tokens; logits `[tokens, words]`."""
         self._seen, self._met, self._changed = {}, Counter(), 0
         ids = torch.tensor([list(token_ids)])
         more = {}
@@ -127,7 +127,7 @@ class Reference:
 
     @contextmanager
     def adding(self, tap: Tap, vector: torch.Tensor) -> Iterator[None]:
-        """Within, `vector` is added to the stream at a hook point."""
+        """A context in which `vector` is added to the stream at a hook point."""
         spot = self.points[tap].change
 
         def more(hidden: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class Reference:
             changed[spot.result] = more(changed[spot.result])
             return type(output)(changed)
 
-        # After the hook that records: a value is seen before it is changed.
+        # Registered after the recording hook: a value is recorded before it is changed.
         if spot.side == "in":
             hook = spot.module.register_forward_pre_hook(entering, with_kwargs=True)
         else:
@@ -162,13 +162,13 @@ class Reference:
             hook.remove()
 
     def are_one(self, tap: Tap, other: Tap) -> bool:
-        """Whether adding at one of two neighbours is adding at the other."""
+        """Whether additions at two neighbouring points are equivalent."""
         # In parallel blocks nothing reads the stream between the branches.
         parallel = self.points[tap].plus is not None
         return parallel or other in self.shared_with(tap)
 
     def shared_with(self, tap: Tap) -> list[Tap]:
-        """Later hook points that are the same place: nothing lies between."""
+        """Later hook points that are equivalent, because nothing lies between."""
         layer, hook = tap
         later = ORDER[ORDER.index(hook) + 1 :] if hook in ORDER else ()
         spot = self.points[tap].change

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was proven, in `results.json`: one entry per architecture, dtype and device.
+"""The results of parity in `results.json`, by architecture, dtype and device.
 
-Runs add to it: an entry's variants are merged by name, and everything that a run does
-not speak of stays. `supported_models.md` is made from it.
+Runs add to the file: an entry's variants are merged by name, and everything else is
+kept. `supported_models.md` is generated from it.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ def read(path: Path = RESULTS) -> dict[str, Entry]:
 
 
 def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
-    """What a case adds to its entry."""
+    """The record of a compared case."""
     offered = {hook for hooks in points.values() for hook in hooks}
     return {
         "proven": not compared.problems,
@@ -49,7 +49,7 @@ def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
 
 
 def failure(reason: str) -> Entry:
-    """What a case adds that could not be compared."""
+    """The record of a case that could not be compared."""
     return {"proven": False, "reason": reason}
 
 
@@ -59,10 +59,10 @@ def record(
     """Merge outcomes of cases into the file.
 
     Args:
-        found: by case, what `outcome` or `failure` gave.
-        device: what they ran on, such as "cpu".
+        found: the results of `outcome` or `failure`, by case.
+        device: the device, such as "cpu".
         path: the file.
-        facts: more to say of each entry, such as `tensor_parallel=True`.
+        facts: further facts of each entry, such as `tensor_parallel=True`.
     """
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -103,7 +103,7 @@ def _entry(case: Case, device: str, cases: dict[str, Entry]) -> Entry:
 
 
 def _machine(device: str) -> Entry:
-    """Which GPU this process sees, where cases ran on one."""
+    """The GPU that this process sees, if cases ran on one."""
     if device != "cuda" or not torch.cuda.is_available():
         return {}
     return {"gpu": torch.cuda.get_device_name()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the library's rows in bfloat16 are from its own in float32.
+"""Measures the deviation of the library's rows in bfloat16 from float32.
 
-The comparison measures the same for its bounds (`bounds.py`).
-`python -m tests.parity.rounding [NAME ...]` prints it for the cases that are in
-bfloat16 on a GPU; a name stands for all that it is a part of.
+The comparison measures the same for its bounds (`bounds.py`). `python -m
+tests.parity.rounding [NAME ...]` prints it for the cases that are in bfloat16 on a GPU;
+a name selects all cases whose name contains it.
 """
 
 import sys
@@ -28,13 +28,13 @@ class Rounded(NamedTuple):
     """The rows of a hook point in one request."""
 
     error: float
-    """The largest of a row, relative to the row's norm."""
+    """The largest deviation of a row, relative to the row's norm."""
     tap: Tap
     steered: Tap | None
 
 
 def rounding(case: Case) -> Rounded:
-    """The hook point where bfloat16 changes the library's rows most.
+    """The hook point at which bfloat16 changes the library's rows most.
 
     Both models are given the requests of the suite, with what the one in bfloat16
     generates, and are steered alike.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that a model's file imports for pictures, and that a CPU does without.
+"""Stand-ins for image libraries that a model's file imports, and a CPU lacks.
 
-Upstream's requirements on a CPU leave out torchvision, so it cannot import the files
-of text models that share theirs with a model of pictures. Nothing that such a text
-model computes is in there: a module of empty classes is enough to import the file.
+Upstream's requirements on a CPU omit torchvision, so it cannot import the files of text
+models that share theirs with a multimodal model. No text model computes with it: a
+module of empty classes is sufficient for the import.
 """
 
 import sys
@@ -21,7 +21,7 @@ TORCHVISION = (
 
 
 class _StandIn(ModuleType):
-    """Has a class of any name, which can do nothing."""
+    """A module with an empty class of any name."""
 
     __path__ = ()
 
@@ -32,10 +32,10 @@ class _StandIn(ModuleType):
 
 
 def stand_in(names: tuple[str, ...]) -> None:
-    """Make these modules importable, packages first, where they are not installed.
+    """Make these modules importable, packages first, if they are not installed.
 
-    Others ask whether they are there when they are imported, and adapt: call this
-    after vllm and transformers were.
+    Other libraries check for them at import: call this after vllm and transformers were
+    imported.
     """
     for name in [name for name in names if not _is_there(name)]:
         sys.modules[name] = _StandIn(name)

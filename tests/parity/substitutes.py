@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that upstream and the library compute differently.
 
-What is proven is where the hook points are. So where the two differ in a function
-between them, such as an activation that one of them approximates, the library's model
-gets upstream's: as a formula of our own, on none of upstream's code.
+The comparison is about the places of hook points. So where the two differ in a
+function, such as an approximated activation, the library's model uses upstream's
+function, from a formula of our own, without upstream's code.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,13 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Substitute:
-    """What computes a function in the library's model instead of its own module."""
+    """A replacement for a module of the library's model."""
 
     module: str
-    """The end of the module's name; it is replaced in every layer."""
+    """The suffix of the module's name; it is replaced in every layer."""
     build: Callable[[nn.Module], nn.Module]
-    """Makes the other module from the library's, which has its weights loaded."""
+    """Creates the replacement from the library's module, which has its weights
+    loaded."""
     why: str
     """How upstream and the library differ."""
 
@@ -43,9 +44,9 @@ def exact_gelu(module: nn.Module) -> nn.Module:
 class XieluInBfloat16(nn.Module):
     """The expanded integral of the ELU, with its two parameters rounded to bfloat16.
 
-    `a x^2 + x / 2` for positive x, `b (exp(x) - 1 - x) + x / 2` for others, where
-    `a = softplus(alpha_p)` and `b = 1/2 + softplus(alpha_n)`. Each step that leads to
-    `a` and `b` is rounded; what is made of `x` is not.
+    `a x^2 + x / 2` for positive x, `b (exp(x) - 1 - x) + x / 2` for others, where `a =
+    softplus(alpha_p)` and `b = 1/2 + softplus(alpha_n)`. Each step of computing `a` and
+    `b` is rounded; the steps that use `x` are not.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many cases on one device, a few at a time, recorded when all are done.
+"""Runs many cases on one device, a few at a time, and records the results at the end.
 
-Environment: `PARITY_JOBS`, how many at a time; `PARITY_RECORD=1`, whether to record.
+Environment: `PARITY_JOBS`, the number of concurrent cases; `PARITY_RECORD=1` records
+the results.
 """
 
 import os
@@ -20,7 +21,7 @@ Outcome = tuple[Compared, dict[int, tuple[str, ...]]]
 
 
 class Suite:
-    """Cases under way; a test waits for its own."""
+    """Running cases; a test waits for its own."""
 
     def __init__(
         self, cases: Sequence[Case], device: str, path: Path = results.RESULTS
@@ -36,21 +37,21 @@ class Suite:
         }
 
     def obstacle(self, case: Case) -> str | None:
-        """Why upstream itself cannot run the case on this device."""
+        """The reason why upstream itself cannot run the case on this device."""
         return case.obstacle(self.device)
 
     def result(self, case: Case) -> Outcome:
-        """What came of a case.
+        """The result of a case.
 
         Raises:
-            CaseFailed: nothing did.
+            CaseFailed: its process ended without a result.
         """
         if reason := self.obstacle(case):
             pytest.skip(reason)
         return self._under_way[case].result()
 
     def close(self) -> None:
-        """Drop what has not begun; record the others if that is asked for."""
+        """Cancel cases that have not started; record the others if requested."""
         self._pool.shutdown(cancel_futures=True)
         if os.environ.get("PARITY_RECORD") == "1":
             found = {form: self._entry(case) for case, form in self._forms.items()}
@@ -62,7 +63,7 @@ class Suite:
         future = self._under_way[case]
         if future.cancelled():
             return results.failure("the run was broken off")
-        # Whatever one case raised, the others are recorded.
+        # The others are recorded even if one case raised.
         error = future.exception()
         if isinstance(error, CaseFailed):
             return results.failure(error.summary)

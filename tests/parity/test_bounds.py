@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of bfloat16 follow what it costs the library on the machine that tests."""
+"""The bounds of bfloat16 follow the library's own loss on the test machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ READ = torch.randn(WIDTH, WORDS, generator=generator)
 
 
 class Linear:
-    """Stands for the library's model: one layer, whose stream is told from its seed."""
+    """A stand-in for the library's model: one layer, with a random stream per seed."""
 
     def __init__(self, error: float = 0.0) -> None:
         self.points = {(0, hook): None for hook in ORDER}
@@ -31,7 +31,7 @@ class Linear:
         stream = torch.zeros(len(fed), WIDTH)
         for number, hook in enumerate(ORDER):
             step = torch.Generator().manual_seed(number)
-            # Each branch turns what is there, so that places can be told apart.
+            # Each branch rotates the stream, so that places can be distinguished.
             turn = torch.randn(WIDTH, WIDTH, generator=step) / WIDTH**0.5
             added = torch.randn(len(fed), WIDTH, generator=step)
             stream = stream + stream @ turn + added
@@ -54,7 +54,7 @@ class Linear:
 
 
 def answers(model: Any) -> Answers:
-    """What an engine would answer that computes as `model` does."""
+    """The answers of an engine that computes like `model`."""
     asked = [Answer(None, FED, PROMPT, {}, torch.zeros(0))]
     empty = {(0, hook): torch.zeros(0, WIDTH) for hook in ORDER}
     asked += [Answer(tap, FED, PROMPT, empty, torch.zeros(0)) for tap in empty]
@@ -66,7 +66,7 @@ def answers(model: Any) -> Answers:
 
 
 def problems(error: float, cost: float) -> tuple[list[str], list[str]]:
-    """Wrong rows, and controls that passed, where the library loses `cost`."""
+    """Wrong rows, and undetected controls, if the library loses `cost`."""
     exact: Any = Linear()
     found = answers(Linear(error))
     allowed = bounds.in_bfloat16(found, exact, Linear(cost))  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every hook point of every layer holds what the Transformers library computes.
+"""Every hook point of every layer has the values that the library computes.
 
-And a vector that is added there changes the logits as it does in the library. In
-float32 a difference is rounding, so a small tolerance tells a wrong place from a right
-one; the negative controls show that it would. In bfloat16 the tolerance is what
-bfloat16 costs the library itself on this machine (`bounds.py`).
+A vector that is added there changes the logits as in the library. In float32 a
+difference is rounding, so a small tolerance distinguishes wrong places from right ones;
+the negative controls verify this. In bfloat16 the tolerance is the library's own loss
+in bfloat16 on this machine (`bounds.py`). `make test` runs a representative part; `make
+parity` runs all, and records the results. `tests/gpu/test_parity_cuda.py` runs all on a
+GPU.
 
 `make test` runs a representative part; `make parity` runs all, and records.
 `tests/gpu/test_parity_cuda.py` runs all on a GPU.
@@ -39,7 +41,7 @@ def device() -> str:
 
 @pytest.fixture(scope="module")
 def suite(request: pytest.FixtureRequest, device: str) -> Iterator[Suite]:
-    """All chosen cases under way, a few at a time."""
+    """All selected cases, a few at a time."""
     chosen = {
         item.callspec.params["case"]: None
         for item in request.session.items

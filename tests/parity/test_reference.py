@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference is right: its hooks see what the library itself says of the stream."""
+"""The reference is correct: its hooks agree with the library's own outputs."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def test_adding_at_the_end_of_a_layer_is_adding_at_the_next(
     with reference.adding((1, "pre_attn"), vector):
         entering, other = reference.run(TOKENS)
     assert torch.equal(one, other)
-    # Behind the change at the layer's end, before it at the next one's entry.
+    # After the change at the layer's end, before it at the next layer's start.
     difference = leaving[1, "pre_attn"] - entering[1, "pre_attn"]
     assert torch.allclose(difference, vector.expand_as(difference), atol=1e-5)
 

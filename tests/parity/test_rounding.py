@@ -15,6 +15,6 @@ CASE = Case(
 
 def test_bfloat16_changes_rows_by_a_little_and_larger_weights_by_more() -> None:
     found = rounding(CASE)
-    # Which point it changes most is a matter of the processor's instructions.
+    # The point that changes most depends on the processor's instructions.
     assert 2**-9 < found.error < 2**-5
     assert rounding(replace(CASE, scale=4 * GENTLE)).error > found.error

@@ -12,7 +12,7 @@ POINTS = torch.linspace(-6, 6, 97)
 
 
 def xielu(dtype: torch.dtype) -> nn.Module:
-    """The library's, with parameters that bfloat16 does not hold."""
+    """The library's module, with parameters that bfloat16 cannot represent."""
     module = ACT2CLS["xielu"](dtype=dtype)
     with torch.no_grad():
         module.alpha_p.fill_(0.3141592)

@@ -14,7 +14,7 @@ from tests.parity.toys import case
 
 
 def prove(case: Case, device: str) -> suite.Outcome:
-    """Stands for the comparison: a case's variant says what becomes of it."""
+    """A stand-in for the comparison: a case's variant determines its result."""
     if case.variant == "stopped":
         raise CaseFailed("RuntimeError: no kernel")
     if case.variant == "broken":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architectures that the library computes under another name.
 
-Their checkpoints are those of the library's model with other names: the reference runs
-the library's, upstream loads the renamed one.
+Their checkpoints are those of the library's model with other names: the reference loads
+the original, upstream the renamed one.
 """
 
 import json
@@ -19,21 +19,22 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """How a checkpoint of the library becomes that of the other architecture."""
+    """The conversion of a library checkpoint to the other architecture."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More of its configuration."""
+    """Further options of its configuration."""
     whole: bool = False
-    """Whether `options` are all of its configuration."""
+    """Whether `options` are the complete configuration."""
     rename: tuple[tuple[str, str], ...] = ()
     """Replacements in the names of weights, in this order."""
     fuse: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """A part of a name to the parts of those that it stacks, after renaming."""
+    """The parts of names whose weights are stacked, by the part of the new name, after
+    renaming."""
 
     ones: Mapping[str, int] = field(default_factory=dict)
-    """Weights of norms that nothing reads, and their sizes."""
+    """Sizes of norm weights that nothing reads, by name."""
     transposed: tuple[str, ...] = ()
-    """Parts of the names of weights whose last two dimensions change places."""
+    """Parts of the names of weights whose last two dimensions are transposed."""
     unread: tuple[str, ...] = ()
     """Parts of the names of weights that the library saves and never reads."""
 

@@ -20,7 +20,7 @@ PACKAGES = (
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all packages installed, as a user installs them; no network."""
     target = tmp_path_factory.mktemp("installed")
-    sources = tmp_path_factory.mktemp("sources")  # a build leaves things there
+    sources = tmp_path_factory.mktemp("sources")  # a build leaves files there
     copies = [
         str(shutil.copytree(package, sources / package.name)) for package in PACKAGES
     ]

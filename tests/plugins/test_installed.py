@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that add consumers: installed, tested, and used by an offline engine."""
+"""Packages with consumers: installed, tested, and used by an offline engine."""
 
 from pathlib import Path
 

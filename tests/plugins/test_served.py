@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that add consumers: used unchanged by a server, over HTTP."""
+"""Packages with consumers: used unchanged by a server, over HTTP."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ PROMPT = [20, 30, 40, 50, 60, 70]
 
 
 class Plugged:
-    """A server with all packages installed, and what they wrote."""
+    """A server with all packages, and the files that they write."""
 
     def __init__(self, folder: Path, installed: Path) -> None:
         self.log = folder / "log.jsonl"
@@ -115,7 +115,7 @@ def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
     [
         ({"ref_wishes": 5}, "must be a dict, not int"),
         ({"ref_wishes": {"grumpy": True}}, "not today"),
-        ({"ref_sums": {}}, "takes no requests"),
+        ({"ref_sums": {}}, "accepts no requests"),
         ({"mean_norm": {"layers": []}}, "layers from 0 to 2"),
         ({"probe_trainer": {"label": 7}}, "must be 0 or 1"),
         ({"row_stream": {"hooks": {"post_block": [9]}}}, "layer 9"),
@@ -130,7 +130,7 @@ def test_what_a_plug_in_refuses_is_a_bad_request(
 
 
 def rows_of(entry: dict[str, Any]) -> torch.Tensor:
-    """The rows of an `inline` entry, as the documentation says to read them."""
+    """The rows of an `inline` entry, decoded according to the documentation."""
     data = base64.b64decode(entry["data"])
     size = 2 * int(np.prod(entry["shape"]))
     if entry.get("encoding") == "zstd":
@@ -155,7 +155,7 @@ def test_the_last_chunk_of_a_stream_has_the_rows_exactly(
     found = {(e["layer"], e["hook"]): rows_of(e) for e in entries}
     expected = plugged.reference.stream(fed)
     assert relative_error(found[2, "post_block"], expected[2, "post_block"]) < 0.05
-    # What enters block 0 is the embedding itself: equal, bit for bit.
+    # The input of block 0 is the embedding itself: equal bit for bit.
     embedding = plugged.reference.model.get_input_embeddings()
     exact = embedding(torch.tensor(fed)).detach()
     assert torch.equal(found[0, "pre_attn"], exact)

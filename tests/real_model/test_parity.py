@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows of trained weights: norms over four orders, channels that stand out."""
+"""Captured rows of a trained model, with norms over four orders of magnitude."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,7 +17,7 @@ from vllm import SamplingParams
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SINK_LAYERS = range(12, 28)
-"""After these blocks the first token's row is some hundred times as long as others."""
+"""After these blocks the first token's row is some hundred times as large as others."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in other people's forms, written byte by byte from their descriptions."""
+"""Files in other projects' formats, written byte by byte from their descriptions."""
 
 import json
 import struct
@@ -54,19 +54,19 @@ def gguf(
 
 
 def repeng(path: Path, directions: dict[int, np.ndarray]) -> Path:
-    """As repeng's `export_gguf`: an unsigned layer count."""
+    """A file like repeng's `export_gguf` writes: an unsigned layer count."""
     named = {f"direction.{layer}": vector for layer, vector in directions.items()}
     return gguf(path, named, layer_count_type=_UINT32)
 
 
 def cvector_generator(path: Path, measured: list[np.ndarray]) -> Path:
-    """As llama.cpp's tool: `measured[i]`, of block i's output, is direction i + 1."""
+    """Like llama.cpp's tool: `measured[i]`, of block i, is direction i + 1."""
     named = {f"direction.{i + 1}": vector for i, vector in enumerate(measured)}
     return gguf(path, named, layer_count_type=_INT32)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, tuple[int, Any]], dict[str, np.ndarray]]:
-    """What a GGUF file with F32 tensors holds: typed values, and tensors."""
+    """Read a GGUF file with F32 tensors: typed values, and tensors."""
     raw = path.read_bytes()
     at = 0
 
@@ -109,7 +109,7 @@ def read_gguf(path: Path) -> tuple[dict[str, tuple[int, Any]], dict[str, np.ndar
 
 
 def saelens(folder: Path, decoder: np.ndarray, **config: Any) -> Path:
-    """A folder as SAELens' `save_model` writes it."""
+    """Write a folder like SAELens' `save_model`."""
     folder.mkdir(exist_ok=True)
     num_features, width = decoder.shape
     said = {"d_in": width, "d_sae": num_features, "architecture": "standard", **config}

@@ -86,7 +86,7 @@ def test_a_copy_may_say_that_it_belongs_to_another_model() -> None:
     deep = vector_set({(6, "post_block"): np.ones(192)})
     with pytest.raises(SteeringValidationError, match="layers 0 to 5"):
         for_model(deep, str(DEMO))
-    with pytest.raises(SteeringValidationError, match="is no model"):
+    with pytest.raises(SteeringValidationError, match="is not a model"):
         for_model(vectors, "/no/such/folder")
 
 
@@ -139,6 +139,7 @@ def test_json_says_the_norms_of_what_it_holds(tmp_path: Path) -> None:
     ours, scaled = tmp_path / "ours.safetensors", tmp_path / "half.json"
     vector_set({(2, "post_block"): [3.0, 4.0]}, SAID).save(ours)
     write_vectors(scaled, reworked(read_vectors(ours), scale=0.5))
-    found = read_vectors(scaled)  # It refuses norms that are not those of its vectors.
+    # Loading refuses norms that differ from those of the vectors.
+    found = read_vectors(scaled)
     assert found.norm((2, "post_block")) == 2.5
     assert found.provenance.norms == {"post_block.2": 2.5}

@@ -113,7 +113,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Any) -> None:
     ("content", "said"),
     [
         ({}, "dictionary of vectors"),
-        (torch.zeros(3), "does not say where it acts"),
+        (torch.zeros(3), "without its place"),
         ({"somewhere": torch.ones(3)}, "neither HOOK.LAYER"),
         ({1: torch.ones(3), "1": torch.ones(3)}, "layer 1 twice"),
         ({1: torch.ones(3), 2: torch.ones(4)}, "3 numbers"),

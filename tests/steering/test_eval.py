@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm steer eval`: its numbers, its controls, and what it says of vectors."""
+"""`vllm steer eval`: its numbers, controls and verdicts."""
 
 import json
 import sys
@@ -100,7 +100,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pairs() -> list[Pair]:
-    """Stories with one opening and an end of each tone."""
+    """Pairs of stories with one opening and an end in each tone."""
     ends: dict[str, list[str]] = {"cheerful": [], "gloomy": []}
     for document in islice(documents(seed=77), 60):
         ends[document.tone].append(document.text.removeprefix(document.opening))
@@ -187,7 +187,7 @@ def test_the_dose_to_take_is_the_largest_below_the_limit() -> None:
 
 @pytest.fixture
 def judge() -> Iterator[Any]:
-    """A server that rates what it is asked by a table."""
+    """A server that gives ratings from a table."""
     asked: list[str] = []
     ratings = {"Concept:": "Rating: 2", "instruction asks": "So, rating: 1."}
 

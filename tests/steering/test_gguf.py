@@ -100,8 +100,8 @@ def test_the_stream_entering_a_block_is_the_output_of_the_one_before(
     ("tap", "writer", "said"),
     [
         ((0, "post_block"), "llama.cpp", "refuses direction.0"),
-        ((0, "pre_attn"), "repeng", "pre_attn of layer 0 is no such place"),
-        ((2, "post_attn"), "repeng", "post_attn of layer 2 is no such place"),
+        ((0, "pre_attn"), "repeng", "pre_attn of layer 0 is another place"),
+        ((2, "post_attn"), "repeng", "post_attn of layer 2 is another place"),
     ],
 )
 def test_what_a_control_vector_cannot_say_is_refused(

@@ -63,7 +63,7 @@ def test_a_feature_that_there_is_not_is_refused(tmp_path: Path, feature: int) ->
 
 
 def test_folders_that_are_no_sae_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SteeringValidationError, match="no SAE"):
+    with pytest.raises(SteeringValidationError, match="not an SAE"):
         read_saelens(tmp_path, 0)
     (tmp_path / "cfg.json").write_text("[]")
     with pytest.raises(SteeringValidationError, match="object"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter on disk, and the model that it makes of its base."""
+"""A LoRA adapter on disk, and the base model with its weights merged."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def adapter(model: Path, folder: Path, seed: int = 5, scale: float = 0.1) -> Reference:
-    """Write an adapter for `model`; returns the base with it added to its weights."""
+    """Write an adapter for `model`; returns the base with the adapter merged."""
     generator = torch.Generator().manual_seed(seed)
     merged, weights = Reference(model), {}
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scheduling on a CPU: it works there, but upstream switches it off."""
+"""Asynchronous scheduling on a CPU, which works but upstream disables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Within, an engine gets the scheduling that its arguments ask for."""
+    """A context in which an engine gets the scheduling that its arguments request."""
     check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def keeping(kind: type[CpuPlatform], config: VllmConfig) -> None:

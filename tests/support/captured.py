@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose captured rows a test can look at."""
+"""An engine whose captured rows a test can inspect."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ EVERYWHERE = dict.fromkeys(HOOKS, "all")
 
 
 class Keeper(CaptureConsumer):
-    """A ready consumer that keeps all rows, by client's request, sample and tap."""
+    """A ready consumer that keeps all rows, by client request, sample and tap."""
 
     location: Literal["worker", "driver"] = "driver"
     reads_client_spec = True
@@ -85,7 +85,7 @@ class CapturedEngine:
         return self.llm.generate(given, params, use_tqdm=False)  # type: ignore[arg-type]
 
     def rows(self, output: RequestOutput, sample: int = 0) -> Stream:
-        """What was captured of a request."""
+        """The captured rows of a request."""
         return self.keeper.rows[output.request_id, sample]
 
     def sidecars(self, output: RequestOutput, sample: int = 0) -> dict[Tap, Any]:
@@ -99,9 +99,9 @@ class CapturedEngine:
         sample: int = 0,
         tolerance: float = 1e-4,
     ) -> None:
-        """Every tap's rows are those of `positions`, as the reference has them.
+        """Check that every tap's rows equal the reference's at `positions`.
 
-        `positions` None stands for all: 0 to P+N-2.
+        `positions` None means all: 0 to P+N-2.
         """
         assert output.prompt_token_ids is not None
         fed = [*output.prompt_token_ids, *output.outputs[sample].token_ids][:-1]
@@ -123,7 +123,7 @@ class CapturedEngine:
 
 
 def wrong(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Which rows are furthest off, for the message of a failing test."""
+    """The rows that deviate most, for the message of a failing test."""
     errors = row_errors(found, expected).tolist()
     worst = sorted(range(len(errors)), key=errors.__getitem__)[-5:]
     return f"of {len(errors)} rows, worst last: " + ", ".join(
@@ -134,7 +134,7 @@ def wrong(found: torch.Tensor, expected: torch.Tensor) -> str:
 def asking(
     positions: Any = "all", hooks: Any = None, max_tokens: int = 8, **options: Any
 ) -> SamplingParams:
-    """Greedy generation that captures at every hook point, unless `hooks` says."""
+    """Greedy sampling that captures at every hook point, or at `hooks`."""
     spec = {"hooks": EVERYWHERE if hooks is None else hooks, "positions": positions}
     chosen = {"temperature": 0.0, "ignore_eos": True} | options
     return SamplingParams(max_tokens=max_tokens, capture={"keeper": spec}, **chosen)

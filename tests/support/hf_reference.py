@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream as the Transformers library computes it."""
+"""The residual stream in the Transformers library."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from torch import nn
 
 Tap = tuple[int, str]
 Stream = dict[Tap, torch.Tensor]
-"""`(layer, hook)` -> rows `[positions, hidden_size]`, float32."""
+"""Rows `[positions, hidden_size]` by `(layer, hook)`, float32."""
 
 
 def first(value: Any) -> torch.Tensor:
-    """What a module returns, without what may come beside it."""
+    """A module's output, without further values."""
     while isinstance(value, (tuple, list)):
         value = value[0]
     assert isinstance(value, torch.Tensor)
@@ -25,17 +25,17 @@ def first(value: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a model of the library keeps its stream."""
+    """The places of the stream in a model of the library."""
 
     layers: Callable[[nn.Module], nn.ModuleList]
     mid: str | None = "post_attention_layernorm"
-    """The module of a layer whose input is the stream after attention; None where
-    attention and MLP run side by side."""
+    """The module whose input is the stream after attention; None if attention and MLP
+    run in parallel."""
     attention: str = "self_attn"
 
 
 def decoder(model: nn.Module) -> nn.ModuleList:
-    """The layers, where most architectures keep them."""
+    """The layers, at the place of most architectures."""
     layers = model.model.layers  # type: ignore[union-attr]
     assert isinstance(layers, nn.ModuleList)
     return layers
@@ -54,7 +54,7 @@ class Reference:
             folder,
             dtype=dtype,
             attn_implementation="eager",
-            experts_implementation="eager",  # one product after the other
+            experts_implementation="eager",  # one matrix product after another
         ).eval()
         self._seen: Stream = {}
         places = places or Places(decoder)

@@ -17,7 +17,7 @@ from triton.backends import backends  # noqa: E402
 
 
 class _Driver:
-    """A driver that says it is there; the interpreter asks it for nothing else."""
+    """A driver that reports to be available; the interpreter needs nothing else."""
 
     @staticmethod
     def is_active() -> bool:

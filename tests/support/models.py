@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights, large enough that every branch matters."""
+"""Tiny models with random weights, large enough that every branch has an effect."""
 
 import shutil
 from pathlib import Path
@@ -11,11 +11,11 @@ import transformers
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "examples" / "demo_model" / "weights"
 VOCABULARY = 1280
-"""As many tokens as the demo model's tokenizer has."""
+"""The vocabulary size of the demo model's tokenizer."""
 
 
 def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:
-    """Weights that make every branch as large as the stream, and norms uneven."""
+    """Set weights that make every branch as large as the stream."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache outside of the engine that names what it keeps by the engine's blocks."""
+"""A cache outside of the engine that is keyed by the engine's block hashes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class BlockNames(ExampleConnector):
         super().__init__(*args, **kwargs)
         self._names: dict[str, str] = {}
         self.loads: list[int] = []
-        """By request, the tokens that were to be loaded for it."""
+        """Number of tokens to be loaded, by request."""
 
     def _found_match_for_request(self, request: Any) -> bool:
         tokens = request.prompt_token_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model that sees pictures: BLIP-2 with an OPT of a few layers."""
+"""A tiny multimodal model: BLIP-2 with an OPT of a few layers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +72,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
 
 
 class PictureReference(Reference):
-    """The library's model, with the picture that the next prompts begin with."""
+    """The library's model, with the image with which the next prompts begin."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.Blip2ForConditionalGeneration.from_pretrained(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed packages that add plug-ins, as far as Python can tell."""
+"""Fakes installed packages with plug-ins."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def install(
     group: str = "vllm.capture_consumers",
     **entries: str,
 ) -> None:
-    """A module `name` in `folder`, with entry points `consumer="module:Class"`.
+    """Write a module `name` to `folder`, with entry points `consumer="module:Class"`.
 
     `folder` must be on `sys.path`, and in `PYTHONPATH` for other processes.
     """

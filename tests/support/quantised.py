@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with quantised weights, and the model that these weights stand for."""
+"""Checkpoints with quantised weights, and the equivalent dequantised models."""
 
 import json
 import shutil
@@ -15,14 +15,15 @@ from torch import nn
 from tests.support.hf_reference import Reference
 
 GROUP = 32
-"""Inputs that share a scale, where a row has several."""
+"""Number of inputs that share a scale, if a row has several scales."""
 Tensors = dict[str, torch.Tensor]
 Quantise = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-"""From a weight `[out, in]` to its tensors in a checkpoint, and to what they mean."""
+"""Converts a weight `[out, in]` to its tensors in a checkpoint and its dequantised
+value."""
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Integers from -8 to 7, a scale for each group; eight of them in an int32."""
+    """Integers from -8 to 7 with a scale per group; eight of them in an int32."""
     out, width = weight.shape
     groups = weight.view(out, width // GROUP, GROUP)
     scale = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
@@ -39,7 +40,7 @@ def _four_bits(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _eight_bits(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Integers from -127 to 127, a scale for each row."""
+    """Integers from -127 to 127 with a scale per row."""
     scale = weight.abs().amax(-1, keepdim=True) / 127
     whole = (weight / scale).round()
     return {"weight": whole.to(torch.int8), "weight_scale": scale}, whole * scale
@@ -50,13 +51,13 @@ class Scheme:
     """A form of quantised weights."""
 
     form: str
-    """What the checkpoint calls it."""
+    """The scheme's name in the checkpoint."""
     quantise: Quantise
     dtype: str
-    """What the engine computes in; its kernel for four bits knows no float32."""
+    """The engine's dtype; its kernel for four bits does not support float32."""
     weights: dict[str, Any]
     inputs: dict[str, Any] | None
-    """How the engine rounds what goes into a linear layer; None: it does not."""
+    """How the engine quantizes the input of a linear layer; None: it does not."""
 
 
 SCHEMES = {
@@ -80,8 +81,8 @@ SCHEMES = {
 def quantised(model: Path, folder: Path, scheme: Scheme) -> Reference:
     """Write `model` to `folder` with quantised linear layers.
 
-    Returns what the new checkpoint stands for: the weights multiplied out again, and
-    what goes into a layer rounded as the engine does.
+    Returns the equivalent model: weights are dequantised, and inputs of layers are
+    rounded like in the engine.
     """
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     meant, tensors = Reference(model), {}
@@ -107,7 +108,7 @@ def quantised(model: Path, folder: Path, scheme: Scheme) -> Reference:
 
 
 def _round_input(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """To 8 bits, a scale for each token."""
+    """Round to 8 bits, with a scale per token."""
     (rows,) = args
     scale = rows.abs().amax(-1, keepdim=True) / 127
     return ((rows / scale).round() * scale,)

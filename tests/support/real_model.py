@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with trained weights that people know, converted once per checkout."""
+"""A well-known trained model, converted once per checkout."""
 
 import sys
 from functools import cache
@@ -25,7 +25,7 @@ hear the water from almost every room.
 
 @cache
 def real_model() -> Path:
-    """The checkpoint's folder; made by the first who asks, in about 10 s."""
+    """The checkpoint's folder, created on first use in about 10 s."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))  # the examples are scripts
     import convert

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples are scripts, and scripts of different folders may have the same name."""
+"""Loads example scripts, of which several folders may have equal names."""
 
 import importlib.util
 import sys

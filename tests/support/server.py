@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the OpenAI interface in a process of its own."""
+"""A server of the OpenAI interface in a separate process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ import psutil
 START_SECONDS = float(os.environ.get("TEST_START_SECONDS", "180"))
 ENVIRONMENT = {
     # The engine core still has its own process. The worker runs in it, as with one GPU,
-    # which saves a third of the time that a start takes.
+    # which saves a third of the start-up time.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Servers run eagerly; only the sampler would compile something, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 OWN_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""For a server whose worker has its own process, the default on a CPU."""
+"""Environment of a server whose worker has its own process, the default on a CPU."""
 
 
 class Reply(NamedTuple):
@@ -47,7 +47,7 @@ class Server:
     """`vllm serve MODEL ARGUMENTS`; close it after use."""
 
     python = sys.executable
-    """Whose vLLM it is."""
+    """The Python whose vLLM is run."""
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self.log = model.parent / f"server-{id(self)}.log"
@@ -120,7 +120,7 @@ class Server:
             return Reply(status, text)
 
     def close(self) -> None:
-        """Stop the server, and what it leaves behind where it does not stop in time."""
+        """Stop the server, and kill processes that do not stop in time."""
         children: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.pid).children(recursive=True)

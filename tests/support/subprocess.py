@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need a process of their own: other settings, or lasting side effects."""
+"""Runs tests that need a separate process: other settings, or lasting side effects."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ MARK = "CLEARBOX_TEST_APART"
 
 
 def run_tests(*arguments: str, timeout: float = 600, **environment: str) -> str:
-    """Run pytest on some tests in another process; fails if any of them does."""
+    """Run pytest on tests in another process; fails if one of them does."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", *arguments],

@@ -8,7 +8,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def parse(folder: Path, text: str) -> Any:
-    """What a configuration file stands for."""
+    """Parse the options of a configuration file."""
     file = folder / "server.yaml"
     file.write_text(text)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())

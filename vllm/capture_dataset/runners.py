@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runners of prompts: an engine in this process, or a server."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,11 @@ CONSUMER = {
 }
 COLLECTED_AT_ONCE = 64
 """Number of finished requests whose rows are collected together."""
+IN_FLIGHT = 1024
+"""Maximum number of requests in the engine, which is enough for large batches.
+
+The front end drops results that were not fetched when it tracks several thousand.
+"""
 
 
 class CaptureRunError(RuntimeError):
@@ -68,27 +74,12 @@ class EngineRunner:
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
         """Run the prompts of a shard."""
-        from vllm import SamplingParams
-
         engine = self._llm.llm_engine
         self._llm.reset_prefix_cache()
-        capture = {"inline": rows.capture()}
-        sent = {}
-        for prompt in prompts:
-            self._count += 1
-            request_id = str(self._count)
-            params = SamplingParams(
-                max_tokens=rows.max_tokens,
-                temperature=0.0,
-                detokenize=False,
-                capture=capture,
-                readouts=dict(rows.readouts) or None,
-            )
-            ids = {"prompt_token_ids": prompt.token_ids}
-            engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
-            sent[request_id] = prompt
+        waiting = iter(prompts)
+        sent: dict[str, Prompt] = {}
         ended: list[RequestOutput] = []
-        while engine.has_unfinished_requests():
+        while self._add(islice(waiting, IN_FLIGHT - len(sent)), rows, sent):
             outputs: Any = engine.step()
             # Requests of earlier steps: their rows arrived while this step was
             # computed.
@@ -96,7 +87,34 @@ class EngineRunner:
                 yield from self._collect(ended, sent, tokens)
                 ended = []
             ended += [output for output in outputs if output.finished]
-        yield from self._collect(ended, sent, tokens)
+            if len(ended) == len(sent):
+                yield from self._collect(ended, sent, tokens)
+                ended = []
+
+    def _add(
+        self, prompts: Iterable[Prompt], rows: RowsSpec, sent: dict[str, Prompt]
+    ) -> bool:
+        """Submit prompts; returns whether any prompt was not collected yet."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        capture = {"inline": rows.capture()}
+        for prompt in prompts:
+            self._count += 1
+            request_id = str(self._count)
+            params = SamplingParams(
+                max_tokens=rows.max_tokens,
+                temperature=0.0,
+                detokenize=False,
+                # Otherwise the rows of each step would be streamed as well.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                capture=capture,
+                readouts=dict(rows.readouts) or None,
+            )
+            ids = {"prompt_token_ids": prompt.token_ids}
+            self._llm.llm_engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
+            sent[request_id] = prompt
+        return bool(sent)
 
     def _collect(
         self, ended: "list[RequestOutput]", sent: dict[str, Prompt], tokens: Tokens

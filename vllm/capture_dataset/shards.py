@@ -15,6 +15,8 @@ from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.table import Shard
 
 ASIDE = ".incomplete"
+MAX_PROMPTS = 4096
+"""Maximum per shard: tokens and texts are held in memory until it is written."""
 
 
 def groups(
@@ -27,7 +29,8 @@ def groups(
     Args:
         prompts: all prompts, in order.
         rows_of: returns the most rows for a number of tokens.
-        max_rows: a shard ends with the prompt that reaches this number of rows.
+        max_rows: a shard ends with the prompt that reaches this number of rows, or
+            with the `MAX_PROMPTS`th prompt.
 
     """
     group: list[Prompt] = []
@@ -35,7 +38,7 @@ def groups(
     for prompt in prompts:
         group.append(prompt)
         count += rows_of(len(prompt.token_ids))
-        if count >= max_rows:
+        if count >= max_rows or len(group) == MAX_PROMPTS:
             yield group
             group, count = [], 0
     if group:

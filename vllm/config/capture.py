@@ -50,8 +50,8 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
         unknown = text.keys() - {"name", "instance_name", "params"}
         if unknown or not isinstance(text.get("name"), str):
             raise ValueError(
-                f"a capture consumer is {{'name', 'instance_name'?, 'params'?}}, "
-                f"got the keys {sorted(text)}"
+                "a capture consumer is {'name', 'instance_name'?, 'params'?}, and "
+                f"has the keys {sorted(text)}"
             )
         return ConsumerConfig(**text)
     stripped = text.strip()
@@ -85,8 +85,8 @@ def _object(text: str) -> Any:
             return literal_eval(text)
         except (ValueError, SyntaxError):
             raise ValueError(
-                f"--capture-consumers {text!r} begins like an object and is no JSON: "
-                f"{error}"
+                f"--capture-consumers {text!r} begins like a JSON object but is not "
+                f"JSON: {error}"
             ) from None
 
 

@@ -71,8 +71,8 @@ class Reading:
                 _check_choice(name, values[name])
             except (KeyError, ValueError):
                 raise fail(
-                    f"path: {shown(part)} behind the file's name is none of "
-                    f"{list(_CHOICES)} with a fitting value, as in "
+                    f"path: {shown(part)} after the file's name must be one of "
+                    f"{list(_CHOICES)} with a valid value, as in "
                     "FILE?hook=post_block&layer=15",
                     "path",
                     text,
@@ -99,7 +99,7 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
-    """Read a file of vectors; its name tells the format.
+    """Read a file of vectors; its name determines the format.
 
     Args:
         path: a file, or the folder of an SAE.
@@ -157,7 +157,7 @@ def write_vectors(
     file = Path(path)
     if not file.absolute().parent.is_dir():
         raise fail(
-            f"path: there is no folder {str(file.parent)!r}; make it first",
+            f"path: there is no folder {str(file.parent)!r}; create it first",
             "path",
             str(path),
         )
@@ -223,7 +223,7 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
         identity = identity_of_path(model)
     except (OSError, ValueError) as error:
         raise fail(
-            f"for_model: {model!r} is no model: {str(error).splitlines()[0]}",
+            f"for_model: {model!r} is not a model: {str(error).splitlines()[0]}",
             "for_model",
             model,
         ) from None
@@ -244,8 +244,7 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
 def _read_sae(folder: Path, reading: Reading) -> VectorSet:
     if reading.feature is None:
         raise fail(
-            f"feature: {str(folder)!r} is an SAE; say which of its features with "
-            "--feature",
+            f"feature: {str(folder)!r} is an SAE; select a feature with --feature",
             "feature",
             None,
         )
@@ -267,7 +266,7 @@ def _read_sae(folder: Path, reading: Reading) -> VectorSet:
         raise fail(
             f"{wrong}: {str(folder)!r} has the features 0 to {len(sae.w_dec) - 1} at "
             f"{sae.writes.name or 'a place that it does not name'}"
-            + ("; say where to add one with --hook and --layer" if not place else ""),
+            + ("; give the place of one with --hook and --layer" if not place else ""),
             wrong,
             reading.feature,
         )
@@ -291,8 +290,8 @@ def _json(vectors: VectorSet) -> str:
 def _unknown(file: Path) -> SteeringValidationError:
     forms = [*OURS, ".gguf", SVEC, *DICTIONARIES]
     return fail(
-        f"path: {str(file)!r} has no known form; the forms are {forms}, and the folder "
-        "of an SAE",
+        f"path: {str(file)!r} has no known form; known forms are {forms}, and the "
+        "folder of an SAE",
         "path",
         str(file),
     )

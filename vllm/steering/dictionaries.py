@@ -175,8 +175,8 @@ def _entries(raw: Any, file: Path) -> Iterator[tuple[Any, Any]]:
     """Yield keys and vectors `[hidden_size]`."""
     if _alone(raw) is not None and not isinstance(raw, Mapping):
         raise fail(
-            f"layer: {file.name!r} holds one vector and does not say where it acts; "
-            "say --layer, and --hook if it is not post_block",
+            f"layer: {file.name!r} holds one vector without its place; give --layer, "
+            "and --hook if it is not post_block",
             "layer",
             None,
         )
@@ -209,14 +209,14 @@ def _tap(key: Any, numbers: Numbers | None, hook: str, file: Path) -> Tap:
         raise fail(
             f"path: the key {text!r} of {file.name!r} is neither HOOK.LAYER, with one "
             f"of the hook points {list(HOOKS)}, nor a number; for a tensor of another "
-            "name say which with --key, and where it acts with --layer and --hook",
+            "name give --key, and its place with --layer and --hook",
             "path",
             text,
         )
     if numbers is None:
         raise fail(
-            f"numbers: the key {text!r} of {file.name!r} is a number, which people "
-            "count in several ways; say which with --numbers: "
+            f"numbers: the key {text!r} of {file.name!r} is a number, which has "
+            "several meanings; choose one with --numbers:  "
             + "; ".join(f"{name}: {what}" for name, what in NUMBERS.items()),
             "numbers",
             None,

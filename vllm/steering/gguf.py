@@ -87,7 +87,7 @@ def write_gguf(
     if writer == "llama.cpp" and 0 in directions:
         raise fail(
             "layers: llama.cpp cannot add a vector to the output of block 0 and "
-            "refuses direction.0; leave this layer out with --layers",
+            "refuses direction.0; exclude this layer with --layers",
             "layers",
             0,
         )
@@ -179,8 +179,8 @@ def _block(tap: Tap) -> int:
     if hook == "pre_attn" and layer > 0:
         return layer - 1
     raise fail(
-        f"vectors: a control vector is added to the output of a block; {hook} of "
-        f"layer {layer} is no such place. Extract it at post_block instead",
+        f"vectors: a control vector is added to the output of a block; {hook} of layer "
+        f"{layer} is another place. Extract it at post_block instead",
         "vectors",
         f"{hook}.{layer}",
     )

@@ -21,7 +21,7 @@ def check_can_draw(path: Path) -> None:
     """
     if not path.absolute().parent.is_dir():
         raise fail(
-            f"plot: there is no folder {str(path.parent)!r}; make it first",
+            f"plot: there is no folder {str(path.parent)!r}; create it first",
             "plot",
             str(path),
         )
@@ -29,8 +29,8 @@ def check_can_draw(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise fail(
-            "plot: drawing needs matplotlib: pip install matplotlib; or leave --plot "
-            "out, the tables are printed anyway",
+            "plot: plotting needs matplotlib: pip install matplotlib; or omit --plot, "
+            "the tables are printed anyway",
             "plot",
             str(path),
         ) from None

@@ -60,7 +60,7 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise fail(
-            f"path: {str(folder)!r} is no SAE in SAELens' form, which has {CONFIG} "
+            f"path: {str(folder)!r} is not an SAE in SAELens' form, which has {CONFIG} "
             f"and {WEIGHTS}: {error}",
             "path",
             str(folder),
@@ -82,8 +82,8 @@ def _tap(place: str) -> Tap:
     found = _PLACE.fullmatch(place)
     if found is None or found[2] not in HOOK_NAMES:
         raise fail(
-            f"path: the SAE is at {place!r}; of its places only {list(HOOK_NAMES)} are "
-            "hook points here. Say where to add the vector with --hook and --layer",
+            f"path: the SAE is at {place!r}; only {list(HOOK_NAMES)} are hook points "
+            "here. Give the vector's place with --hook and --layer",
             "path",
             place,
         )

@@ -35,8 +35,8 @@ def read_svec(path: str | Path, hook: str | None = None) -> VectorSet:
         model_type = str(found.get("model_type", ""))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise fail(
-            f"path: {file.name!r} is no .svec file, a JSON object with the directions "
-            f"of blocks: {type(error).__name__}: {error}",
+            f"path: {file.name!r} is not an .svec file, a JSON object with the "
+            f"directions of blocks: {type(error).__name__}: {error}",
             "path",
             str(path),
         ) from None

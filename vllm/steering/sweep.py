@@ -221,7 +221,7 @@ def load_score(where: str) -> Score:
         )
     spec = importlib.util.spec_from_file_location("steering_score", file)
     if spec is None or spec.loader is None:
-        raise fail(f"score: {file!r} is no Python file", "score", where)
+        raise fail(f"score: {file!r} is not a Python file", "score", where)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     score = getattr(module, name, None)

@@ -135,8 +135,8 @@ def load_vectors(path: str | Path) -> VectorSet:
     module.provenance.check_norms(norms_of({"base": parsed}), Source(str(path)))
     if parsed.operations:
         raise fail(
-            f"path: {str(path)!r} has entries that do more than add a vector to all "
-            f"tokens ({parsed.operations[0].op}); only such can be used here",
+            f"path: {str(path)!r} has operations other than adding a vector to all "
+            f"tokens ({parsed.operations[0].op}); only additions can be used here",
             "path",
             parsed.operations[0].op,
         )

@@ -2,7 +2,7 @@
 """`--help` of our commands lists their options.
 
 Upstream's parser lists only the titles of groups, as an engine has hundreds of options.
-Ours come below them, in the epilog.
+Our options are listed after them, in the epilog.
 """
 
 from typing import Any

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 def repeat_options(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> list[str]:
-    """`arguments` with the option before each of several values that it takes singly.
+    """Repeat an option before each of several values, if it accepts one at a time.
 
-    A configuration file's list comes as `--key a b`. Where `--key` takes one value and
-    may be repeated, that stands for `--key a --key b`.
+    A list in a configuration file becomes `--key a b`. If `--key` takes one value and
+    may be repeated, that means `--key a --key b`.
     """
     repeated = {
         name

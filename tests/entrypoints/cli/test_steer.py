@@ -55,7 +55,7 @@ def llm() -> Iterator[Any]:
 
 @pytest.fixture
 def started(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arguments of the engines that commands start; all get the shared one."""
+    """The arguments of engines that commands start; all get the shared engine."""
     seen: list[Any] = []
 
     def start(engine_args: Any) -> Any:
@@ -99,7 +99,7 @@ class TestOnAnEngine:
         assert found.taps == [(layer, "post_block") for layer in range(6)]
         assert found.provenance.num_layers == 6 and found.provenance.weights
         expected = _mean_difference(pairs)
-        for layer in range(5):  # transformers' last one is normed
+        for layer in range(5):  # transformers normalizes its last one
             vector = torch.from_numpy(found.vectors[layer, "post_block"])
             torch.testing.assert_close(
                 vector, expected[layer + 1], rtol=1e-3, atol=1e-3
@@ -167,7 +167,7 @@ class TestOnAnEngine:
 
 
 def _mean_difference(pairs: Path) -> list[torch.Tensor]:
-    """By entry of transformers' hidden states, what the pairs differ by on average."""
+    """The mean difference of the pairs, by entry of transformers' hidden states."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature release: a registry, and models in the ways that upstream has them."""
+"""A miniature release: a registry, and models in upstream's idioms."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ def model(name: str) -> str:
 
 FILES = {
     "first": model("First"),
-    # Runs the first one's stack with a layer of its own.
+    # Runs the first model's stack with its own layer.
     "chosen": """
 from .first import FirstForCausalLM, FirstModel
 """
@@ -45,7 +45,7 @@ class ChosenForCausalLM(FirstForCausalLM):
     def make(self):
         return FirstModel(layer_type=ChosenDecoderLayer)
 """,
-    # A layer that makes its own parts, and runs the first one's `forward`.
+    # A layer with its own parts, which runs the first layer's `forward`.
     "heir": """
 from .first import FirstDecoderLayer, FirstForCausalLM, FirstModel
 
@@ -70,7 +70,7 @@ class AnyForCausalLM(nn.Module):
     def __init__(self, config):
         self.model = init_vllm_registered_model(hf_config=config)
 """,
-    # Speaks of a layer, but makes none.
+    # Refers to a layer without creating one.
     "empty": """
 from torch import nn
 from .first import FirstDecoderLayer
@@ -97,7 +97,7 @@ EMPTY = {"EmptyForCausalLM": ("empty", "EmptyForCausalLM")}
 
 
 def registry(tables: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
-    """The text of a registry with these tables."""
+    """The source of a registry with these tables."""
     lines = [f"{name} = {dict(table)!r}" for name, table in tables.items()]
     merged = ", ".join(f"**{name}" for name in tables)
     return "\n".join([*lines, f"_VLLM_MODELS = {{{merged}}}", ""])
@@ -107,7 +107,7 @@ def write(
     root: Path,
     tables: Mapping[str, Mapping[str, tuple[str, str]]] | None = None,
 ) -> Path:
-    """The release, unpacked below `root`."""
+    """Write the release below `root`."""
     folder = root / MODELS
     folder.mkdir(parents=True)
     for name, text in FILES.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An architecture that nobody accounts for stops the build."""
+"""An architecture that is not accounted for fails the build."""
 
 from pathlib import Path
 

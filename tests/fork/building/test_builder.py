@@ -52,7 +52,7 @@ def test_the_tree_imports_under_the_fork_version(mini: Mini) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": str(mini.out)},
-        cwd=mini.checkout.root,  # holds a folder vllm/ that must not shadow the tree
+        cwd=mini.checkout.root,  # contains a folder vllm/ that must not shadow the tree
         capture_output=True,
         text=True,
         check=True,

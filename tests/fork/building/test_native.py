@@ -22,7 +22,7 @@ def with_sources(mini: Mini) -> Mini:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The sources that were compiled, by a compiler that copies them."""
+    """The compiled sources; the stand-in compiler copies them."""
     seen: list[str] = []
 
     def compile_(checkout: object, jobs: int) -> Path:

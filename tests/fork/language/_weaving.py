@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before and after: weave a miniature source and look at the result."""
+"""Weaves a miniature source and compares the result."""
 
 from textwrap import dedent
 

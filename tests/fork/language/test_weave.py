@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of weaving as a whole, and how problems read."""
+"""Properties of weaving as a whole, and the texts of problems."""
 
 from hypothesis import given
 from hypothesis import strategies as st

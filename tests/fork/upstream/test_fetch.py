@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which wheel is taken, and what is refused."""
+"""The choice of a wheel, and refused wheels."""
 
 import hashlib
 import shutil
@@ -16,7 +16,7 @@ from tests.fork._checkout import Mini, make_wheel, pins
 
 @pytest.fixture
 def registry(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A registry that serves the miniature wheel; the list of downloads."""
+    """A registry that serves the miniature wheel; yields the list of downloads."""
     downloads: list[str] = []
 
     def download(project: str, version: str, machine: str, folder: Path) -> None:

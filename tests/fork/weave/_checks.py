@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for the hook points of any woven layer, checked on toy numbers."""
+"""Checks that hold for the hook points of every woven layer, on toy numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DELTA = 0.75
 
 @dataclass(frozen=True)
 class Subject:
-    """One way to run one woven class."""
+    """One configuration in which a woven class is run."""
 
     source: str
     cls: LayerClass
@@ -41,7 +41,7 @@ class Subject:
         return made
 
     def run(self, layer: Layer, hidden: float, taps: Taps) -> float:
-        """The stream that leaves `layer`."""
+        """Run the layer; returns the stream after it."""
         split = self.flags.get(self.rule.enters_split, False)
         return run(layer, hidden, self.residual, taps, split)
 
@@ -50,7 +50,7 @@ class Subject:
 
 
 def subjects(source: str, cls: LayerClass, rule: Rule) -> Iterator[Subject]:
-    """Each case of the rule, with other flags all false or all true, and residuals."""
+    """All cases of the rule, with other flags all false or all true, with residuals."""
     takes = "residual" in [p.name.value for p in cls.methods["forward"].params.params]
     residuals = (None, 0.5) if takes else (None,)
     for flags, truth, residual in itertools.product(
@@ -58,12 +58,12 @@ def subjects(source: str, cls: LayerClass, rule: Rule) -> Iterator[Subject]:
     ):
         looks = not rule.enters_split.startswith("self.")
         if looks and flags.get(rule.enters_split) and residual is None:
-            continue  # the layer's own condition says that this cannot be
+            continue  # excluded by the layer's own condition
         yield Subject(source, cls, rule, flags, truth, residual)
 
 
 def _set(layer: Any, text: str, outcome: bool) -> None:
-    """Make the condition `self.a.b`, or `self.a == 2`, come out as wanted."""
+    """Set attributes so that `self.a.b` or `self.a == 2` has the given value."""
     path, _, number = text.partition(" == ")
     first, *inner = path.removeprefix("self.").split(".")
     if not path.startswith("self."):
@@ -85,7 +85,7 @@ def _set(layer: Any, text: str, outcome: bool) -> None:
 
 
 def check(subject: Subject) -> None:
-    """The hook points hold the stream, and a change at one goes on exactly once."""
+    """Check that hook points read the stream, and that a change applies once."""
     base = Taps()
     layer = subject.layer(base)
     leaving = subject.run(layer, 0.3, base)
@@ -115,7 +115,7 @@ def _check_changes(subject: Subject, base: Taps, leaving: float) -> None:
         silent = Taps()
         wanted = reference(silent)
         if point == "post_attn" and base.seen["post_attn"] == base.seen["pre_attn"]:
-            continue  # no token mixer whose output could be raised instead
+            continue  # there is no token mixer whose output could be changed instead
         for replaces in (False, True):
             taps = Taps({point: DELTA}, replaces)
             got = subject.run(subject.layer(taps), 0.3, taps)

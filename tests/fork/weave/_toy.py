@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a decoder layer's `forward` on toy numbers, without torch or weights.
 
-A tensor is one number that in-place operators change for all who hold it. Norms
-are the identity, token mixers and MLPs are nonlinear, every other attribute of a
-layer is a factor of one and a false condition. So an intervention at a hook point
-can be compared with the same change made where it comes from.
+A tensor is one number, which in-place operators change for all references. Norms are
+the identity, token mixers and MLPs are nonlinear, and every other attribute of a layer
+is a factor of one and a false condition. So an intervention at a hook point can be
+compared with the same change at its source.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from fork.weave.stream import Role, role_of
 
 TOKENS, SHARE = 2, 1
-"""Rows of a tensor, and of a rank's share of one."""
+"""Number of rows of a tensor, and of a rank's share."""
 
 
 class Toy:
-    """A tensor of one number, with all tokens or with a rank's share of them."""
+    """A tensor of one number, for all tokens or a rank's share of them."""
 
     dtype = "float32"
 
@@ -41,16 +41,16 @@ class Toy:
         return (SHARE if self.split else TOKENS, 1)
 
     def made(self, number: float) -> Toy:
-        """Another tensor of the same tokens."""
+        """Create another tensor of the same tokens."""
         return Toy(number, split=self.split)
 
     def over_ranks(self, split: bool) -> Toy:
-        """The same number; all tokens from a rank's share of them, or that from all."""
+        """The same number, after an all-gather or a split over ranks."""
         assert self.split != split, "split twice, or gathered from whole tensors"
         return Toy(self.number, split=split)
 
     def __iter__(self) -> Iterator[Toy]:
-        """Unpacked as (output, bias), as upstream's linear layers return it."""
+        """Unpacks as (output, bias), like upstream's linear layers."""
         return iter((self, Toy(0.0)))
 
     def __add__(self, other: Any) -> Toy:
@@ -116,7 +116,7 @@ class Neutral:
     __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __neg__ = __add__
 
     def __eq__(self, other: object) -> bool:
-        """A layer's kind is one of two names, as the flags are."""
+        """Compares as the flags determine, for conditions on a layer's kind."""
         return other == ("linear_attention" if self.truth_ else "full_attention")
 
     def __hash__(self) -> int:
@@ -138,7 +138,7 @@ class Torch(Neutral):
 
 
 class Globals(dict[str, Any]):
-    """The names of a module: those nobody defined are neutral."""
+    """The globals of a module; undefined names are neutral."""
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
@@ -147,9 +147,9 @@ class Globals(dict[str, Any]):
 
 
 class Taps:
-    """The `residual_tap` of the toy layers: records, then changes the stream.
+    """The `residual_tap` of the toy layers: records the stream, then changes it.
 
-    `replaces` hands the whole stream back in the first tensor, as clamping does.
+    With `replaces` the whole stream is returned in the first tensor, as by clamping.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Taps:
         self.change = change or {}
         self.replaces = replaces
         self.seen: dict[str, float] = {}
-        """Point to the stream there, before the change."""
+        """The stream at each point, before the change."""
         self.paired: dict[str, bool] = {}
 
     def tapped(self, *points: str) -> Callable[[type], type]:
@@ -227,7 +227,7 @@ class Taps:
 
 
 class Layer:
-    """Base of the toy layers: what `forward` finds on `self`."""
+    """Base of the toy layers, with the attributes that `forward` uses."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class Layer:
             if residual is None:
                 return hidden.made(hidden.number)
             assert hidden.split == residual.split
-            if self.adding_(name):  # in place, as upstream's kernel is
+            if self.adding_(name):  # in place, like upstream's kernel
                 residual.number += hidden.number
                 hidden.number = residual.number
             return hidden, residual
@@ -306,13 +306,13 @@ def _inputs(args: Any, kwargs: Any, buffers: bool = False) -> list[Toy]:
 
 
 def fused_allreduce(hidden: Toy, residual: Toy, norm: Any) -> Any:
-    """The functions that reduce, add and norm at once, on one rank."""
+    """Fused functions that reduce, add and norm, on one rank."""
     total = hidden.number + residual.number
     return Toy(total), Toy(total)
 
 
 class Positions(Neutral):
-    """As many as the step has tokens."""
+    """As many positions as the step has tokens."""
 
     shape = (TOKENS, TOKENS)
 
@@ -332,7 +332,7 @@ SPLITTING: dict[str, Callable[..., Toy]] = {
     "sp_reduce_scatter": _split,
     "sequence_parallel_chunk": _split,
 }
-"""On one rank all of them leave the number as it is."""
+"""On one rank these collectives are the identity."""
 
 
 class _NoAsserts(ast.NodeTransformer):
@@ -354,7 +354,7 @@ def _code(source: str, name: str, kept: tuple[str, ...]) -> CodeType:
 def methods(
     source: str, name: str, taps: Taps, inline: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """`forward` and `inline` of class `name`, with toys for all that they use."""
+    """`forward` and `inline` of class `name`, with toys for all names that they use."""
     names = Globals(
         torch=Torch(),
         residual_tap=taps,
@@ -375,7 +375,7 @@ def run(
     taps: Taps,
     split: bool = False,
 ) -> float:
-    """Call `forward`; the stream that leaves it, as its last hook point carries it."""
+    """Call `forward`; returns the stream after it, as at its last hook point."""
     arguments: dict[str, Any] = {}
     function = type(layer).forward
     for name, parameter in inspect.signature(function).parameters.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks on toy numbers must fail where a hook point is in the wrong place."""
+"""The checks on toy numbers fail if a hook point is in the wrong place."""
 
 import libcst as cst
 import pytest
@@ -36,7 +36,7 @@ WRONG = {
 
 
 def move(text: str, before: str) -> str:
-    """The tap behind the attention, moved to before the first `before`."""
+    """The tap after the attention, moved to before the first `before`."""
     text = text.replace(f"        {POST}\n", "", 1)
     return text.replace(before, f"{POST}\n        {before}", 1)
 

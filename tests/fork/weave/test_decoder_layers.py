@@ -19,7 +19,7 @@ def woven(source: str) -> WeaveResult:
 
 
 def taps(source: str) -> list[str]:
-    """The calls that were put in, in the order of the text, MLP points left out."""
+    """The inserted calls, in the order of the text, without MLP points."""
     before = {line.strip() for line in source.splitlines()}
     text = woven(source).source or ""
     lines = [line.strip() for line in text.splitlines()]

@@ -19,7 +19,7 @@ from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, Rule
 from tests.fork.weave._checks import check, subjects
 
 TAPPED, REFUSED_COUNT = 110, 11
-"""Decoder-layer classes of upstream 0.32.0: of language models 121 in all."""
+"""Number of tapped and refused decoder-layer classes of upstream 0.32.0, of 121."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers between which each tensor-parallel rank has its share of the tokens."""
+"""Layers whose tokens are split over tensor-parallel ranks."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ SHARES = mini.layer(
         return hidden_states, residual
     """
 )
-"""Given a rank's share, and gives one, if `shares`."""
+"""A module that takes a rank's share, and returns one if `shares`."""
 
 RULE = Rule(
     reason="shares",
@@ -65,7 +65,7 @@ BEGINS = mini.layer(
         return hidden_states, residual
     """
 )
-"""Given all tokens or a share, it gives a share if `shares`."""
+"""A module that takes all tokens or a share, and returns a share if `shares`."""
 
 BEGINS_RULE = Rule(
     reason="shares",
@@ -141,7 +141,7 @@ def test_a_share_is_no_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without(point: str) -> Rule:
-    """The rule of a layer, and one point forgotten."""
+    """The rule of a layer without one point."""
     kept = {name: text for name, text in RULE.split.items() if name != point}
     return replace(RULE, split=kept)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect's own `get_model` and `eval` over a server, against Transformers."""
+"""Inspect's `get_model` and `eval` with a server, compared with Transformers."""
 
 import asyncio
 import base64
@@ -155,7 +155,7 @@ def test_a_server_is_started_with_what_is_needed(monkeypatch, folder) -> None:
 
     monkeypatch.setattr(inspects, "start_local_server", start)
     for provider in ("vllm-lens", "clearbox"):
-        # Servers are shared by model, so that each has a folder of its own.
+        # Servers are shared by model, so each test has its own folder.
         own = shutil.copytree(folder, folder.parent / provider)
         api = get_model(f"{provider}/{own}", memoize=False, max_model_len=64).api
         api._resolve_server()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""interp-engine's own protocol, classes and server over an engine here."""
+"""interp-engine's protocol, classes and server with an engine of ours."""
 
 import dataclasses
 import inspect
@@ -50,7 +50,7 @@ def reference(folder: Path):
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[TestClient]:
-    """Its server, whose model is ours."""
+    """A client of interp-engine's server with our model."""
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64}
     app = create_app(
         ServerConfig(hf_model_id=str(folder)),

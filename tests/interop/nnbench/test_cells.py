@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of our nnbench backend against hooks on the Transformers library.
+"""The cells of our nnbench backend, compared with hooks in Transformers.
 
 nnbench's package `isb` is not on a registry: the few names that a backend uses have
 stand-ins here.
@@ -64,7 +64,7 @@ def loaded(name: str) -> ModuleType:
         f"nnbench_{name}", FOLDER / f"{name}.py"
     )
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # Dataclasses look up their module.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -105,7 +105,7 @@ def ids_of(bench, prompt: str) -> list[int]:
 
 
 def run(reference, ids: list[int], layer: int | None = None, change=None, mlp=False):
-    """Logits `[tokens, vocabulary]` and what leaves each layer; one may be changed."""
+    """Logits `[tokens, vocabulary]` and layers' outputs; one may be changed."""
     found = []
 
     def keep(_module, _inputs, output):
@@ -172,7 +172,7 @@ def test_generated_tokens_are_steered_too(bench, reference) -> None:
 
     def change(h: torch.Tensor) -> torch.Tensor:
         norms = h.norm(dim=-1, keepdim=True)
-        # The prompt is one forward pass, each generated token another.
+        # The prompt takes one forward pass, each generated token another.
         scale = torch.cat(
             [
                 norms[:, :count].mean(dim=1, keepdim=True).expand(-1, count, -1),

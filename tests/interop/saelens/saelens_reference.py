@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by an interpreter that has SAELens: makes SAEs, saves and evaluates them.
+"""Creates, saves and evaluates SAEs; run by an interpreter that has SAELens.
 
 Called with a folder. For each architecture it writes what SAELens' `save_model` writes
 to a folder of its own, and beside it `reference.pt` with rows, activations and
@@ -52,7 +52,7 @@ def main(out: Path) -> None:
                 if label == "threshold":
                     parameter.abs_()
             activations = sae.encode(rows)
-            # Last, as decoding takes the norms of the rows that were encoded last.
+            # Last, because decoding uses the norms of the rows encoded last.
             restored = sae.decode(activations)
             if "skip" in name:
                 restored = restored + rows @ sae.W_skip.T

@@ -53,7 +53,7 @@ def test_its_store_gives_the_rows_that_were_captured(folder: Path) -> None:
     rows = batch.reshape(-1, WIDTH)
     assert rows.shape == (8, WIDTH)
     assert {tuple(one.tolist()) for one in rows} <= wanted
-    # A row says of itself which token of which prompt it is.
+    # Each row encodes its prompt and token.
     sample, position, token, layer = (int(value) for value in rows[0, :4])
     assert layer == 3
     assert rows[0].tolist() == torch.tensor(row(sample, position, token, 3)).tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that SAELens itself wrote, and its own arithmetic."""
+"""Files that SAELens wrote, compared with its own results."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAELens' own store and training runner on a served model."""
+"""SAELens' store and training runner with a served model."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads tables reads the files of `vllm capture`, with readouts beside rows."""
+"""Other tools read the tables of `vllm capture`, with readouts."""
 
 from pathlib import Path
 from typing import Any

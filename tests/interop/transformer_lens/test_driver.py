@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' own bridge over an engine, against the Transformers library."""
+"""TransformerLens' bridge on an engine, compared with Transformers."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders that nothing is compared with, so that none is missing without a reason."""
+"""Decoders without a comparison, each with the reason."""
 
 from tests.parity.cases import Case
 

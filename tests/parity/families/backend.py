@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that upstream runs by the library's own modules."""
+"""Architectures that upstream runs through the library's modules."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def case(
 def over(
     architecture: str, model_type: str, recipe: Recipe = PLAIN, **options: Any
 ) -> Case:
-    """An architecture of upstream's own, run by the backend instead."""
+    """A case of upstream's own architecture, run by the backend instead."""
     return Case(
         architecture=architecture,
         model_type=model_type,

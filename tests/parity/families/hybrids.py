@@ -84,7 +84,7 @@ LINEAR = {
 # Upstream's choice on Hopper is FlashInfer's kernel, which need not be installed.
 TRITON = {"additional_config": {"gdn_prefill_backend": "triton"}}
 SPARSE = {
-    # All are chosen: in bfloat16 a router's choice may be a matter of rounding.
+    # All experts are chosen: in bfloat16 a router's choice may depend on rounding.
     "num_experts": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
@@ -98,12 +98,12 @@ CONVOLUTION = {
 
 
 def attention_out(layer: nn.Module) -> float:
-    """Falcon-H1's factor of the attention's share."""
+    """Falcon-H1's factor of the attention's contribution."""
     return float(layer.attn_out_multiplier)  # type: ignore[arg-type]
 
 
 def nemotron_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
-    """One sublayer a block: a mixer, whose sum is post_attn, or an MLP."""
+    """One sublayer per block: a mixer, whose sum is post_attn, or an MLP."""
     found = recipe.ends(layer)
     if layer.block_type in ("linear_attention", "full_attention"):
         return found | {"post_attn": found["post_block"]}

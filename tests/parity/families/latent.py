@@ -11,7 +11,7 @@ from tests.parity.families.llama import YARN
 from tests.parity.recipe import PLAIN, Point, Recipe, Spot, named
 from tests.parity.twins import Twin
 
-# Upstream's CPU backend knows one size of the cache, 512 + 64, and rotates in place
+# Upstream's CPU backend supports one size of the cache, 512 + 64, and rotates in place
 # unless the embedding is a scaled one.
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
@@ -42,7 +42,7 @@ SARVAM = Twin(
     }
 )
 ON_CPU = {"attention_backend": "CPU_MLA"}
-# The sizes of Hopper's kernels; all experts, as a choice may be a matter of rounding.
+# The sizes of Hopper's kernels; all experts, because a choice may depend on rounding.
 ON_CUDA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 16,
@@ -97,7 +97,7 @@ def case(
 
 
 def axk1_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point] | None:
-    """The library has the norm behind the experts inside the module of the experts."""
+    """The library has the norm after the experts inside the experts' module."""
     norm, mlp = named(layer, ("mlp.post_mlp_layernorm",)), named(layer, ("mlp",))
     if norm is None or mlp is None:
         return None

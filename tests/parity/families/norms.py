@@ -28,7 +28,7 @@ GEMMA4 = {
 
 
 def bloom_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
-    """Both branches of Bloom return the stream with themselves added."""
+    """Both branches of Bloom return the sum of the stream and themselves."""
     found = recipe.ends(layer)
     attention = named(layer, ("self_attention",))
     middle = named(layer, ("post_attention_layernorm",))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream has no kernels for on a CPU: compared on a GPU only."""
+"""Architectures without CPU kernels in upstream: compared on a GPU only."""
 
 from typing import Any
 
@@ -27,12 +27,11 @@ ROUTED = {
     "num_hidden_layers": 2,
     "mlp_layer_types": ["dense", "sparse"],
 }
-# All tokens and all experts are chosen: in bfloat16 a choice may be a matter of
-# rounding.
+# All tokens and all experts are chosen: in bfloat16 a choice may depend on rounding.
 INDEXED = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 32}
 GATED = {
     "num_hidden_layers": 2,
-    "intermediate_size": 256,  # as many summands as bfloat16 needs to even out
+    "intermediate_size": 256,  # enough summands for bfloat16's errors to average out
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -71,14 +70,14 @@ DBRX = {
 
 
 def sized(**options: Any) -> dict[str, Any]:
-    """The common sizes, of a model whose heads have several widths."""
+    """The common sizes, for a model whose heads have several widths."""
     sizes = common()
     del sizes["head_dim"]
     return sizes | options
 
 
 def hybrid_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point] | None:
-    """Olmo-Hybrid norms after attention, and before linear attention."""
+    """Olmo-Hybrid normalizes after attention, and before linear attention."""
     if named(layer, ("linear_attn",)) is None:
         return None
     attention, mlp = named(layer, ("linear_attn",)), named(layer, ("mlp",))
@@ -98,8 +97,8 @@ CASES = [
         model_type="longcat_flash",
         options=sized(
             **LATENT,
-            # Upstream's kernel of identity experts takes 256 columns at a time, and
-            # leaves out what is over.
+            # Upstream's kernel of identity experts processes 256 columns at a time and
+            # drops the remainder.
             hidden_size=512,
             num_layers=2,  # blocks, with two attentions each
             num_hidden_layers=4,
@@ -112,15 +111,15 @@ CASES = [
         recipe=Recipe(
             attention=("self_attn.0",), middle=("post_attention_layernorm.0",), mlp=()
         ),
-        # What a published configuration says, and the library takes for granted. Its
-        # identity experts have weights in a checkpoint that the library saves.
+        # Entries of published configurations that the library assumes. Its identity
+        # experts have weights in a checkpoint that the library saves.
         twin=Twin(
             options={
                 "mla_scale_q_lora": True,
                 "mla_scale_kv_lora": True,
                 "zero_expert_type": "identity",
-                # Not every release of the library that upstream takes knows that
-                # this is its name for `expert_ffn_hidden_size`.
+                # Some releases of the library that upstream accepts do not map this
+                # name to `expert_ffn_hidden_size`.
                 "moe_intermediate_size": 64,
             },
             unread=("mlp.experts.4.", "mlp.experts.5."),
@@ -133,8 +132,8 @@ CASES = [
         architecture="KimiLinearForCausalLM",
         model_type="kimi_linear",
         options=sized(**KIMI),
-        # The same said as published configurations do; and the library saves a dense
-        # MLP as if it were experts.
+        # The same in the form of published configurations; and the library saves a
+        # dense MLP as if it were experts.
         twin=Twin(
             options={
                 "mla_use_nope": True,
@@ -163,8 +162,8 @@ CASES = [
             attention=("norm_attn_norm.attn",),
             middle=("norm_attn_norm.norm_2",),
         ),
-        # Upstream's loader asks for the experts' weights by names that its modules no
-        # longer have. With these names it finds them.
+        # Upstream's loader looks for the experts' weights under names that its modules
+        # no longer have. With these names it finds them.
         twin=Twin(
             rename=(("ffn.experts.mlp", "ffn.experts.routed_experts.mlp"),),
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and MLP side by side, on the same stream."""
+"""Attention and MLP in parallel, on the same stream."""
 
 from tests.parity.cases import TOKENS, Case, common
 from tests.parity.families.llama import WINDOWED
@@ -19,7 +19,7 @@ FALCON = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
-    "ffn_hidden_size": 256,  # upstream takes four times the width
+    "ffn_hidden_size": 256,  # upstream uses four times the width
     "max_position_embeddings": 128,
 }
 FALCON_PARALLEL = Recipe(layers="transformer.h", middle=())
@@ -50,7 +50,7 @@ CASES = [
         options=common(tie_word_embeddings=True, use_qk_norm=True),
         recipe=PARALLEL,
     ),
-    # Upstream's window is one token wider than the library's: none is reached here.
+    # Upstream's window is one token wider than the library's; no prompt reaches it.
     Case(
         architecture="Cohere2ForCausalLM",
         model_type="cohere2",

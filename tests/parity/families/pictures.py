@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models inside multimodal ones, which are given text only."""
+"""Language models inside multimodal ones, with text input only."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -62,7 +62,7 @@ MUSE = TOWER | {
     "layer_types": ["window_attention", "full_attention"],
     "output_dim": 128,
 }
-# Beyond the words, so that none of a prompt is taken for a picture's.
+# Outside the vocabulary, so that no prompt token is taken for an image.
 IMAGE, VIDEO, AUDIO, START, END = range(300, 305)
 INDEX = {"image_token_index": IMAGE}
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
@@ -79,7 +79,7 @@ GLM = Recipe(
 
 
 def rope(*sections: int) -> dict[str, Any]:
-    """Rotary embeddings of time, height and width; a text has but time."""
+    """Rotary embeddings of time, height and width; text uses time only."""
     return {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -244,7 +244,7 @@ CASES = [
         "qwen3_vl_moe",
         text("qwen3_vl_moe_text", norm_topk_prob=True, **MROPE, **SPARSE),
         QWEN3,
-        # Published checkpoints have the weights of experts this way around.
+        # Published checkpoints store the experts' weights in this orientation.
         twin=Twin(transposed=("experts.gate_up_proj", "experts.down_proj")),
         **QWEN_IDS,
     ),
@@ -297,7 +297,7 @@ CASES = [
         "cohere2_vision",
         text(
             "cohere2",
-            # The library's multimodal model leaves out the scale of the logits.
+            # The library's multimodal model omits the scale of the logits.
             logit_scale=1.0,
             sliding_window=128,
             layer_types=WINDOWED,

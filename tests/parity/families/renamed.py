@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that the library has under another name, some by mere renaming."""
+"""Architectures that the library has under another name, some of them identical."""
 
 from typing import Any
 
@@ -107,8 +107,8 @@ CHATGLM = Twin(
     ),
     fuse={"query_key_value": ("q_proj", "k_proj", "v_proj")},
 )
-# Its queries, keys and values have no bias. One head: a checkpoint has the rows of keys
-# and values head by head.
+# Queries, keys and values have no bias. One head: a checkpoint has the rows of keys and
+# values head by head.
 TELECHAT2 = Twin(
     options={
         "n_layer": 3,

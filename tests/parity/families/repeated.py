@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders that run some of their layers several times a pass."""
+"""Decoders that run some of their layers several times per pass."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ HRM = {
 
 
 def hrm_order(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """In each slow cycle the fast stack a few times, and the slow one once."""
+    """In each slow cycle, the fast stack runs several times and the slow one once."""
     slow, fast = (model.get_submodule(f"model.{s}_module.layers") for s in "HL")
     assert isinstance(slow, nn.ModuleList)
     assert isinstance(fast, nn.ModuleList)

@@ -3,5 +3,5 @@ import os
 
 from tests.support.subprocess import MARK
 
-# Collected only in the process that has the packages installed.
+# Collected only in the process in which the packages are installed.
 collect_ignore_glob = [] if os.environ.get(MARK) else ["test_*.py"]

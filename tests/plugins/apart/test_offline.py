@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed packages beside each other in one offline engine."""
+"""Several installed packages in one offline engine."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 
 class Plugged:
-    """An engine with all packages, and what they wrote."""
+    """An engine with all packages, and the files that they write."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log.jsonl"
@@ -149,7 +149,7 @@ def test_a_ready_instance_gets_its_rows_here(plugged: Plugged) -> None:
         ({"ref_wishes": 5}, CaptureValidationError, "must be a dict, not int"),
         ({"ref_wishes": {"grumpy": 1}}, CaptureValidationError, "not today"),
         ({"ref_reward": {"a": 1}}, CaptureValidationError, "say nothing"),
-        ({"ref_sums": {}}, CaptureValidationError, "takes no requests"),
+        ({"ref_sums": {}}, CaptureValidationError, "accepts no requests"),
         ({"ref_writer": {}}, CaptureValidationError, "hooks"),
         ({"ref_none": {}}, UnknownCaptureConsumerError, "no consumer 'ref_none'"),
         ({"ref_wishes": {"hooks": {"post_block": [3]}}}, ValueError, "layer 3"),
@@ -177,7 +177,7 @@ def test_row_stream_writes_the_rows(plugged: Plugged) -> None:
     output = plugged.run(prompt(6, seed=9), row_stream=spec)
     assert results(output)["row_stream"].payload == [10, 10, 10]
     lines = plugged.lines.read_text().splitlines()
-    # A line per chunk: rows came step by step, not all at the end.
+    # One line per chunk: rows arrived step by step, not all at the end.
     assert len([line for line in lines if '"data"' in line]) >= 3 * 4
     stream = plugged.stream(output)
     found = row_stream.read_rows(lines)
@@ -202,6 +202,6 @@ def test_the_probe_learns_while_requests_are_served(plugged: Plugged) -> None:
 
 
 def test_consumers_are_shut_down_with_the_engine(plugged: Plugged) -> None:
-    # Last: nothing can be captured afterwards.
+    # The last test: nothing can be captured after it.
     plugged.engine.llm.llm_engine.engine_core.shutdown()
     assert len(plugged.events("shutdown")) == 1

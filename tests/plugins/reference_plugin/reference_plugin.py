@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins that use exactly the public interface, each a part of it, as others may.
+"""Plug-ins that use exactly the public interface, each of them a part of it.
 
-Nothing here is known to the framework: it imports only the names that plug-ins
-may rely on, takes arguments by position under names of its own, returns None where
-a result is not needed, and never forgets a result.
+The framework knows none of them: they import only public names, take arguments by
+position under other names, return None where no result is needed, and never forget a
+result.
 """
 
 import json
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Lines of JSON that a test reads, whichever process writes them."""
+    """Lines of JSON for a test, written by any process."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._path = Path(params["log"])
@@ -46,7 +46,7 @@ class Log:
 
 
 class Sums(CaptureConsumer):
-    """A global spec, no requests of its own, no payload."""
+    """A consumer with a global spec, without requests and payload."""
 
     location: ClassVar[Literal["worker", "driver"]] = "worker"  # type: ignore[misc]
     required_sidecar_fields: ClassVar[frozenset[str]] = frozenset(
@@ -80,7 +80,7 @@ class Sums(CaptureConsumer):
 
 
 class Wishes(CaptureConsumer):
-    """Requests of its own; remembers what they said, by the engine's request id."""
+    """A consumer of requests; stores their specs by the engine's request id."""
 
     reads_client_spec: ClassVar[bool] = True
 
@@ -118,7 +118,7 @@ class Wishes(CaptureConsumer):
 
 
 class Reward:
-    """A sink without a base class that answers in `submit_finalize` itself."""
+    """A sink without a base class, whose `submit_finalize` sets the result."""
 
     location: ClassVar[Literal["worker"]] = "worker"
     reads_client_spec: ClassVar[bool] = True
@@ -162,7 +162,7 @@ class Reward:
 
 
 class Writer:
-    """A sink with a thread: nothing it is told is done when the call returns."""
+    """A sink with a thread: calls return before their work is done."""
 
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec = True
@@ -218,7 +218,7 @@ class Writer:
 
 
 class Norms(CaptureConsumer):
-    """Lives in the driver's process, where a test can look at it."""
+    """A consumer in the driver's process, where a test can inspect it."""
 
     location = "driver"
     reads_client_spec = True

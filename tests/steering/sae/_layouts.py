@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAEs in every layout, written file by file from the descriptions of the layouts."""
+"""Writes SAEs in every layout, according to the layouts' descriptions."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ Parts = dict[str, torch.Tensor]
 
 
 def parts(seed: int = 0, d_in: int = D_IN, d_sae: int = D_SAE) -> Parts:
-    """Everything that any architecture has; W_enc `[d_in, d_sae]`."""
+    """The parts of all architectures; W_enc is `[d_in, d_sae]`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout against its own formula, written out in float64."""
+"""Every layout, compared with its own formula in float64."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -18,7 +18,7 @@ BASE = ("W_enc", "W_dec", "b_enc", "b_dec")
     ("config", "said"),
     [
         ({"architecture": "temporal"}, "one|alone"),
-        ({"architecture": "matching_pursuit"}, "alone"),
+        ({"architecture": "matching_pursuit"}, "one token's row"),
         ({"architecture": "standard", "activation_fn": "tanh-relu"}, "tanh-relu"),
         ({"architecture": "topk"}, "k is None"),
         ({"architecture": "topk", "k": 21}, "1 to 20"),
@@ -70,7 +70,7 @@ def test_paths_that_hold_no_sae(tmp_path: Path) -> None:
         load_sae(tmp_path)
     folder = write.sparsify(tmp_path / "layers.1", parts())
     (folder / "sae.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(SteeringValidationError, match="no safetensors file"):
+    with pytest.raises(SteeringValidationError, match="not a safetensors file"):
         load_sae(folder)
     (folder / "cfg.json").write_text("[]")
     with pytest.raises(SteeringValidationError, match="object"):
@@ -87,10 +87,10 @@ def test_code_in_a_file_is_not_run(
 ) -> None:
     file = tmp_path / "Llama-3.1-8B-Instruct-SAE-l19.pth"
     file.write_bytes(pickle.dumps(_Harmful()))
-    with pytest.raises(SteeringValidationError, match="no file of tensors"):
+    with pytest.raises(SteeringValidationError, match="not a file of tensors"):
         load_sae(file)
     torch.save({"a": _Harmful()}, file)
-    with pytest.raises(SteeringValidationError, match="no file of tensors"):
+    with pytest.raises(SteeringValidationError, match="not a file of tensors"):
         load_sae(file)
     assert "this must not run" not in capsys.readouterr().out
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's life as the engine's steps compute it, without an engine.
+"""The steps of a request, simulated without an engine.
 
-A row that stands holds its position in every element, at every tap; a row that
-turns out void (a rejected draft, a row past the end) holds -1.
+A valid row has its position in every element, at every tap; an invalid row (a rejected
+draft, a row past the end) has -1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ VOID = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step computes positions `[start, start + len(values))`."""
+    """A step that computes positions `[start, start + len(values))`."""
 
     start: int
     values: tuple[float, ...]
@@ -34,12 +34,12 @@ class Life:
     num_prompt_tokens: int
     steps: tuple[Step, ...]
     counted: int
-    """Generated tokens that count; fewer than the engine sampled after a stop
+    """Number of valid generated tokens; fewer than the engine sampled after a stop
     string or an abort."""
     computed: int
-    """Positions below it were computed at least once, with rows that stand."""
+    """Positions below this were computed at least once, with valid rows."""
     settled: bool = True
-    """No preemption was under way at the end: nothing remained to be recomputed."""
+    """Whether no tokens remained to be recomputed after a preemption at the end."""
 
     @property
     def stop(self) -> int:
@@ -48,7 +48,7 @@ class Life:
 
 @st.composite
 def lives(draw: st.DrawFn, most_drafts: int = 3) -> Life:
-    """Chunked prefill, drafts, preemptions and overshoot, in any combination."""
+    """Random combinations of chunked prefill, drafts, preemptions and overshoot."""
     prompt = draw(st.integers(1, 10))
     known, computed, furthest = prompt, 0, 0
     steps: list[Step] = []
@@ -74,7 +74,7 @@ def lives(draw: st.DrawFn, most_drafts: int = 3) -> Life:
 
 
 def void_after_the_end(life: Life) -> Iterator[Step]:
-    """The steps, with the rows void that the front end's end makes void."""
+    """The steps, with rows past the front end's end of the request invalidated."""
     for step in life.steps:
         yield Step(
             step.start,
@@ -86,5 +86,5 @@ def void_after_the_end(life: Life) -> Iterator[Step]:
 
 
 def standing(life: Life, selected: Sequence[int]) -> list[int]:
-    """The selected positions whose rows the client must get."""
+    """The selected positions whose rows the client must receive."""
     return [p for p in selected if p < min(life.stop, life.computed)]

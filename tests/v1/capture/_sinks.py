@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumers that misbehave in one way each, and one that only keeps records."""
+"""Consumers with one fault each, and one that only records."""
 
 import threading
 from typing import Any, Literal
@@ -31,7 +31,7 @@ def chunk(of: CaptureKey, rows: int = 1, offset: int = 0) -> CaptureChunk:
 
 
 class RecordingSink:
-    """Takes everything; `wrong` names the method that raises for layer 1."""
+    """Accepts everything; `wrong` names the method that raises for layer 1."""
 
     location: Literal["worker", "driver"] = "worker"
 
@@ -64,7 +64,7 @@ class RecordingSink:
 
 
 class SlowSink(RecordingSink):
-    """Holds every chunk until the test lets go of it."""
+    """Holds every chunk until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SlowSink(RecordingSink):
 
 
 class KeepingConsumer(CaptureConsumer):
-    """Keeps what `on_capture` gets; raises for the layers in `refuses`."""
+    """Keeps the arguments of `on_capture`; raises for the layers in `refuses`."""
 
     location = "driver"
     reads_client_spec = True
@@ -103,7 +103,7 @@ class KeepingConsumer(CaptureConsumer):
 
 
 class Answers:
-    """Collects what a lane answers, and lets a test wait for it."""
+    """Collects a lane's answers, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.results: list[CaptureResult] = []
@@ -121,7 +121,7 @@ class Answers:
 def end(
     lane: SinkLane, answers: Answers, *keys: CaptureKey, **sidecar: Any
 ) -> CaptureResult:
-    """End a request with these keys, and wait for its result."""
+    """Finalize a request with these keys, and wait for its result."""
     finalizes = tuple(CaptureFinalize(k, dict(sidecar)) for k in keys)
     lane.finish(Ending(keys[0][0], finalizes, answers))
     return answers.next()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hypothesis draws in the tests of capture."""
+"""Hypothesis strategies of the capture tests."""
 
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def taps(num_layers: int = 3) -> st.SearchStrategy[Tap]:
 
 
 def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Ranges]:
-    """What the selectors of a request resolve to."""
+    """Random position ranges of a request."""
     prompt = num_prompt_tokens
     named = st.sampled_from(
         [
@@ -56,7 +56,7 @@ def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Ranges]:
 def wanted(
     num_prompt_tokens: int, end: int
 ) -> st.SearchStrategy[dict[str, dict[Tap, Ranges]]]:
-    """What up to three instances want, per tap."""
+    """Random ranges of up to three instances, per tap."""
     specs = st.tuples(
         st.sets(taps(), min_size=1, max_size=4), ranges(num_prompt_tokens, end)
     ).map(lambda spec: dict.fromkeys(sorted(spec[0]), spec[1]))
@@ -73,5 +73,5 @@ def plan_for(want: dict[str, dict[Tap, Ranges]], num_prompt_tokens: int) -> Capt
 
 
 def positions(ranges_: Ranges, end: int) -> list[int]:
-    """The positions below `end` that `ranges_` cover, found the slow way."""
+    """The positions below `end` in `ranges_`, found by testing each."""
     return [p for p in range(end) if any(a <= p < b for a, b in ranges_)]

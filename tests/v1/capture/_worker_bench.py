@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's capture without a model: the taps are filled by hand."""
+"""A worker's capture without a model: the test fills the taps."""
 
 import queue
 from collections import defaultdict
@@ -38,7 +38,7 @@ ROW_BYTES = WIDTH * 4
 
 
 class HostPages:
-    """Memory for prompts' rows, as a GPU has it; now and then there is none."""
+    """Memory for prompts' rows, as on a GPU; sometimes none is available."""
 
     def __init__(self) -> None:
         self.asked = count(1)
@@ -50,7 +50,7 @@ class HostPages:
 
 
 def with_pages(staging: Staging, every: int) -> None:
-    """Do what a GPU's staging memory does with large steps: here with some."""
+    """Let some large steps use pages, as a GPU's staging memory does."""
     staging.requests = RequestPages(HostPages(), WIDTH, torch.float32, least=1)
     staging._page_rows = 0
     to_pages = staging.to_pages
@@ -63,7 +63,7 @@ def with_pages(staging: Staging, every: int) -> None:
 
 
 class Bench:
-    """A worker whose rows come back over the socket of a front end."""
+    """A worker whose rows are returned over a front end's socket."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Bench:
         truncating: Sequence[str] = (),
         page_every: int = 2,
     ) -> None:
-        """Start; steps whose rows are a multiple of `page_every` get a page."""
+        """Start; steps with a multiple of `page_every` rows get a page."""
         self.messages: queue.Queue[Any] = queue.Queue()
         self.counters: queue.Queue[CountersMessage] = queue.Queue()
         self.inbox = Inbox(self._take)
@@ -107,7 +107,7 @@ class Bench:
         (self.counters if counts else self.messages).put(message)
 
     def new_name(self) -> str:
-        """An id that no request has had: the engine never gives one twice."""
+        """An unused request id: the engine never reuses one."""
         return f"r{next(self._names)}"
 
     def open(self, name: str, plan: CapturePlan) -> None:
@@ -121,9 +121,9 @@ class Bench:
         batch: list[tuple[str, int, tuple[float, ...]]],
         ahead: Sequence[int] | None = None,
     ) -> None:
-        """One step over `(request, first position, value of each row)`.
+        """Run one step over `(request, first position, value of each row)`.
 
-        `ahead`: how much higher each position is assumed to be.
+        `ahead`: the offset of each assumed position.
         """
         starts = np.array([start for _, start, _ in batch])
         true = torch.from_numpy(starts)
@@ -140,7 +140,7 @@ class Bench:
         self.worker.begin_step(rows)
         values = torch.tensor([value for _, _, row in batch for value in row])
         for number, tap in enumerate(TAPS):
-            # The tap's number is in the row, so that a mix-up would show.
+            # Each row includes the tap's number, so that an exchange is detected.
             stream = torch.stack([values, torch.full_like(values, number)], dim=1)
             self.taps[tap](stream, None)
         self.worker.end_step()
@@ -152,7 +152,7 @@ class Bench:
         )
 
     def collect(self, requests: int) -> dict[Any, list[tuple[float, float]]]:
-        """`(request, instance, tap)` -> rows, once all requests have ended."""
+        """Rows by `(request, instance, tap)`, after all requests have ended."""
         rows: dict[Any, list[tuple[float, float]]] = defaultdict(list)
         ended = 0
         while ended < requests:

@@ -37,7 +37,7 @@ def test_without_options_the_engine_waits_for_its_consumers() -> None:
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
-    """Pretend that there is one, with so much memory."""
+    """Pretend to have a GPU with this much memory."""
     monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
     monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: gib << 30)
 

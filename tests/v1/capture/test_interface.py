@@ -105,7 +105,7 @@ def test_readers_take_one_path(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def foreign(path: Path, chunks: list[tuple[str, torch.Tensor]], **more: Any) -> None:
-    """As the other fork writes: an entry for each chunk, no list of requests."""
+    """A file in the other fork's form: an entry per chunk, no list of requests."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, data = [], b""
     for name, rows in chunks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and spellings of the earlier fork: taken, or refused with what to use."""
+"""Names and forms of the earlier fork: accepted, or refused with the alternative."""
 
 import logging
 from pathlib import Path

@@ -18,7 +18,7 @@ sets = st.sets(st.integers(0, END - 1))
 
 
 def is_normal(ranges: tuple[tuple[int, int], ...]) -> bool:
-    """Ascending, not empty, and apart by at least one position."""
+    """Whether ranges are ascending, nonempty and not adjacent."""
     flat = [edge for span in ranges for edge in span]
     return flat == sorted(set(flat))
 

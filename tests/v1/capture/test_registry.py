@@ -46,7 +46,7 @@ class Moving(Good):
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with consumers, and another that takes one of its names."""
+    """An installed package with consumers, and another one with an equal name."""
     install(
         tmp_path,
         "plug_one",
@@ -154,7 +154,7 @@ class Elsewhere(RecordingSink):
 @pytest.mark.parametrize(
     "thing, problem",
     [
-        (Unfinished, "leaves on_capture undefined"),
+        (Unfinished, "does not define on_capture"),
         (Demanding, "\\['mood'\\]"),
         (Pessimist, "\\['capture_error'\\], which requests do not always have"),
         (Elsewhere, "its location is 'moon'"),

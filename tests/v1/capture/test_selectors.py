@@ -100,7 +100,7 @@ def test_a_dataclass_will_do_as_well_as_an_object() -> None:
 
 
 BAD = [
-    # (what is wrong, the parameter, the value as it is shown, part of the remedy)
+    # (the invalid value, the parameter, the value as shown, part of the remedy)
     ("text", WHERE, "'text'", "must be an object"),
     ({}, f"{WHERE}.hooks", "None", "at least one hook point"),
     ({"hooks": {}}, f"{WHERE}.hooks", "{}", '{"post_block": [0]}'),

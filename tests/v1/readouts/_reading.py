@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that reads out, with one module of each kind, and what is true of it."""
+"""An engine with one readout module of each kind, and reference values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Modules:
-    """Files of modules, and what is in them."""
+    """Files of modules, and their content."""
 
     folder: Path
     vectors: torch.Tensor
@@ -33,7 +33,7 @@ class Modules:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of an engine that has them all."""
+        """Arguments of an engine with all modules."""
         names = ("direction", "tuned")
         files = {name: str(self.folder / f"{name}.safetensors") for name in names}
         saes = {name: str(self.folder / name) for name in self.saes}
@@ -78,7 +78,7 @@ def read_out(
 def stream(
     engine: CapturedEngine, output: RequestOutput, hook: str = "post_block"
 ) -> torch.Tensor:
-    """Rows of all layers as Transformers computes them, `[tokens, layers, hidden]`."""
+    """Rows of all layers, computed by Transformers, `[tokens, layers, hidden]`."""
     assert output.prompt_token_ids is not None
     fed = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     found = engine.reference.stream(fed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V2 runner ends and bounds as the V1 runner does."""
+"""The V2 runner ends requests like the V1 runner."""
 
 from pathlib import Path
 

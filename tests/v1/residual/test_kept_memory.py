@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capture and steering have on a device outlives the sleep of an engine."""
+"""Device memory of capture and steering survives the sleep of an engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ from vllm.v1.worker.residual_stream import OpenResidualStream
 
 
 class Pools:
-    """Stands for the allocator of an engine that can sleep."""
+    """A stand-in for the allocator of an engine with sleep mode."""
 
     def __init__(self) -> None:
         self.tag = "weights"
-        """A model is being loaded."""
+        """Tag of the pool in which the model is loaded."""
 
     @contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:
@@ -35,7 +35,7 @@ class Pools:
 
 
 class Allocations(TorchDispatchMode):
-    """The pool of each tensor that an operation makes, in bytes."""
+    """The pool of each tensor that an operation allocates, in bytes."""
 
     def __init__(self, pools: Pools) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
-    """As on a GPU, with an allocator that can sleep."""
+    """Simulates a GPU whose allocator supports sleep."""
     pools = Pools()
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
     monkeypatch.setattr(kept_memory, "current_platform", platform)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors and embeddings that make one request's stream overflow harm no other one.
+"""A request whose stream overflows does not affect other requests.
 
-Few blocks, so that every request is given blocks that hostile ones have left.
+There are few blocks, so that every request gets blocks that hostile ones have used.
 """
 
 import gc
@@ -94,7 +94,7 @@ HOSTILE = [tokens(WORDS, 1 + seed) for seed in range(6)]
 
 
 def unchanged(engine: Engine, before: list[Answer]) -> None:
-    # Other prompts of these lengths, so that nothing is found in the prefix cache.
+    # Different prompts of these lengths, so that the prefix cache has none of them.
     engine.llm.reset_prefix_cache()
     assert engine.answers(VICTIMS) == before
 
@@ -150,7 +150,7 @@ def test_a_request_that_is_lost_while_it_generates_ends_there(engine: Engine) ->
         for output in steered:
             (sample,) = output.outputs
             assert sample.finish_reason == "error"
-            # The first token comes from the prompt, which nothing steers.
+            # The first token comes from the prompt, which is not steered.
             assert len(sample.token_ids) == 1
         unchanged(engine, before)
 
@@ -169,10 +169,10 @@ def test_global_vectors_that_are_too_large_leave_nothing_behind(
 
 
 def test_what_one_worker_does_not_hold_another_one_does() -> None:
-    # Two stages: the second one's layers all met it.
+    # Two stages: all layers of the second one received it.
     found = lost_streams.describe([Met([0], [1]), Met([], [2, 3])])
     assert found == (
-        "NaN or infinity reached the attention of layer 1; what reached that of layer 0"
+        "NaN or infinity reached the attention of layer 1; the input of that of layer 0"
         " was finite"
     )
     assert "after the attention of layer 3" in lost_streams.describe([Met([3], [])])

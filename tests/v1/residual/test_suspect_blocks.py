@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is allocated and freed, nobody is given a block that another one's vectors
-may have filled with NaN, unless it is cleared first."""
+"""No request gets a block that may contain NaN of another request uncleared."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +63,7 @@ def test_no_block_is_passed_on_as_it_was_left(
             new += taken
         dirty -= set(suspects.to_clear(new))
         for one, blocks in live.values():
-            # Its own vectors may do harm at any step, to its own blocks alone.
+            # Its own vectors may overflow at any step, in its own blocks only.
             if suspects.concerns(one):
                 dirty |= set(blocks)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An in-process engine on a tiny model, and what tests read from its outputs."""
+"""An in-process engine on a tiny model, and readers of its outputs."""
 
 import os
 from typing import Any
@@ -30,7 +30,7 @@ def engine(path: str, **options: Any) -> LLM:
 
 
 def params(max_tokens: int = 6, **fields: Any) -> SamplingParams:
-    """Greedy, with the log-probabilities of the whole vocabulary."""
+    """Greedy sampling, with the log-probabilities of the whole vocabulary."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0,
@@ -51,7 +51,7 @@ def generate(
 
 
 def logprobs(output: RequestOutput) -> torch.Tensor:
-    """`[generated tokens, vocab]`."""
+    """Log-probabilities `[generated tokens, vocab]`."""
     rows = output.outputs[0].logprobs
     assert rows is not None
     return torch.tensor(

@@ -16,11 +16,11 @@ VOCAB = 128
 
 Tap = tuple[int, str]
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""From the stream `[tokens, hidden]` to what the model goes on with."""
+"""Maps the stream `[tokens, hidden]` to the value with which the model continues."""
 
 
 def llama_config() -> transformers.PretrainedConfig:
-    """Pre-norm blocks; vLLM carries a pair."""
+    """Pre-norm blocks; vLLM carries the stream as a pair."""
     return transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -33,7 +33,7 @@ def llama_config() -> transformers.PretrainedConfig:
 
 
 def gpt2_config() -> transformers.PretrainedConfig:
-    """vLLM carries one stream."""
+    """GPT-2: vLLM carries the stream as one tensor."""
     return transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=2, n_positions=512
     )
@@ -55,12 +55,12 @@ def _common(**options: Any) -> dict[str, Any]:
 
 
 def qwen3_config() -> transformers.PretrainedConfig:
-    """Norms of queries and keys."""
+    """Qwen3: norms of queries and keys."""
     return transformers.Qwen3Config(**_common())
 
 
 def gemma3_config() -> transformers.PretrainedConfig:
-    """Branches are normed before they are added; layers of both kinds."""
+    """Gemma 3: branches are normalized before they are added; layers of both kinds."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     return transformers.Gemma3TextConfig(
         **_common(query_pre_attn_scalar=32, sliding_window=16, layer_types=kinds)
@@ -68,14 +68,14 @@ def gemma3_config() -> transformers.PretrainedConfig:
 
 
 def mixtral_config() -> transformers.PretrainedConfig:
-    """Experts behind a router."""
+    """Mixtral: experts with a router."""
     return transformers.MixtralConfig(
         **_common(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     )
 
 
 def cohere_config() -> transformers.PretrainedConfig:
-    """Attention and MLP side by side, on the same input."""
+    """Cohere: attention and MLP in parallel, on the same input."""
     return transformers.CohereConfig(
         **_common(tie_word_embeddings=True, logit_scale=1.0)
     )
@@ -91,11 +91,11 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 QUICK = ("llama", "gpt2")
-"""Those that `make test` takes: the stream as a pair, and as one tensor."""
+"""The models of `make test`: the stream as a pair, and as one tensor."""
 
 
 def matrix() -> list[Any]:
-    """The kinds as parameters of a fixture; `make test-soak` has the other ones."""
+    """The models as parameters of a fixture; `make test-soak` runs the other ones."""
     marks = {kind: () if kind in QUICK else (pytest.mark.soak,) for kind in CONFIGS}
     return [pytest.param(kind, marks=marks[kind]) for kind in sorted(CONFIGS)]
 
@@ -105,7 +105,7 @@ ATTENTION = {"gpt2": "attn", "gemma3": "post_attention_layernorm"}
 
 
 def save(kind: str, folder: Path) -> str:
-    """A random model with large weights, so that its logits are far from even."""
+    """Save a random model with large weights and so with uneven logits."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIGS[kind](), dtype=torch.float32

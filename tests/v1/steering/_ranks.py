@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine core with several ranks that hold real tables, without a model."""
+"""An engine core whose ranks hold real tables, without a model."""
 
 import asyncio
 from types import SimpleNamespace
@@ -26,12 +26,12 @@ POINTS = ("pre_attn", "post_attn", "post_block")
 
 
 class FaultyWorker(WorkerSteering):
-    """A rank that fails when it is told to."""
+    """A rank that fails on demand."""
 
     fails = False
 
     def stage_global(self, tiers: Any) -> None:
-        """As a rank does it."""
+        """Stage a change like a rank, or fail."""
         super().stage_global(tiers)
         if self.fails:
             raise MemoryError("no room for the rows of rank 1")
@@ -50,7 +50,7 @@ def worker(layers: range) -> FaultyWorker:
 
 
 class Core:
-    """What `set_steering` and `get_steering` need of an engine core."""
+    """The parts of an engine core that `set_steering` and `get_steering` use."""
 
     def __init__(self) -> None:
         every = range(LAYERS)
@@ -85,7 +85,7 @@ class Core:
 
 
 class Client:
-    """A front end's end of the sockets to cores, which here are in this process."""
+    """A front end's connections to cores, which are in this process."""
 
     def __init__(self, *cores: Core) -> None:
         self.cores = dict(zip(range(len(cores)), cores, strict=True))
@@ -93,7 +93,7 @@ class Client:
         self.calls: list[tuple[int, str]] = []
 
     async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
-        """Errors come as their texts, and answers some time after the call."""
+        """Errors arrive as texts, and answers some time after the call."""
         self.calls.append((engine, method))
         await asyncio.sleep(0)
         module = name_log if hasattr(name_log, method) else engines
@@ -107,7 +107,7 @@ class Client:
 
 
 def control(client: Client, several: bool = False) -> AsyncSteeringControl:
-    """The steering of an API server with a front end of its own."""
+    """The steering control of an API server with its own front end."""
     return AsyncSteeringControl(frontend(), Engines(client), several)
 
 

@@ -29,7 +29,7 @@ def vector(seed: int) -> torch.Tensor:
 
 
 def replaced(stream: torch.Tensor) -> torch.Tensor:
-    """The last two tokens of the prompt become a vector."""
+    """A reference in which the last two prompt tokens are replaced by a vector."""
     two = vector(4).to(stream.dtype).expand(2, -1)
     return torch.cat([stream[: SIZE - 2], two, stream[SIZE:]])
 
@@ -62,21 +62,21 @@ WAYS: dict[str, tuple[dict[str, Any], _models.Change | None]] = {
         replaced,
     ),
 }
-"""By name, a request's fields and what hooks do instead."""
+"""A request's fields, and the equivalent hooks, by name."""
 
 CASES = [(number, way) for number in ADAPTERS for way in WAYS]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """An engine, the models its adapters make, and their requests."""
+    """An engine, the reference models of its adapters, and requests."""
 
     llm: Any
     references: dict[int | None, _models.Reference]
     adapters: dict[int | None, LoRARequest | None]
 
     def run(self, cases: list[tuple[int | None, str]]) -> list[Any]:
-        """The outputs of requests with an adapter and steering each."""
+        """Run requests, each with an adapter and steering."""
         prompts = [{"prompt_token_ids": PROMPT} for _ in cases]
         sampling = [params(**WAYS[way][0]) for _, way in cases]
         lora = [self.adapters[number] for number, _ in cases]
@@ -99,8 +99,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         str(path),
         enable_lora=True,
         max_lora_rank=RANK,
-        # One more than there are: upstream's CPU kernels apply the last one's slot to
-        # requests without an adapter.
+        # One slot more than adapters: upstream's CPU kernels apply the last slot's
+        # adapter to requests without one.
         max_loras=3,
         max_num_seqs=len(CASES),
         max_steering_configs=len(WAYS),
@@ -110,7 +110,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def adapted(path: Path, folder: Path, seed: int) -> _models.Reference:
-    """The library's model with an adapter's weights added to its own."""
+    """The library's model with an adapter's weights merged."""
     made = _models.Reference(str(path))
     made.model = adapter(path, folder, seed).model
     made.layers = made.model.model.layers

@@ -10,8 +10,9 @@ FILES = [f"{HERE}/test_engine.py", f"{HERE}/test_operations.py"]
 
 
 def run_interpreted(which: str, *files: str) -> None:
-    # Under Triton's interpreter, which must be chosen before vllm is imported, and
-    # without the compiler, which finds no target there: upstream's Cohere asks for it.
+    # With Triton's interpreter, which must be chosen before vllm is imported, and
+    # without the compiler, which has no target there, although upstream's Cohere asks
+    # for one.
     run_tests(
         "-p",
         "tests.support.interpreted",
@@ -38,13 +39,14 @@ def test_the_v2_runners_prefix_cache() -> None:
 
 
 def test_compiled_passes() -> None:
-    # Upstream cannot start an engine on a CPU once llvmlite is loaded, which others do.
+    # Upstream cannot start an engine on a CPU after llvmlite was loaded, which other
+    # tests do.
     run_tests(f"{HERE}/apart/test_compiled.py", timeout=1200)
 
 
 @pytest.mark.multiprocess
 def test_speculation() -> None:
-    # Apart, because upstream cannot start an engine after numba was imported.
+    # Separate, because upstream cannot start an engine after numba was imported.
     run_tests(f"{HERE}/apart/test_drafts.py")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a batch file are steered and captured as single requests are."""
+"""Lines of a batch file are steered and captured like single requests."""
 
 import json
 import os
@@ -30,8 +30,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "inline": {**CHAT, "steering_vectors": SPEC},
     "bad name": {**CHAT, "steering_name": "nobody"},
     "bad hook": {**CHAT, "steering_vectors": {"middle": {"0": [0.0]}}},
-    # A shard is sealed up to a second after a request has ended: a response that does
-    # not wait leaves its result pending.
+    # A shard is sealed up to a second after a request has finished: a response that
+    # does not wait has a pending result.
     "captured": {
         **CHAT,
         "capture": {
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, Any]:
-    """By name, the lines that a batch file's run wrote."""
+    """The output lines of a batch run, by name."""
     module = folder / "loud.safetensors"
     save_module(module, {"post_block": {2: torch.from_numpy(VECTOR)}})
     (folder / "in.jsonl").write_text("\n".join(map(line, REQUESTS)) + "\n")

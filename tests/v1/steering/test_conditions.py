@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries with a condition act where its probe fires, as hooks in transformers do."""
+"""Entries with a condition act where the probe fires, like hooks in transformers."""
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
@@ -63,18 +63,18 @@ Values = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A condition, and what it decides in float64."""
+    """A condition, and its decisions in float64."""
 
     tap: tuple[int, str]
-    """Where the probe reads."""
+    """The tap at which the probe reads."""
     values: Values
-    """Of the rows there `[tokens, hidden]`, what is compared."""
+    """Maps rows `[tokens, hidden]` to the compared value."""
     more: Mapping[str, Any] = field(default_factory=dict)
     below: bool = False
     sharpness: float | None = None
 
     def threshold(self, reference: _models.Reference) -> float:
-        """About half of the prompt's tokens fire, and none of them narrowly."""
+        """A threshold above which about half of the prompt's tokens lie clearly."""
         found: list[torch.Tensor] = []
 
         def look(stream: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Case:
         return asked if not self.sharpness else {**asked, "sharpness": self.sharpness}
 
     def gate(self, rows: torch.Tensor, threshold: float) -> torch.Tensor:
-        """`[tokens, 1]`."""
+        """The gate `[tokens, 1]` of each row."""
         beyond = self.values(rows.double()) - threshold
         beyond = -beyond if self.below else beyond
         if self.sharpness:
@@ -138,7 +138,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], Change]] = {
 def changes(
     case: Case, threshold: float, change: Change, from_row: int = 0
 ) -> dict[Any, _models.Change]:
-    """What transformers does: the probe's place is looked at, the other one changed."""
+    """The hooks in transformers: read at the probe's place, change at the entry's."""
     found: list[torch.Tensor] = []
 
     def look(stream: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,7 @@ def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
 
 
 def test_the_prefix_cache_tells_conditions_apart(steered: Any) -> None:
-    """A warm run equals its cold one, whoever filled the cache before."""
+    """A warm run equals its cold run, whatever filled the cache before."""
     llm, reference = steered
     entries = [
         entry_of("above", reference, scale=2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steered requests equal transformers with the same vectors added by hooks."""
+"""Steered requests equal transformers with the vectors added by hooks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -126,7 +126,7 @@ def test_more_configurations_than_slots_wait_and_come_out_right(steered: Any) ->
 
 
 def test_an_engine_that_has_slept_steers_as_before(steered: Any) -> None:
-    # This processor's memory stays; `tests/gpu/test_sleep.py` lets a GPU's go.
+    # CPU memory is kept; `tests/gpu/test_sleep.py` covers GPUs.
     llm, _ = steered
     own = params(steering_vectors={"pre_attn": {0: vector(1)}})
     llm.set_steering({"post_block": {1: vector(2)}})

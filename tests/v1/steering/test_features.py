@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of SAEs are set, added to and scaled as hooks in transformers do it."""
+"""SAE features are set, added to and scaled like hooks in transformers do it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,11 +60,11 @@ def steered(
 
 
 Wanted = dict[int, tuple[str, float, bool]]
-"""By feature: the mode, the value, and whether only where it is active."""
+"""Mode, value and `only_if_active`, by feature."""
 
 
 def changed(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Tensor:
-    """The difference that the wanted activations make, in float64."""
+    """The change of the stream for the wanted activations, in float64."""
     x = x.double()
     activations = encode(sae, x).double()
     size = torch.ones(len(x), 1).double()
@@ -99,7 +99,7 @@ def entries(name: str, wanted: Wanted) -> dict[str, Any]:
 
 
 def active(reference: Any, sae: SparseAutoencoder) -> list[int]:
-    """Features that are active at some of the prompt's tokens, and not at others."""
+    """Features that are active at some of the prompt's tokens only."""
     found: list[torch.Tensor] = []
 
     def look(stream: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
             several = wanted
             if len({only for _, _, only in wanted.values()}) == 1:
                 return changed(saes[name], several, x).to(x.dtype)
-            for one in several.items():  # One after another, as they are written.
+            for one in several.items():  # Applied one after another, as written.
                 x = changed(saes[name], dict([one]), x).to(x.dtype)
             return x
 

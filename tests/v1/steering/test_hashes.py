@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steers a block is named alike in every process, whatever its hash seed."""
+"""Keys of steered blocks are equal in every process, whatever its hash seed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def request(steering: SteeringTiers | None, num_prompt: int = 10) -> Any:
 
 
 def named() -> list[Any]:
-    """Digests and keys of blocks in the prompt, across its end, and behind it."""
+    """Digests and keys of blocks in the prompt, across its end, and after it."""
     found: list[Any] = []
     for own, of_engine in ((tiers(1), NO_STEERING), (tiers(1), tiers(2))):
         EngineSteering.set(of_engine)

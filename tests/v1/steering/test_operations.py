@@ -40,7 +40,7 @@ MASK = (torch.arange(_models.HIDDEN) % 3) / 2
 
 
 def rotated(x: torch.Tensor, degrees: float) -> torch.Tensor:
-    """The part in the plane of V and W at an angle from V, as long as it was."""
+    """The component in the plane of V and W, rotated to an angle from V."""
     second = W.double() - (W.double() @ U) * U
     second = second / second.norm()
     angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
@@ -148,7 +148,7 @@ SURE: dict[str, tuple[dict[str, Any], Row]] = ENTRIES | {
         lambda x: x + jumped(READ.double() @ x + torch.tensor([5, 0])) @ WRITE.double(),
     ),
 }
-"""Entries that change any row: one row alone may lie between a clamp's bounds."""
+"""Entries that change every row; a single row may lie between a clamp's bounds."""
 
 
 @pytest.fixture(scope="module", params=_models.matrix())
@@ -173,13 +173,13 @@ def at_rows(change: Row, selects: Callable[[int], bool]) -> _models.Change:
 
 
 Case = tuple[Any, _models.Change]
-"""What a request asks for at one hook point, and what transformers does there."""
+"""A request's entries at one hook point, and the change in transformers."""
 
 
 def check(
     llm: Any, reference: Any, tier: str, tap: tuple[int, str], cases: dict[str, Case]
 ) -> None:
-    """All cases in one batch, each against transformers."""
+    """Run all cases in one batch, and compare each with transformers."""
     layer, hook = tap
     sampling = [params(**{tier: {hook: {layer: entry}}}) for entry, _ in cases.values()]
     outputs = generate(llm, [PROMPT] * len(cases), sampling)
@@ -353,7 +353,7 @@ ROWS = torch.stack([vector(50 + i) for i in range(SIZE)])
 
 @pytest.mark.parametrize("form", ["entries", "matrix", "packed"])
 def test_a_whole_prompt_is_replaced_at_every_layer(steered: Any, form: str) -> None:
-    """Chunked over two steps, in one request, beside one that nothing changes."""
+    """The prompt is chunked over two steps, next to an unsteered request."""
     llm, reference = steered
     layers = range(_models.LAYERS)
     whole = {"op": "replace", "vectors": ROWS, "positions": "all_prompt"}
@@ -445,7 +445,7 @@ def test_each_position_has_a_row_of_its_own(steered: Any, positions: Any) -> Non
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_clamps_have_fields_of_their_own(steered: Any, packed: bool) -> None:
-    """The form of an earlier public fork, for a request and for all."""
+    """The form of an earlier public fork, for a request and globally."""
     llm, reference = steered
     bounds, strengths = [[None, 0.5], [3.0, 3.0]], [1.0, 0.5]
     rows = torch.stack([V, W])

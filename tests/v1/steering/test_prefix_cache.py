@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With prefix caching a request equals its cold run, whoever came before it."""
+"""With prefix caching a request equals its cold run, whatever ran before."""
 
 import random
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ STEERS_PROMPT: dict[str, Any] = {
     "clamp at 40": ("", "c", ""),
     "clamp last": ("", "", ""),
 }
-"""What steers each whole block of the prompt, which decides what is shared."""
+"""The steering of each full block of the prompt, which decides what is shared."""
 
 
 def run(llm: Any, case: str, prompt: list[int] = PROMPT, max_tokens: int = 6) -> Any:
@@ -101,8 +101,8 @@ def test_the_next_turn_finds_what_is_steered_alike(llm: Any, case: str) -> None:
     found = run(llm, case, follow_up)
     assert llm.reset_prefix_cache()
     assert_same(found, run(llm, case, follow_up))
-    # The last generated token was never fed back. Where prompt and generated tokens
-    # are steered differently only whole blocks of the prompt are the same.
+    # The last generated token was never fed back. If prompt and generated tokens are
+    # steered differently, only full blocks of the prompt are shared.
     alike = case not in ("prefill", "decode", "clamp decode", "clamp last")
     full = (len(PROMPT) + 2 * BLOCK - 1) // BLOCK * BLOCK
     assert found.num_cached_tokens == (full if alike else 3 * BLOCK)

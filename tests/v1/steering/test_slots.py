@@ -16,7 +16,7 @@ def test_a_slot_holds_one_configuration_as_long_as_it_has_users(
     steps: list[tuple[str, int, int]], size: int
 ) -> None:
     slots = Slots(size)
-    loaded: dict[int, str] = {}  # what workers have in each slot
+    loaded: dict[int, str] = {}  # the workers' content of each slot
     users: dict[str, tuple[int, str]] = {}
     for action, number, config in steps:
         user, digest = f"user {number}", f"config {config}"
@@ -53,7 +53,7 @@ def test_what_is_loaded_fits_into_the_room_for_vectors(
     steps: list[tuple[str, int, int]], sizes: list[int]
 ) -> None:
     slots = Slots(3, room=7)
-    loaded: dict[int, int] = {}  # bytes that workers have in each slot
+    loaded: dict[int, int] = {}  # bytes of the workers' content of each slot
     users: set[str] = set()
     for action, number, config in steps:
         user, digest, size = f"user {number}", f"config {config}", sizes[config]

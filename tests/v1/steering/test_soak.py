@@ -18,10 +18,10 @@ SLOTS = 4
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 HOOKS = ("pre_attn", "post_attn", "post_block")
 GROWTH = 48 << 20
-"""Bytes that the process may grow between a quarter of a soak and its end."""
+"""Bytes by which the process may grow between a quarter of a soak and its end."""
 
 Kind = tuple[int | None, int]
-"""A configuration, and one of its prompts: what an output depends on."""
+"""A configuration, and one of its prompts: an output depends on these."""
 
 
 def sampling(config: int | None) -> Any:
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 
 class Soak:
-    """Adds requests, aborts some, and keeps what the others said."""
+    """Adds requests, aborts some, and keeps the outputs of the others."""
 
     def __init__(self, llm: Any, requests: int, configs: int) -> None:
         self.llm, self.engine = llm, llm.llm_engine
@@ -93,7 +93,7 @@ class Soak:
         core = self.engine.engine_core.engine_core
         assert core.scheduler.steering.slots.in_use == 0
         assert self.llm.get_steering()["rows_in_use"] == 0
-        self.engine.step()  # Carries the last ends to the worker.
+        self.engine.step()  # Sends the last ends to the worker.
         runner = core.model_executor.driver_worker.worker.model_runner
         steering = runner.residual.steering
         assert len(steering._slots) <= SLOTS

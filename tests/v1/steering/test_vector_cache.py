@@ -17,7 +17,7 @@ MOST = 3 * SMALLEST
 
 
 def packed(number: int) -> PackedVectors | None:
-    """One of some sets of vectors: small, large, one that is never remembered."""
+    """One of several sets of vectors: small, large, and too large to remember."""
     size = (SMALLEST // 8, SMALLEST // 4, SMALLEST // 3, MOST)[number % 4]
     vector = np.full(size, number + 1, dtype=np.float32)
     return pack({(0, "post_block"): vector}) if number else None
@@ -41,7 +41,7 @@ def request(tiers: SteeringTiers | None, client: int = 0) -> EngineCoreRequest:
 
 
 class Connections:
-    """Some front ends and engines, and what travels between them."""
+    """Front ends and engines, and the messages between them."""
 
     def __init__(self) -> None:
         self.sent = [SentVectors(MOST) for _ in range(2)]
@@ -52,7 +52,7 @@ class Connections:
     def send(
         self, tiers: SteeringTiers | None, client: int = 0, engine: int = 0
     ) -> tuple[int, SteeringTiers | None]:
-        """How many bytes travel, and what the engine is given."""
+        """Send a request; returns the bytes sent and the request received."""
         whole, sent = request(tiers, client), self.sent[client]
         message = self._encoder.encode(sent.shortened(whole, engine))
         sent.note(whole, engine)
@@ -100,7 +100,8 @@ def test_vectors_travel_once_and_small_ones_each_time() -> None:
 def test_what_could_not_be_written_is_not_counted_as_sent() -> None:
     connections = Connections()
     whole = request(SteeringTiers(base=packed(1)))
-    connections.sent[0].shortened(whole, 0)  # Writing it fails: nobody notes it.
+    # Sending fails, so neither side records it.
+    connections.sent[0].shortened(whole, 0)
     tiers = SteeringTiers(base=packed(1))
     assert connections.send(tiers)[1] == tiers
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that a plug-in registers: woven where they are understood."""
+"""Architectures of a plug-in are woven if the analysis succeeds."""
 
 import importlib
 import json
@@ -59,7 +59,7 @@ class StrangeForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Llama's checkpoint, and a plug-in that has architectures of its own."""
+    """A Llama checkpoint, and a plug-in with custom architectures."""
     (tmp_path / "own_architectures.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     plugin = importlib.import_module("own_architectures")
@@ -71,7 +71,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def of(model: Path, architecture: str) -> Path:
-    """The same checkpoint, said to be of another architecture."""
+    """The same checkpoint, labelled with another architecture."""
     path = model / "config.json"
     config = json.loads(path.read_text()) | {"architectures": [architecture]}
     path.write_text(json.dumps(config))

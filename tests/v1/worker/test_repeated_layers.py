@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that run several times a pass: each run is a layer of its own."""
+"""Layers that run several times per pass: each run counts as a layer."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def config() -> transformers.PreTrainedConfig:
 
 
 class Runs(Reference):
-    """The library's stream, a layer for each run in the order of the pass."""
+    """The library's stream, with a layer for each run in the order of the pass."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -55,7 +55,7 @@ class Runs(Reference):
                 module.register_forward_hook(ran, with_kwargs=True)
 
     def prompt(self, token_ids: list[int]) -> Stream:
-        """Every run's rows; upstream lets a prompt attend in both directions."""
+        """The rows of every run, with attention in both directions, as in upstream."""
         self._seen = {}
         ids = torch.tensor([token_ids])
         with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs a step runs: decided without a GPU, over a manager that only counts."""
+"""The choice of a step's graph, without a GPU, with a counting graph manager."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 def config(ranks: int = 1, engines: int = 1, stages: int = 1) -> Any:
-    """An engine's configuration, as far as it says what may be recorded later."""
+    """The parts of a configuration that decide what may be recorded later."""
     parallel = SimpleNamespace(
         world_size=ranks * stages,
         data_parallel_size=engines,
@@ -58,7 +58,7 @@ def config(ranks: int = 1, engines: int = 1, stages: int = 1) -> Any:
 
 
 class Manager:
-    """Keeps graphs by descriptor, as upstream's; records what is asked for."""
+    """Keeps graphs by descriptor, like upstream's manager; records requested ones."""
 
     def __init__(self, fails: bool = False) -> None:
         plain = {
@@ -88,7 +88,7 @@ def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies
 
 
 def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozenset[int]:
-    """What the graph launches that a step with these needs runs."""
+    """The ops in the graph that a step with these needs runs."""
     graphs.plan(needed & STEERS, needed - STEERS)
     chosen = graphs.choose(FULL, manager)
     graphs.end()
@@ -116,7 +116,7 @@ class FakeStream:
 
 
 class Recordings:
-    """CUDA's part of recording: which stream each recording was on."""
+    """A stand-in for CUDA's recording, with the stream of each recording."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[object] = []
@@ -249,7 +249,7 @@ def test_a_prompts_step_is_padded_to_the_next_graph_that_launches(size: int) -> 
     assert chosen in manager._capture_descs[CUDAGraphMode.PIECEWISE]
     assert chosen.tapped == 3
     assert size <= chosen.num_tokens <= size / residual_graphs.COARSENESS
-    # With adapters there are graphs of the same sizes for them.
+    # With adapters there are more graphs of the same sizes.
     other = replace(plain, num_active_loras=1)
     manager._capture_descs = with_families(
         {CUDAGraphMode.PIECEWISE: [other, *PIECES]}, config()
@@ -261,7 +261,7 @@ def test_a_prompts_step_is_padded_to_the_next_graph_that_launches(size: int) -> 
 def test_steps_that_ranks_must_pad_alike_are_padded_no_further(
     parallel: dict[str, int],
 ) -> None:
-    """What one of them launches the other need not."""
+    """An op that one rank launches another one may not need."""
     families()
     made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config(**parallel))
     launching = [one for one in made[CUDAGraphMode.PIECEWISE] if one.tapped]
@@ -276,7 +276,7 @@ def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
     requests: int, ranks: int, expected: list[int]
 ) -> None:
     families()
-    # Three tokens a request, as with two drafts.
+    # Three tokens per request, as with two drafts.
     step = BatchExecutionDescriptor(CUDAGraphMode.FULL, 3 * requests, requests, 3)
     made = with_families({CUDAGraphMode.FULL: [step]}, config(ranks))
     assert [one.tapped for one in made[CUDAGraphMode.FULL]] == expected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that do nothing cost nothing, and are seen no different for it."""
+"""Idle steps are skipped without changing the results of later ones."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 class Feature:
-    """Capture or steering as the stream sees it, with memory that a pass reads."""
+    """A stand-in for capture or steering, with memory that a pass reads."""
 
     def __init__(self, ops: frozenset[int]) -> None:
         self.ops = ops
@@ -45,7 +45,7 @@ class Feature:
 
 
 class Bench:
-    """A stream whose steps are run, or passes that are none."""
+    """A stream for running steps and dummy passes."""
 
     def __init__(self) -> None:
         self.capture, self.steering = Feature(CAPTURES), Feature(STEERS)
@@ -61,7 +61,7 @@ class Bench:
         return SimpleNamespace()
 
     def run(self, is_step: bool = True, goes_on: bool = True) -> tuple[Any, ...]:
-        """What a pass finds; one that is no step, or a step that has no pass."""
+        """Run a pass, a dummy pass, or a step without a pass; returns what it reads."""
         if is_step:
             self.stream.plan_step(self._view)
         if not goes_on:

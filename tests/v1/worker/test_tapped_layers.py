@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules get the hook points, in models of a few linear layers."""
+"""The modules that get hook points, in models of a few linear layers."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ POINTS = ["pre_attn", "post_attn", "post_block"]
 
 
 class Late(nn.Module):
-    """A layer that no release holds."""
+    """A layer that is not part of a release."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Late(nn.Module):
 
 
 class Strange(nn.Module):
-    """A layer that is not understood."""
+    """A layer whose analysis fails."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.gadget(hidden_states)  # type: ignore[no-any-return]
@@ -42,7 +42,7 @@ class Conditional(Woven):
 
 
 class Doubled(Woven):
-    """As many attentions as its decoder has layers."""
+    """A model with as many attention modules as its decoder has layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,16 +81,16 @@ class RemoteJudge:
             text = reply.json()["choices"][0]["message"]["content"] or ""
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
             raise fail(
-                f"judge: {self.url} does not answer as it should: {error!r}; it must "
-                "be the address of a server with /v1/chat/completions",
+                f"judge: {self.url} does not answer as expected: {error!r}; it must be "
+                "the address of a server with /v1/chat/completions",
                 "judge",
                 self.url,
             ) from None
         found = re.findall(r"[Rr]ating\W*([0-2])(?!\d)", text)
         if not found:
             raise fail(
-                f"judge: {self.model!r} gave no rating but {text[:80]!r}; take a "
-                "larger model",
+                f"judge: {self.model!r} gave no rating but {text[:80]!r}; use a larger "
+                "model",
                 "judge",
                 text[:80],
             )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse autoencoders, whoever trained them, in one form.
+"""Sparse autoencoders of several projects, in one form.
 
-`load_sae(path)` finds out which of the known layouts a file or folder has and returns
-a `SparseAutoencoder`, in which everything that can be folded into weights is folded:
-an engine needs one matrix product, one threshold or top-k, and one decoder row.
+`load_sae(path)` detects the layout of a file or folder and returns a
+`SparseAutoencoder`, in which everything that can be folded into weights is folded: an
+engine needs one matrix product, one threshold or top-k, and one decoder row.
 """
 
 from vllm.steering.sae.encode import decode, encode, preactivations

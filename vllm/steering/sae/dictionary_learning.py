@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """dictionary_learning: a folder with `config.json` and `ae.pt`.
 
-`config.json` names the class under `trainer.dict_class`. Classes that hold linear
-layers store matrices as `[out, in]`; the others `[in, out]`. A threshold that training
-never set is negative; ReLU comes first, so it is then no threshold at all.
+`config.json` names the class under `trainer.dict_class`. Classes with linear layers
+store matrices as `[out, in]`; the others as `[in, out]`. A threshold that training
+never set is negative; ReLU is applied before it, so it has no effect.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def is_dictionary_learning(folder: Path) -> bool:
 
 
 def read_dictionary_learning(folder: Path) -> RawSAE:
-    """The dictionary in a folder that a training run wrote."""
+    """Read the dictionary in a folder of a training run."""
     trainer = read_settings(folder / CONFIG).get("trainer")
     if not isinstance(trainer, dict):
         raise bad_file(folder, f"{CONFIG} has no settings of a trainer")
     path = folder / WEIGHTS
     kind = str(trainer.get("dict_class"))
     if kind not in _CLASSES:
-        raise bad_file(folder, f"dict_class {kind!r} is none of {sorted(_CLASSES)}")
+        raise bad_file(folder, f"dict_class {kind!r} is not one of {sorted(_CLASSES)}")
     tensors = read_tensors(path)
     raw = RawSAE(w_enc=_encoder(tensors, path), w_dec=_decoder(tensors, path))
     _CLASSES[kind](raw, tensors, path)
@@ -114,7 +114,7 @@ def _k(trainer: dict[str, Any], tensors: Tensors, path: Path) -> int:
 
 
 def _place(trainer: dict[str, Any]) -> SAEPlace:
-    """The stream after the block, if the submodule's name does not say otherwise."""
+    """The place by the submodule's name; the stream after the block by default."""
     layer = trainer.get("layer")
     name = str(trainer.get("submodule_name") or f"resid_post_layer_{layer}")
     stream = name.startswith("resid_post") and isinstance(layer, int)

@@ -12,7 +12,7 @@ from vllm.steering.sae.record import SparseAutoencoder
 
 
 def normalised(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[n, d_in]` as the encoder takes them, float32."""
+    """Rows `[n, d_in]` normalised for the encoder, float32."""
     rows = rows.float()
     if sae.input_norm == "constant_norm_rescale":
         return rows * (sae.d_in**0.5 / rows.norm(dim=-1, keepdim=True))
@@ -23,16 +23,16 @@ def normalised(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
 
 
 def preactivations(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
-    """What the selection decides about, `[n, d_sae]` float32."""
+    """The pre-activations `[n, d_sae]`, float32, from which features are selected."""
     return normalised(sae, rows) @ sae.w_enc.float() + sae.b_enc
 
 
 def select(sae: SparseAutoencoder, hidden: torch.Tensor) -> torch.Tensor:
-    """Activations `[n, d_sae]`: 0 for what is not active.
+    """Activations `[n, d_sae]`; 0 for inactive features.
 
     Args:
-        sae: whose selection it is.
-        hidden: what `preactivations` returned.
+        sae: the SAE with its selection.
+        hidden: the result of `preactivations`.
 
     """
     if sae.selection == "threshold":
@@ -56,7 +56,7 @@ def encode(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:
     """Activations of all features, `[n, d_sae]` float32.
 
     Args:
-        sae: on the device of the rows.
+        sae: an SAE on the device of the rows.
         rows: `[n, d_in]`, of any floating dtype.
 
     """
@@ -69,15 +69,16 @@ def decode(
     """The reconstruction `[n, d_out]`, float32, in units of the rows.
 
     Args:
-        sae: on the device of the rows.
-        activations: `[n, d_sae]`, as `encode` returns them.
-        rows: `[n, d_in]`, whose norm or mean the reconstruction is given back, and
-            which a skip transcoder adds a part of.
+        sae: an SAE on the device of the rows.
+        activations: `[n, d_sae]`, the result of `encode`.
+        rows: `[n, d_in]`; their norm or mean is restored in the reconstruction, and a
+            skip transcoder adds a linear function of them.
 
     """
     out = activations @ sae.w_dec.float() + sae.b_dec
     rows = rows.float()
-    if sae.is_transcoder:  # SAELens restores nothing where the width may differ.
+    # SAELens restores nothing for transcoders, whose widths may differ.
+    if sae.is_transcoder:
         return out if sae.w_skip is None else out + rows @ sae.w_skip.float()
     if sae.input_norm == "constant_norm_rescale":
         return out * (rows.norm(dim=-1, keepdim=True) / sae.d_in**0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading tensors and settings from the files of an SAE; no code in them is run."""
+"""Reads tensors and settings from the files of an SAE; no code in them is run."""
 
 import json
 import pickle
@@ -16,31 +16,31 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def bad_file(path: Path, why: object) -> SteeringValidationError:
-    """The error for a file that is not what it should be."""
+    """The error for an invalid file."""
     return fail(f"path: {str(path)!r}: {why}", "path", str(path))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        SteeringValidationError: the file is missing or holds no object.
+        SteeringValidationError: the file is missing or contains no object.
 
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise bad_file(path, f"is no JSON file: {error}") from None
+        raise bad_file(path, f"is not a JSON file: {error}") from None
     if not isinstance(found, dict):
         raise bad_file(path, "must hold an object")
     return found
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a `.safetensors`, `.npz`, `.pt` or `.pth` file, on the CPU.
+    """Read the tensors of a `.safetensors`, `.npz`, `.pt` or `.pth` file, on the CPU.
 
     Raises:
-        SteeringValidationError: the file is missing, broken, or holds other things.
+        SteeringValidationError: the file is missing, damaged, or contains other data.
 
     """
     if not path.is_file():
@@ -57,7 +57,7 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise bad_file(path, f"is no safetensors file: {error}") from None
+        raise bad_file(path, f"is not a safetensors file: {error}") from None
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
@@ -67,15 +67,15 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
         with np.load(path, allow_pickle=False) as opened:
             return {name: torch.from_numpy(opened[name]) for name in opened.files}
     except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
-        raise bad_file(path, f"is no archive of arrays: {error}") from None
+        raise bad_file(path, f"is not an archive of arrays: {error}") from None
 
 
 def _pickled(path: Path) -> dict[str, torch.Tensor]:
     try:
-        # `weights_only` refuses whatever is not plain data.
+        # `weights_only` refuses everything except plain data.
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
-        raise bad_file(path, f"is no file of tensors: {error}") from None
+        raise bad_file(path, f"is not a file of tensors: {error}") from None
     if not isinstance(found, dict):
         raise bad_file(path, "must hold tensors by name")
     tensors = {str(k): v for k, v in found.items() if isinstance(v, torch.Tensor)}
@@ -83,10 +83,10 @@ def _pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def take(tensors: Tensors, path: Path, *names: str) -> torch.Tensor:
-    """The tensor with the first of these names that there is.
+    """The tensor with the first of these names that exists.
 
     Raises:
-        SteeringValidationError: there is none of them, or it holds NaN or infinity.
+        SteeringValidationError: none exists, or it contains NaN or infinity.
 
     """
     found = take_optional(tensors, path, *names)
@@ -96,7 +96,7 @@ def take(tensors: Tensors, path: Path, *names: str) -> torch.Tensor:
 
 
 def take_optional(tensors: Tensors, path: Path, *names: str) -> torch.Tensor | None:
-    """As `take`, and None where there is none of them."""
+    """As `take`; None if there is none of them."""
     for name in names:
         if name in tensors:
             found = tensors[name]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folding: conventions of a file become part of the weights.
+"""Folds conventions of a file into the weights.
 
-Each rule leaves the activations and the reconstruction as they were, for every row.
-All of it is done in float32, and the matrices get the file's dtype again.
+Each rule keeps activations and reconstructions unchanged, for every row. Computations
+are in float32; matrices are converted back to the file's dtype.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from vllm.steering.sae.record import (
 
 @dataclass(slots=True, kw_only=True)
 class RawSAE:
-    """An SAE as a file has it, on its way to a `SparseAutoencoder`."""
+    """An SAE in a file's own conventions, before it becomes a `SparseAutoencoder`."""
 
     w_enc: torch.Tensor  # [d_in, d_sae]
     w_dec: torch.Tensor  # [d_sae, d_out]
@@ -31,27 +31,28 @@ class RawSAE:
     input_norm: InputNorm = "none"
     w_skip: torch.Tensor | None = None  # [d_in, d_out]
     subtracts_b_dec: bool = False
-    """From the row, after it was normalised and before it is encoded."""
+    """Whether the decoder bias is subtracted from the normalised row before
+    encoding."""
     gate: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """`r_mag`, `b_mag`, `b_gate`, each `[d_sae]`, of a gated SAE."""
     in_scale: float = 1.0
-    """What rows are multiplied by before they are encoded."""
+    """Factor of rows before they are encoded."""
     out_scale: float | None = None
-    """What the decoder's output is divided by; None is `in_scale`."""
+    """Divisor of the decoder's output; None for `in_scale`."""
     by_decoder_norm: bool = False
     """Whether pre-activations are multiplied by the norms of the decoder's rows, and
-    activations divided by them before they are decoded."""
+    activations divided by them before decoding."""
     reads: SAEPlace = field(default_factory=SAEPlace)
     writes: SAEPlace | None = None
-    """None is `reads`."""
+    """Where it writes; None for `reads`."""
     model: str = ""
 
 
 def folded(raw: RawSAE, name: str, layout: str) -> SparseAutoencoder:
-    """The canonical form.
+    """Convert to the canonical form.
 
     Raises:
-        SteeringValidationError: shapes do not fit each other.
+        SteeringValidationError: the shapes do not fit together.
 
     """
     d_sae, d_out = raw.w_enc.shape[-1], raw.w_dec.shape[-1]
@@ -69,7 +70,7 @@ def folded(raw: RawSAE, name: str, layout: str) -> SparseAutoencoder:
         threshold = threshold.expand(d_sae).clone()
     if raw.gate is not None:
         w_enc, b_enc, threshold = _gated(raw.gate, w_enc, shift)
-    if raw.by_decoder_norm:  # relu and top-k come after the multiplication.
+    if raw.by_decoder_norm:  # relu and top-k are applied after the multiplication.
         norms = w_dec.norm(dim=-1)
         w_enc, b_enc, w_dec = w_enc * norms, b_enc * norms, w_dec / norms[:, None]
     out_scale = raw.in_scale if raw.out_scale is None else raw.out_scale
@@ -96,7 +97,7 @@ def _gated(
     w_enc: torch.Tensor,
     shift: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A gate on the same product as the magnitude is a threshold.
+    """Convert a gate on the same product as the magnitude to a threshold.
 
     With m = exp(r_mag) > 0, `xW + b_gate > 0` is `h > b_mag - m * b_gate` for
     `h = m * xW + b_mag`, the pre-activation of the magnitude.

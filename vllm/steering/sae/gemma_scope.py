@@ -2,9 +2,9 @@
 """Gemma Scope 1 (`params.npz`) and 2 (`params.safetensors`): JumpReLU.
 
 Both have W_enc `[d_in, d_sae]`, W_dec `[d_sae, d_out]` and a threshold per feature and
-do not subtract b_dec. Where an SAE belongs is in its path, such as
-`gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`, and for the second series
-also in `config.json`.
+do not subtract b_dec. The path contains the SAE's place, such as
+`gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`; for the second series
+`config.json` does too.
 """
 
 import re
@@ -32,7 +32,7 @@ def is_gemma_scope(folder: Path) -> bool:
 
 
 def read_gemma_scope(folder: Path) -> RawSAE:
-    """The SAE or transcoder in a folder of Gemma Scope."""
+    """Read the SAE or transcoder in a folder of Gemma Scope."""
     path = folder / FIRST
     if not path.is_file():
         path = folder / SECOND
@@ -58,7 +58,7 @@ def read_gemma_scope(folder: Path) -> RawSAE:
 
 
 def _embedding_scale(reads: SAEPlace, w_enc: torch.Tensor) -> float:
-    """The SAE of embeddings was trained before Gemma multiplies them by sqrt(d)."""
+    """The factor for SAEs of embeddings, trained before Gemma scales by sqrt(d)."""
     return float(w_enc.shape[0] ** 0.5) if reads.name == "embedding" else 1.0
 
 
@@ -92,8 +92,8 @@ def _places(folder: Path) -> tuple[SAEPlace, SAEPlace | None]:
         )
     if re.search(r"[/_-]embedding", text):
         return SAEPlace("embedding", (0, "pre_attn")), None
-    # What their SAEs of attention and MLPs read is none of our hook points: heads
-    # before the output projection, and the MLP's output after the norm on it.
+    # The inputs of their SAEs of attention and MLPs are not hook points: heads before
+    # the output projection, and the MLP's output after its norm.
     for kind in ("att", "mlp"):
         if re.search(rf"(-|/|_){kind}(_|/|$|-)", text) or f"{kind}_out" in text:
             return SAEPlace(f"{kind} of layer {layer}"), None

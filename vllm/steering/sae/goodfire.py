@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goodfire's two SAEs: one file, named such as `Llama-3.1-8B-Instruct-SAE-l19.pth`.
 
-Linear layers `[out, in]`, ReLU, of the stream that leaves the block which the name
-counts from 0. b_dec is not subtracted from the row.
+The file has linear layers `[out, in]` and uses ReLU. It reads the stream after the
+block whose 0-based number is in the name. b_dec is not subtracted from the row.
 """
 
 import re
@@ -16,13 +16,13 @@ _SUFFIXES = (".pt", ".pth")
 
 
 def is_goodfire(path: Path) -> bool:
-    """Whether a file is named as theirs are."""
+    """Whether a file's name is that of a Goodfire SAE."""
     named = re.search(r"-SAE-l\d+$", path.stem) is not None
     return path.is_file() and path.suffix in _SUFFIXES and named
 
 
 def read_goodfire(path: Path) -> RawSAE:
-    """The SAE in a file of Goodfire."""
+    """Read the SAE in a Goodfire file."""
     tensors = read_tensors(path)
     layer = numbered(r"-l(\d+)$", path.stem)
     return RawSAE(

@@ -31,7 +31,7 @@ def is_llama_scope(folder: Path) -> bool:
 
 
 def read_llama_scope(folder: Path) -> RawSAE:
-    """The SAE in a folder of Llama Scope."""
+    """Read the SAE in a folder of Llama Scope."""
     first = (folder / FIRST).is_file()
     config = read_settings(folder / (FIRST if first else SECOND))
     path = folder / (FIRST_WEIGHTS if first else SECOND_WEIGHTS)
@@ -57,12 +57,12 @@ def read_llama_scope(folder: Path) -> RawSAE:
 def _scales(
     config: dict[str, Any], tensors: Tensors, folder: Path, width: int
 ) -> tuple[float, float]:
-    """What rows are multiplied by on the way in, and divided by on the way out."""
+    """The factor of rows before encoding, and the divisor of the output."""
     if config.get("norm_activation") == "inference":
-        return 1.0, 1.0  # They say so where the scale is part of the weights.
+        return 1.0, 1.0  # Set if the scale is part of the weights.
     norms = config.get(NORMS)
     if not isinstance(norms, dict):
-        # Newer files keep them among the tensors, one per hook point.
+        # Newer files have them among the tensors, one per hook point.
         prefix = f"{NORMS}."
         by_place = {
             name.removeprefix(prefix): float(tensor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a path to an SAE: which layout it has, and what the user adds to it."""
+"""Loads an SAE from a path, after detection of its layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from vllm.steering.sae.sparsify import is_sparsify, read_sparsify
 from vllm.v1.steering.plan import Tap
 
 LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
-    # SAELens before the layouts whose file names it shares one of.
+    # SAELens comes before layouts that share one of its file names.
     "saelens": (is_saelens, read_saelens_sae),
     "sparsify": (is_sparsify, read_sparsify),
     "gemma_scope": (is_gemma_scope, read_gemma_scope),
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
     "qwen_scope": (is_qwen_scope, read_qwen_scope),
     "goodfire": (is_goodfire, read_goodfire),
 }
-"""By name: whether a path has the layout, and what reads it."""
+"""By layout: the function that detects it, and the one that reads it."""
 
 FILES = frozenset(
     [
@@ -44,7 +44,7 @@ FILES = frozenset(
         "sae_weights.safetensors",
     ]
 )
-"""Files that stand for the folder that they are in."""
+"""Files whose path stands for their folder's."""
 
 _EXPECTED = (
     "SAELens (cfg.json and sae_weights.safetensors), sparsify (cfg.json and "
@@ -56,17 +56,16 @@ _EXPECTED = (
 
 
 def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
-    """The sparse autoencoder or transcoder in a file or folder, on the CPU.
+    """Load a sparse autoencoder or transcoder from a file or folder, on the CPU.
 
     Args:
         path: a folder, or a file inside one; a file alone for Qwen Scope and Goodfire.
-        tap: `(layer, hook point)` that it reads, where the file does not say it.
-            A transcoder writes where its file says.
+        tap: `(layer, hook point)` that it reads, if the file does not contain it. A
+            transcoder writes where its file states.
 
     Raises:
-        SteeringValidationError: there is nothing at the path, it has none of the known
-            layouts, it is not what it says, or its architecture cannot be computed
-            from one token's row.
+        SteeringValidationError: the path does not exist, has none of the known layouts,
+            or is invalid, or its architecture cannot be computed from one token's row.
 
     """
     place = Path(path).expanduser()
@@ -78,7 +77,7 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
             if fits(candidate):
                 name = candidate.absolute().name
                 return _at(folded(read(candidate), name, layout), tap)
-    raise bad_file(place, f"is no SAE of a known layout: {_EXPECTED}")
+    raise bad_file(place, f"is not an SAE of a known layout: {_EXPECTED}")
 
 
 def _at(sae: SparseAutoencoder, tap: Tap | None) -> SparseAutoencoder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From other people's names of places to our hook points."""
+"""Converts other projects' names of places to our hook points."""
 
 import re
 
@@ -12,9 +12,8 @@ TRANSFORMER_LENS = {
     "hook_resid_post": "post_block",
     "hook_mlp_out": "mlp_out",
 }
-"""TransformerLens counts blocks from 0 too. `hook_mlp_in` and `ln2.hook_normalized`
-are left out: whether the norm's weights are in them depends on how a model was
-loaded."""
+"""TransformerLens counts blocks from 0 too. `hook_mlp_in` and `ln2.hook_normalized` are
+excluded: whether they contain the norm's weights depends on how a model was loaded."""
 
 _TRANSFORMER_LENS = re.compile(r"blocks\.(\d{1,4})\.(\w+)")
 
@@ -23,33 +22,33 @@ TRANSFORMERS = {
     "pre_feedforward_layernorm.output": "mlp_in",
     "mlp.output": "mlp_out",
 }
-"""What follows `model.layers.N.` in Gemma Scope 2's configurations."""
+"""The names after `model.layers.N.` in Gemma Scope 2's configurations."""
 
 _TRANSFORMERS = re.compile(r"model\.layers\.(\d{1,4})\.([\w.]+)")
 
 MODULES = {"": "post_block", "mlp": "mlp_out"}
-"""What follows the block's number in sparsify's folders: a module's output."""
+"""The names after the block's number in sparsify's folders: a module's output."""
 
 _MODULES = re.compile(r"(?:[\w.]+\.)?(?:layers|h|blocks)[._](\d{1,4})(?:\.(\w+))?")
 
 
 def transformer_lens(name: str) -> SAEPlace:
-    """Of a name such as `blocks.8.hook_resid_post`."""
+    """The place of a name such as `blocks.8.hook_resid_post`."""
     return SAEPlace(name, _tap(_TRANSFORMER_LENS, TRANSFORMER_LENS, name))
 
 
 def transformers(name: str) -> SAEPlace:
-    """Of a name such as `model.layers.8.output`."""
+    """The place of a name such as `model.layers.8.output`."""
     return SAEPlace(name, _tap(_TRANSFORMERS, TRANSFORMERS, name))
 
 
 def module_output(name: str) -> SAEPlace:
-    """Of a module's name such as `layers.8` or `layers.8.mlp`, for its output."""
+    """The place of the output of a module such as `layers.8` or `layers.8.mlp`."""
     return SAEPlace(name, _tap(_MODULES, MODULES, name))
 
 
 def module_input(name: str) -> SAEPlace:
-    """The same for its input, which transcoders read."""
+    """The place of a module's input, which transcoders read."""
     return SAEPlace(name, _tap(_MODULES, {"": "pre_attn", "mlp": "mlp_in"}, name))
 
 
@@ -60,11 +59,11 @@ def _tap(pattern: re.Pattern[str], known: dict[str, str], name: str) -> Tap | No
 
 
 def numbered(pattern: str, text: str) -> int | None:
-    """The number that the first group of the pattern finds in a path."""
+    """The number in the first group of the pattern in a path."""
     found = re.search(pattern, text)
     return None if found is None else int(found[1])
 
 
 def residual_after(layer: int | None, name: str) -> SAEPlace:
-    """The stream that leaves a block, where the layer is known."""
+    """The stream after a block, if the layer is known."""
     return SAEPlace(name, None if layer is None else (layer, "post_block"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen Scope: `layerN.sae.pt`, top-k SAEs of the stream that leaves a block.
+"""Qwen Scope: `layerN.sae.pt`, top-k SAEs of the stream after a block.
 
 The file has W_enc `[d_sae, d_in]` and W_dec `[d_in, d_sae]`; k is the number after
-`L0_` in the name of the repository, which a folder above the file must bear. The
-decoder bias is not subtracted from the row that is encoded.
+`L0_` in the repository's name, which must be the name of a parent folder. The decoder
+bias is not subtracted from the encoded row.
 """
 
 import re
@@ -17,19 +17,19 @@ _FILE = r"layer(\d+)\.sae\.pt$"
 
 
 def is_qwen_scope(path: Path) -> bool:
-    """Whether a file is named as theirs are."""
+    """Whether a file's name is that of a Qwen Scope SAE."""
     return path.is_file() and re.fullmatch(_FILE, path.name) is not None
 
 
 def read_qwen_scope(path: Path, k: int | None = None) -> RawSAE:
-    """The SAE in a file of Qwen Scope.
+    """Read the SAE in a file of Qwen Scope.
 
     Args:
         path: the file.
-        k: active features of a row, if no folder above the file says it.
+        k: number of active features per row, if no parent folder's name contains it.
 
     Raises:
-        SteeringValidationError: k is not known.
+        SteeringValidationError: k is unknown.
 
     """
     tensors = read_tensors(path)
@@ -39,7 +39,7 @@ def read_qwen_scope(path: Path, k: int | None = None) -> RawSAE:
         raise bad_file(
             path,
             "the number of active features is in the repository's name only; keep the "
-            "file in a folder named as the repository, such as "
+            "file in a folder with the repository's name, such as "
             "SAE-Res-Qwen3-1.7B-Base-W32K-L0_50, or give k",
         )
     layer = numbered(_FILE, path.name)

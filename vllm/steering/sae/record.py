@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a sparse autoencoder, whatever file it came from."""
+"""The record of a sparse autoencoder, independent of its file's layout."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,56 +11,58 @@ from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap
 
 Selection: TypeAlias = Literal["threshold", "topk", "abstopk", "groupmax"]
-"""Which features of a row are active: those above a threshold, the k largest, the k
-largest in absolute value (signs kept), or the largest of each of k equal groups."""
+"""How active features of a row are selected: those above a threshold, the k largest,
+the k largest in absolute value (signs kept), or the largest of each of k equal
+groups."""
 
 InputNorm: TypeAlias = Literal["none", "constant_norm_rescale", "layer_norm"]
-"""What is done to a row before it is encoded and cannot be folded, in SAELens' words:
-nothing, `x * sqrt(d_in) / |x|`, or `(x - mean) / (std + 1e-5)`."""
+"""Normalisations of a row before encoding that cannot be folded, in SAELens' terms:
+none, `x * sqrt(d_in) / |x|`, or `(x - mean) / (std + 1e-5)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SAEPlace:
-    """Where an SAE reads or writes."""
+    """The place at which an SAE reads or writes."""
 
     name: str = ""
-    """In the words of the file, for people; empty if the file does not say."""
+    """The file's own name of the place; empty if it has none."""
     tap: Tap | None = None
-    """`(layer, hook point)` here; None where it is none of our hook points."""
+    """The place as `(layer, hook point)`; None if it is not one of our hook points."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SparseAutoencoder:
     """An encoder and a decoder, with every foldable convention folded in.
 
-    For a row x `[d_in]`, normalised as `input_norm` says:
-    `h = x @ w_enc + b_enc`, then `relu(h)` where `selection` holds and 0 elsewhere
-    (`abstopk`: `h` itself), and `a @ w_dec + b_dec` is the reconstruction.
+    For a row x `[d_in]`, normalised according to `input_norm`:
     """
 
     name: str
-    """Of the file or folder."""
+    """Name of the file or folder."""
     layout: str
-    """Which form it was read from, such as `saelens` or `gemma_scope`."""
+    """Layout of the file, such as `saelens` or `gemma_scope`."""
     w_enc: torch.Tensor
-    """`[d_in, d_sae]`."""
+    """The encoder, `[d_in, d_sae]`."""
     b_enc: torch.Tensor
-    """float32 `[d_sae]`; what the decoder bias subtracts from the input is in it."""
+    """The encoder's bias, float32 `[d_sae]`, with the subtraction of the decoder's bias
+    folded in."""
     w_dec: torch.Tensor
-    """`[d_sae, d_out]`, in units of the row that is read or written."""
+    """The decoder, `[d_sae, d_out]`, in units of the row that is read or written."""
     b_dec: torch.Tensor
-    """float32 `[d_out]`."""
+    """The decoder's bias, float32 `[d_out]`."""
     selection: Selection
     threshold: torch.Tensor | None = None
-    """float32 `[d_sae]`, with `threshold` alone: active is `h > threshold`."""
+    """Thresholds, float32 `[d_sae]`, for the selection `threshold`: active is `h >
+    threshold`."""
     k: int | None = None
-    """Features of a row that are active, with the other selections."""
+    """Number of active features of a row, for the other selections."""
     input_norm: InputNorm = "none"
     w_skip: torch.Tensor | None = None
-    """`[d_in, d_out]`, which a skip transcoder adds to what it writes."""
+    """The matrix `[d_in, d_out]` of a skip transcoder, whose product is added to the
+    output."""
     reads: SAEPlace = SAEPlace()
     writes: SAEPlace = SAEPlace()
-    """The same place as `reads`, but for transcoders."""
+    """Where it writes; equal to `reads` except for transcoders."""
     model: str = ""
     """The model that the file names; empty if it names none."""
 
@@ -101,23 +103,23 @@ class SparseAutoencoder:
 
     @property
     def d_out(self) -> int:
-        """Width of what is written: `d_in`, but for transcoders."""
+        """Width of the output: `d_in`, except for transcoders."""
         return int(self.w_dec.shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(one.nbytes for one in self.tensors)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that there are."""
+        """All tensors that are not None."""
         needed = (self.w_enc, self.b_enc, self.w_dec, self.b_dec)
         optional = (self.threshold, self.w_skip)
         return (*needed, *(one for one in optional if one is not None))
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides what it computes."""
+        """SHA-256 of everything that determines the results."""
         said = (self.selection, self.k, self.input_norm, self.reads, self.writes)
         found = hashlib.sha256(repr(said).encode())
         for tensor in self.tensors:
@@ -127,7 +129,7 @@ class SparseAutoencoder:
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether it writes elsewhere than it reads."""
+        """Whether it writes to another place than it reads."""
         return self.reads != self.writes
 
 

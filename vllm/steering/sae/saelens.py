@@ -57,7 +57,7 @@ def is_saelens(folder: Path) -> bool:
 
 
 def read_saelens_sae(folder: Path) -> RawSAE:
-    """The SAE or transcoder in a folder that SAELens' `save_model` wrote."""
+    """Read the SAE or transcoder in a folder that SAELens' `save_model` wrote."""
     config = settings(folder)
     path = folder / WEIGHTS
     tensors = read_tensors(path)
@@ -91,7 +91,7 @@ def read_saelens_sae(folder: Path) -> RawSAE:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """`cfg.json`, with the settings under `metadata` beside the others."""
+    """`cfg.json`, with the settings under `metadata` merged into the others."""
     config = read_settings(folder / CONFIG)
     found = dict(config)
     for name in ("meta", "metadata"):
@@ -110,8 +110,8 @@ def _architecture(config: dict[str, Any], folder: Path) -> str:
     if name not in _SELECTIONS:
         raise bad_file(
             folder,
-            f"the architecture {name!r} is none of {sorted(_SELECTIONS)}: what it "
-            "computes for a token is not a function of that token's row alone",
+            f"the architecture {name!r} is not one of {sorted(_SELECTIONS)}: its "
+            "activations are not a function of one token's row",
         )
     return name
 
@@ -130,14 +130,14 @@ def _refuse_scaling(tensors: Tensors, path: Path) -> None:
         raise bad_file(
             path,
             "has a scaling factor from fine-tuning, which SAELens no longer applies; "
-            "multiply W_dec by it and leave it out",
+            "multiply W_dec by it and remove it",
         )
 
 
 def _norm(config: dict[str, Any], folder: Path) -> InputNorm:
     asked = config.get("normalize_activations")
     if asked in (True, "expected_average_only_in"):
-        return "none"  # A scale, which `_in_scale` asks for.
+        return "none"  # A scale, which `_in_scale` handles.
     if asked not in _NORMS:
         raise bad_file(
             folder,
@@ -176,7 +176,10 @@ def _k(config: dict[str, Any], folder: Path) -> int:
 
 
 def _place(config: dict[str, Any], suffix: str) -> SAEPlace:
-    """Of Transformers' name where there is one: it says which side of a norm."""
+    """The place, by Transformers' name if there is one.
+
+    That name tells on which side of a norm it is.
+    """
     named = transformers(str(config.get(f"hf_hook_name{suffix}") or ""))
     if named.tap is not None:
         return named

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """EleutherAI's sparsify: a folder named after a module, `cfg.json`, `sae.safetensors`.
 
-ReLU, then top-k or the largest of each of k groups. `encoder.weight` is a linear
-layer's, `[d_sae, d_in]`; `W_dec` is `[d_sae, d_out]`. SAEs subtract b_dec from the row
-that they encode, transcoders do not. `num_latents` 0 means `expansion_factor * d_in`.
+ReLU is applied, then top-k or the largest of each of k groups. `encoder.weight` is a
+linear layer's, `[d_sae, d_in]`; `W_dec` is `[d_sae, d_out]`. SAEs subtract b_dec from
+the row that they encode, transcoders do not. `num_latents` 0 means `expansion_factor *
+d_in`.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ def is_sparsify(folder: Path) -> bool:
 
 
 def read_sparsify(folder: Path) -> RawSAE:
-    """The SAE or transcoder in a folder that sparsify wrote."""
+    """Read the SAE or transcoder in a folder that sparsify wrote."""
     config = read_settings(folder / CONFIG)
     path = folder / WEIGHTS
     tensors = read_tensors(path)

@@ -45,9 +45,9 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=None,
         metavar="NAME[:key=value,...]",
-        help="A consumer of captured activations, such as "
-        "filesystem:root=/data/captures; repeatable. Values that are JSON are read "
-        "as JSON; instance_name=... names the instance.",
+        help="A consumer of captured rows, such as filesystem:root=/data/captures; "
+        "repeatable. Values that are JSON are read as JSON; instance_name=... "
+        "names the instance.",
     )
     group.add_argument(
         "--mlp-hook-points",
@@ -80,46 +80,46 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "--capture-staging-bytes",
         type=int,
         default=None,
-        help="Device memory that captured rows pass through; half of it bounds what "
-        "one step captures. Default: room for whole steps at one hook point of every "
+        help="Device memory for the captured rows of steps; one step captures at most "
+        "half of it. Default: room for whole steps at one hook point of every "
         "layer, at least 256 MiB.",
     )
     group.add_argument(
         "--capture-host-memory-bytes",
         type=int,
         default=None,
-        help="Host memory that a worker may hold for captured rows, shared with the "
-        "front ends. Default: a quarter of the machine's memory.",
+        help="Most host memory of a worker for captured rows, shared with the front "
+        "ends. Default: a quarter of the machine's memory.",
     )
     group.add_argument(
         "--capture-dispatch-queue-size",
         type=int,
         default=None,
-        help="How many packets of rows may wait for a consumer.",
+        help="Most packets of rows that wait for a consumer.",
     )
     group.add_argument(
         "--capture-dispatch-queue-bytes",
         type=int,
         default=None,
-        help="How many bytes of rows may wait for a consumer in memory.",
+        help="Most bytes of rows that wait for a consumer in memory.",
     )
     group.add_argument(
         "--capture-overload-policy",
         choices=["block", "drop", "spill"],
         default=None,
-        help="What happens when a consumer's queue is full: the engine waits, rows "
+        help="The behaviour when a consumer's queue is full: the engine waits, rows "
         "are dropped (and counted), or they wait on disk.",
     )
     group.add_argument(
         "--capture-spill-dir",
         default=None,
-        help="Where rows wait under the policy spill.",
+        help="Folder in which rows wait under the policy spill.",
     )
     group.add_argument(
         "--capture-spill-max-bytes",
         type=int,
         default=None,
-        help="How many bytes a worker may spill; past that, the engine waits.",
+        help="Most bytes that a worker spills; beyond that, the engine waits.",
     )
     group.add_argument(
         "--capture-graphsafe-key",
@@ -160,9 +160,9 @@ def capture_config(
             check_consumer(entry, name)
             if entry.location != "driver":
                 raise CaptureValidationError(
-                    f"capture consumer {name!r}: a ready instance must have "
-                    'location "driver", as workers live in other processes; give '
-                    "its class an entry point, or set its location",
+                    f"capture consumer {name!r}: a ready instance must have location "
+                    '"driver", as workers are other processes; give its class an '
+                    "entry point, or set its location",
                     parameter="capture_consumers",
                     value=name,
                 )
@@ -213,7 +213,7 @@ def capture_config(
     if config.enabled and envs.VLLM_USE_RUST_FRONTEND:
         raise CaptureValidationError(
             "capture_consumers: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
-            "the fields of a capture; unset it to capture",
+            "the fields of captures; unset it to capture",
             parameter="capture_consumers",
             value=[entry.instance_name for entry in config.consumers],
         )
@@ -295,7 +295,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
             ) from error
     elif chosen["spill_dir"] is not None or chosen["spill_max_bytes"] is not None:
         logger.warning(
-            "--capture-spill-dir and --capture-spill-max-bytes change nothing under "
+            "--capture-spill-dir and --capture-spill-max-bytes have no effect under "
             "--capture-overload-policy %s",
             config.overload_policy,
         )
@@ -315,6 +315,6 @@ def _check_graphsafe_keys(keys: list[str]) -> None:
             )
     if keys:
         logger.info(
-            "--capture-graphsafe-key changes nothing: every key is captured inside "
-            "CUDA graphs"
+            "--capture-graphsafe-key has no effect: every key is captured inside CUDA "
+            "graphs"
         )

@@ -62,7 +62,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its text cannot be made)"
+        return "(its text is not available)"
 
 
 def described(error: BaseException) -> str:

@@ -90,7 +90,7 @@ def fault_of(payload: Any) -> str | None:
     while waiting:
         here, depth = waiting.pop()
         if isinstance(here, int) and not -(1 << 63) <= here < 1 << 64:
-            return "holds a whole number of more than 64 bits; make it text"
+            return "contains an integer of more than 64 bits; convert it to text"
         if isinstance(here, dict):
             inner = [*here.keys(), *here.values()]
         elif isinstance(here, (list, tuple)):

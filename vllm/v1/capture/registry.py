@@ -128,13 +128,13 @@ def check_consumer(thing: Any, name: str) -> None:
             problem = "it leaves global_capture_spec, on_step or decide undefined"
     elif runs_in_steps(kind):
         problem = (
-            'it is to run within each step (execution = "sync", on_step): derive its '
+            'it expects to run within each step (execution = "sync", on_step): derive its '
             "class from SyncCaptureConsumer, and name its entry point, as a ready "
             "instance lives in another process than the worker"
         )
     elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
-            problem = "it leaves on_capture undefined"
+            problem = "it does not define on_capture"
     else:
         missing = [
             method
@@ -182,7 +182,7 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
         ) from error
     if consumer.location != kind.location:
         raise CaptureValidationError(
-            f"capture consumer {entry.instance_name!r}: its class says location "
+            f"capture consumer {entry.instance_name!r}: its class has the location "
             f"{kind.location!r} and the instance {consumer.location!r}; the class "
             "decides, so give each location a class",
             parameter="capture_consumers",

@@ -95,8 +95,8 @@ def check_text(raw: Any, where: str) -> None:
             raw.encode()
         except UnicodeEncodeError as error:
             raise fail(
-                f"{where} holds text with a lone surrogate, which is no Unicode; "
-                "leave it out",
+                f"{where} contains text with a lone surrogate, which is not Unicode; "
+                "remove it",
                 where,
                 raw,
             ) from error
@@ -185,8 +185,8 @@ def _hook(name: Any, selector: Any, where: str) -> tuple[str, Any]:
     if isinstance(name, str) and (tap := parse_address(name)) is not None:
         if selector is not None:
             raise fail(
-                f"{where}.{name}: an address names its layer; give None for it, or put "
-                "it into a list of addresses",
+                f"{where}.{name}: an address includes its layer; map it to None, or "
+                "give a list of addresses",
                 f"{where}.{name}",
                 selector,
             )

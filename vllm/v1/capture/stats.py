@@ -18,13 +18,13 @@ class LaneCounters(msgspec.Struct):
     bytes: int = 0
     """Bytes of these rows."""
     spilled_rows: int = 0
-    """Rows that were spilled to disk because the consumer was behind."""
+    """Rows that were spilled to disk because the consumer was too slow."""
     spilled_bytes: int = 0
     """Bytes of these rows."""
     rewritten_bytes: int = 0
     """Bytes that the consumer itself spilled, and therefore wrote twice."""
     dropped_rows: int = 0
-    """Rows that were dropped because the consumer was behind."""
+    """Rows that were dropped because the consumer was too slow."""
     failed_rows: int = 0
     """Rows of keys whose result is an error."""
     requests: int = 0

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def add_readout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that correspond to fields of `EngineArgs`."""
     group = parser.add_argument_group(
-        "readouts", "Probes, lenses and features computed where the rows are."
+        "readouts", "Probes, lenses and features, computed on the device."
     )
     group.add_argument(
         "--enable-readouts",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="Allow requests to read out; --readout-modules implies it.",
+        help="Allow readouts in requests; implied by --readout-modules.",
     )
     group.add_argument(
         "--readout-modules",
@@ -69,7 +69,7 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
     if (enabled or saes) and envs.VLLM_USE_RUST_FRONTEND:
         raise fail(
             "--enable-readouts: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
-            "their fields; unset it to read out",
+            "their fields; unset it to use readouts",
             "enable_readouts",
             True,
         )

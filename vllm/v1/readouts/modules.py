@@ -256,7 +256,7 @@ def read_metadata(path: Path) -> dict[str, str]:
             return dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise fail(
-            f"path: {path.name!r} is no safetensors file: {error}", "path", str(path)
+            f"path: {path.name!r} is not a safetensors file: {error}", "path", str(path)
         ) from None
 
 

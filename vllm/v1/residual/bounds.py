@@ -11,6 +11,9 @@ MAX_MESSAGE = 1000
 MAX_RESPONSE_MESSAGE = 8192
 """The same of any error in an HTTP response, upstream's messages included."""
 
+MAX_SANITIZED = 4 * MAX_RESPONSE_MESSAGE
+"""Characters of a message that are searched for paths before it is shortened."""
+
 _LISTED = 16
 
 _SHORT = reprlib.Repr()

@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
+from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
@@ -590,6 +591,16 @@ def hook_points_of(worker: Any) -> HookPoints:
     """For `collective_rpc`: the hook points of a worker's layers."""
     points: HookPoints = worker.model_runner.residual.hook_points
     return points
+
+
+def lens_refusal_of(worker: Any) -> str | None:
+    """For `collective_rpc`: why the model has no lens; None on ranks without its head.
+
+    Empty if it has, or nothing is read out.
+    """
+    readouts = worker.model_runner.residual.readouts
+    refusal: str = "" if readouts is None else readouts.head.refusal
+    return None if refusal == ELSEWHERE else refusal
 
 
 def set_hook_points(worker: Any, points: HookPoints) -> None:

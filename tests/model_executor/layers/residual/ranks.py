@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensor-parallel ranks do in `test_residual_split`, each with upstream's groups.
+"""The ranks of `test_split_ops`, each with upstream's process groups.
 
     python -m tests.model_executor.layers.residual.ranks FOLDER RANKS...
 
-It fails if a rank found a hook point over shares to differ from one over all tokens.
+Fails if a hook point over shares differs from one over all tokens on a rank.
 """
 
 import multiprocessing
@@ -33,13 +33,13 @@ from vllm.model_executor.models.utils import sequence_parallel_chunk
 WIDTH, ROWS, VECTORS, BASE = 6, 40, 4, 3
 MOST_TOKENS = 13
 PADDING = 8
-"""Rows behind a batch's, which padding may reach, as `WorkerSteering` has them."""
+"""Rows after the batch's, which padding may reach, as in `WorkerSteering`."""
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
 class Step:
-    """A random step: the whole stream, and what its hook point does."""
+    """A random step: the whole stream, and the operations of its hook point."""
 
     hidden: torch.Tensor  # [T, H]
     residual: torch.Tensor | None
@@ -50,7 +50,7 @@ class Step:
         return len(self.hidden)
 
     def whole(self) -> Pair:
-        """What a hook point makes of all tokens in one process."""
+        """The result of a hook point for all tokens in one process."""
         return self.tap(self.hidden, self.residual)
 
     def shares(self) -> Pair:
@@ -60,7 +60,7 @@ class Step:
         )
 
     def gathered(self, pair: Pair) -> torch.Tensor:
-        """The stream `[T, H]` of all ranks' pairs; checks that padding is as it was."""
+        """Gather the stream `[T, H]` of all ranks; checks that padding is unchanged."""
         hidden, residual = pair
         stream = hidden if residual is None else hidden + residual
         whole = tensor_model_parallel_all_gather(stream.contiguous(), 0)
@@ -69,7 +69,7 @@ class Step:
 
 
 def step(seed: int, dtype: torch.dtype, full: bool = False) -> Step:
-    """The same on all ranks; `full` if it has as many tokens as there are slots."""
+    """A random step, equal on all ranks; `full` if it has as many tokens as slots."""
     torch.manual_seed(seed)
     tokens = MOST_TOKENS if full else int(torch.randint(1, MOST_TOKENS, ()))
     hidden = torch.randn(tokens, WIDTH).to(dtype)
@@ -96,7 +96,7 @@ def step(seed: int, dtype: torch.dtype, full: bool = False) -> Step:
 
 
 def add_programs(one: Step, seed: int) -> None:
-    """Programs for random tokens of a step, wherever they are."""
+    """Add programs for random tokens of a step."""
     torch.manual_seed(seed)
     u, v = torch.randn(2, 1, WIDTH)
     replace = Instruction(Kind.REPLACE, v, c0=1.5)
@@ -113,14 +113,14 @@ def add_programs(one: Step, seed: int) -> None:
 
 
 def taken(one: Step, visit: Callable[[], Pair]) -> tuple[Pair, torch.Tensor]:
-    """What a visit returns, and the rows that it copied."""
+    """The result of a visit, and the rows that it copied."""
     assert one.tap.staging is not None
     one.tap.staging.zero_()
     return visit(), one.tap.staging.clone()
 
 
 def check(one: Step, visit: Callable[[torch.Tensor, torch.Tensor | None], Pair]) -> int:
-    """A visit with shares does what the hook point does with all tokens."""
+    """Check that a visit with shares equals one with all tokens."""
     share = one.shares()
     (hidden, residual), rows = taken(one, one.whole)
     expected = hidden if residual is None else hidden + residual
@@ -132,8 +132,8 @@ def check(one: Step, visit: Callable[[torch.Tensor, torch.Tensor | None], Pair])
 
 def run(rank: int, ranks: int, folder: str, done: Barrier) -> None:
     """Join the other ranks and check random steps."""
-    # Different names: so upstream takes gloo, whose ranks wait for one another without
-    # using a processor.
+    # Different host names: upstream then uses gloo, whose ranks wait without using a
+    # core.
     os.environ["VLLM_DIST_IDENT"] = f"{os.getpid()}"
     with set_current_vllm_config(VllmConfig()):
         store = f"file://{folder}/store-{ranks}"
@@ -158,7 +158,7 @@ def run(rank: int, ranks: int, folder: str, done: Barrier) -> None:
     assert (captured > 40) == (rank == 0), f"rank {rank} took {captured} rows"
     check_lone()
     check_idle()
-    done.wait()  # A rank that left would close connections that others still read.
+    done.wait()  # A rank that exits would close connections that others still read.
 
 
 def check_lone() -> None:
@@ -175,7 +175,7 @@ def check_lone() -> None:
 
 
 def check_idle() -> None:
-    """Where nothing launches, no rank waits for another: only rank 0 comes here."""
+    """If nothing launches, no rank waits for another: only rank 0 runs this."""
     one = step(1, torch.float32)
     share = one.shares()
     Launch.taps = frozenset()
@@ -186,7 +186,7 @@ def check_idle() -> None:
 
 
 def main(ranks: int, folder: str) -> None:
-    """Run the ranks, as copies of this process: importing takes longer than they do."""
+    """Fork the ranks from this process, because importing takes longer than they do."""
     context = multiprocessing.get_context("fork")
     done = context.Barrier(ranks)
     started = [
@@ -195,12 +195,12 @@ def main(ranks: int, folder: str) -> None:
     ]
     for process in started:
         process.start()
-    # Asked once a turn: one may end at any time, and nothing ends a wait for none.
+    # Polled in turns, because a rank may end at any time.
     while running := [one.sentinel for one in started if one.exitcode is None]:
         wait(running)
         if any(process.exitcode for process in started):
             for process in started:
-                process.terminate()  # It would wait for the one that failed.
+                process.terminate()  # It would wait for the rank that failed.
     if any(process.exitcode for process in started):
         sys.exit(f"of {ranks} ranks one failed")
 

@@ -7,6 +7,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_kernel_under_tritons_interpreter() -> None:
-    # It must be chosen before vllm is imported.
+    # The interpreter must be chosen before vllm is imported.
     file = "tests/model_executor/layers/residual/apart/test_kernel.py"
     run_tests("-p", "tests.support.interpreted", file, timeout=800)

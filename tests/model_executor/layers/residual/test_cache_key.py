@@ -19,7 +19,7 @@ def read_anew() -> Iterator[None]:
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with some of the code, in place of the real one."""
+    """A folder with some of the code, in place of the real folder."""
     ours = tmp_path / "residual"
     (ours / "passes").mkdir(parents=True)
     for name in ("cache_key.py", "capture_op.py", "passes/one.py", "../linear.py"):

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.residual.point import ResidualTap
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, ROWS, BASE = 6, 40, 5
-"""`BASE`: by how much slots are shifted, at most."""
+"""`BASE`: the largest offset of slots."""
 ZERO = torch.zeros(1, dtype=torch.int32)
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -24,7 +24,7 @@ def launching(slots: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def passes(draw: st.DrawFn) -> dict:
-    """A pass over some tokens, some of which have a slot."""
+    """A pass over tokens, some of which have a slot."""
     num_tokens = draw(st.integers(1, 12))
     padding = draw(st.integers(0, 4))
     slots = draw(st.permutations(range(ROWS)))[:num_tokens]
@@ -36,7 +36,7 @@ def passes(draw: st.DrawFn) -> dict:
         "hidden": torch.randn(shape).to(dtype),
         "residual": torch.randn(shape).to(dtype) if draw(st.booleans()) else None,
         "base": torch.tensor([draw(st.integers(0, BASE))], dtype=torch.int32),
-        # A column of a token-major map, as the worker makes it.
+        # A column of a token-major map, as in the worker.
         "map": torch.tensor(
             [[9, s if w else -1] for s, w in zip(slots, wanted)] + [[9, -1]] * padding,
             dtype=torch.int32,
@@ -118,7 +118,7 @@ def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:
 
     Launch.begin(frozenset(), (frozenset(), frozenset({slots.data_ptr()})))
     capture(slots)
-    with pytest.raises(RuntimeError, match="other memory than its own"):
+    with pytest.raises(RuntimeError, match="memory other than its own"):
         capture(slots.clone())
     Launch.begin(frozenset(), (frozenset(), frozenset({1})))  # Another engine.
     capture(slots)
@@ -126,7 +126,7 @@ def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:
 
 
 def test_a_part_of_a_sum_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As upstream sums on a CPU: in place.
+    # Like upstream's sum on a CPU: in place.
     monkeypatch.setattr(
         capture_op, "tensor_model_parallel_all_reduce", lambda part: part.mul_(2)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code writes to a copy of the rows that a layer has, and of no others."""
+"""Compiled code writes to a copy of a layer's own rows only."""
 
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -30,7 +30,7 @@ def as_it_was() -> Iterator[None]:
 def test_a_copy_of_a_view_is_one_of_its_own_rows(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows the view's base in memory is another tensor's."""
+    """The memory after the view's base belongs to another tensor."""
     width = 32
     index, rows = torch.tensor([0, 1]), torch.ones(tokens, dtype=torch.int32)
     gates = torch.zeros(tokens, 4)
@@ -46,7 +46,7 @@ def test_a_copy_of_a_view_is_one_of_its_own_rows(
         return tap(three[0] @ weight, three[1].clone())
 
     guard_copies()
-    guard_copies()  # As another engine of the process does.
+    guard_copies()  # As for another engine of the process.
     with torch.no_grad():
         expected, found = layer(given), torch.compile(layer, fullgraph=True)(given)
     for eager, compiled in zip(expected, found, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops compiled code calls, by the lines that Inductor writes and by what runs."""
+"""The ops that compiled code calls, by Inductor's generated lines and by execution."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,13 +25,13 @@ from vllm.v1.worker.residual_graphs import GraphFamilies
 
 WIDTH, TOKENS = 8, 5
 STRANGE = frozenset({1})
-"""Of another engine: no tensor here has this address."""
+"""An address of another engine: no tensor here has it."""
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 @pytest.fixture(autouse=True)
 def compiles_anew() -> Iterator[None]:
-    """And leaves Inductor's table as it was."""
+    """Force compilation, and restore Inductor's table afterwards."""
     with (
         patch.dict(CUSTOM_EXTERN_KERNEL_CODEGEN),
         torch._inductor.config.patch(force_disable_caches=True),
@@ -75,7 +75,7 @@ def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
 
 
 def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> None:
-    """An op that is called among an engine's tensors, but not with one, says so."""
+    """An op that is called with a tensor of no engine reports it."""
     ask_before_calls()
     assert tap.table is not None and tap.slots is not None and tap.staging is not None
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
@@ -83,7 +83,7 @@ def test_it_is_called_where_anything_launches_and_else_not(tap: ResidualTap) -> 
         Launch.known = STRANGE
         plain = run(hidden)
         Launch.taps = STRANGE
-        with pytest.raises(RuntimeError, match="other memory than its own"):
+        with pytest.raises(RuntimeError, match="memory other than its own"):
             run(hidden)
         known = (tap.slots, tap.table, tap.index)
         Launch.taps = frozenset(one.data_ptr() for one in known if one is not None)
@@ -100,14 +100,14 @@ def test_until_the_first_step_every_op_looks_at_what_it_is_given(
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
     graphs = GraphFamilies([frozenset(), STRANGE], one_family=False, may_record=False)
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="other memory than its own"):
+        with pytest.raises(RuntimeError, match="memory other than its own"):
             run(hidden)
         graphs.plan(frozenset(), frozenset())
         run(hidden)
 
 
 def test_it_knows_every_op_of_hook_points() -> None:
-    """One that is added elsewhere must be given its condition."""
+    """An op that is added elsewhere must get its condition."""
     ours = {
         name.split("::")[1]
         for name in torch._C._dispatch_get_all_op_names()

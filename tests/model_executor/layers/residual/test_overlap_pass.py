@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs with additions that begin early, against the same model as it is written."""
+"""Graphs with early additions, compared with the unchanged model."""
 
 from collections.abc import Callable, Sequence
 
@@ -41,7 +41,7 @@ class Layer(nn.Module):
             summed = residual
         else:
             summed = residual = hidden + residual
-        # The next lines read what the residual's memory holds.
+        # The next lines read the residual's memory.
         scale = torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + 1e-5)
         return summed * scale, residual
 
@@ -76,7 +76,7 @@ def make_tap(captures: bool) -> ResidualTap:
 
 
 class Model(nn.Module):
-    """Layers one behind the other."""
+    """A sequence of layers."""
 
     def __init__(self, layers: int, captures: bool, kind: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def outcome(
     launches: frozenset[int],
     wide: bool,
 ) -> list[torch.Tensor]:
-    """What a pass returns and captures, as if it were recorded."""
+    """The outputs and captures of a pass, treated as recorded."""
     for tap in taps:
         if tap.staging is not None:
             tap.staging.zero_()
@@ -176,7 +176,7 @@ def outcome(
 
 
 def graphs_of(model: Model) -> tuple[list[str], list[str]]:
-    """What its graph has, before and after."""
+    """The nodes of its graph before and after the pass."""
     seen: list[list[str]] = []
 
     def change(graph: fx.Graph) -> None:
@@ -190,12 +190,12 @@ def graphs_of(model: Model) -> tuple[list[str], list[str]]:
 
 
 def test_they_begin_behind_the_first_product_or_before_the_last() -> None:
-    """And neighbours together."""
+    """Neighbouring additions start together."""
     before, after = graphs_of(Model(2, captures=False, kind="plain"))
     assert "steer_rows_ahead" not in before
     begin = "steer_rows_ahead"
     part = ["linear", begin, "tanh", begin, "linear", "steer_rows"]
-    # The second layer's first addition has begun with the one just before it.
+    # The second layer's first addition starts with the previous one.
     first = second = ["steer_rows", *part, *part]
     assert after == [*first, *second]
 
@@ -214,7 +214,7 @@ def test_captures_in_between_say_whether_it_may_begin() -> None:
 
     model = Model(2, captures=True, kind="plain")
     traced(model, change)(torch.randn(TOKENS, WIDTH))
-    # Two blocks' ends: only behind the first there is a layer, with a capture.
+    # Two block ends: only the first is followed by a layer, with a capture.
     assert taken == [(1, 1), (2, 2), (1, 1), (1, 1)]
 
 

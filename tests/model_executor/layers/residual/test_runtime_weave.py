@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the Transformers library, and of nobody, get their hook points late."""
+"""Layers of the Transformers library, and synthetic ones, are woven when loaded."""
 
 import importlib.util
 import sys
@@ -57,7 +57,7 @@ ATTENTION = {"GPTNeoXLayer": "attention"}
 
 
 class Tap:
-    """Records the stream, then adds to it where it is asked to."""
+    """Records the stream, then adds to it if asked to."""
 
     def __init__(self) -> None:
         self.seen = torch.empty(0)
@@ -82,7 +82,7 @@ def layer(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def run(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """One pass, without rotation of positions."""
+    """Run one pass, without rotary embeddings."""
     heads = (torch.ones(1, TOKENS, 16), torch.zeros(1, TOKENS, 16))
     with torch.no_grad():
         output = layer(hidden, attention_mask=None, position_embeddings=heads)
@@ -102,7 +102,7 @@ def tapped(layer: nn.Module) -> dict[str, Tap]:
 
 
 def attended(layer: nn.Module) -> list[torch.Tensor]:
-    """What comes out of the attention, once the layer has run; normed if it is."""
+    """The attention's output, normalized if the layer normalizes it."""
     found: list[torch.Tensor] = []
     name = ATTENTION.get(type(layer).__name__, "self_attn")
     if isinstance(layer, Olmo2DecoderLayer):
@@ -197,7 +197,7 @@ PLAIN = """
 
 @pytest.fixture
 def module(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
-    """Makes a module of a text, as a plug-in's file would be."""
+    """Create a module from source, like a plug-in's file."""
     names: list[str] = []
 
     def make(text: str) -> ModuleType:
@@ -258,7 +258,7 @@ REFUSED = {
         + PLAIN.replace("    def forward", "    width = 4\n    def forward").replace(
             '"Unknown"', '"Unknown", width=width'
         ),
-        "cannot be compiled anew",
+        "cannot be recompiled",
     ),
 }
 

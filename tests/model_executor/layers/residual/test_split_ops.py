@@ -15,14 +15,14 @@ pytestmark = pytest.mark.usefixtures("no_engine")
 def test_hook_points_over_shares_do_what_one_over_all_tokens_does(
     tmp_path: Path,
 ) -> None:
-    """Also where a rank has nothing but padding; compiled, and with edited rows."""
+    """Covers ranks with padding only, compiled code, and edited rows."""
     module = "tests.model_executor.layers.residual.ranks"
     done = subprocess.run(
         [sys.executable, "-m", module, str(tmp_path), "2", "3"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,  # They take ten seconds, and all of a machine that others use.
+        timeout=400,  # They take ten seconds, and all cores of the machine.
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

@@ -21,7 +21,7 @@ def launching(*tables: torch.Tensor) -> None:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A stream, in one part or two."""
+    """A stream, as one tensor or as a pair."""
     torch.manual_seed(draw(st.integers(0, 1000)))
     shape, dtype = (draw(st.integers(1, 12)), WIDTH), draw(st.sampled_from(DTYPES))
     stream = torch.randn(shape).to(dtype)
@@ -29,7 +29,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def addition(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random table for `target`, and the row of it that each token takes."""
+    """A random table for `target`, and each token's row in it."""
     table = torch.randn(VECTORS, target.shape[-1]).to(target.dtype)
     table[0] = -0.0
     rows = torch.randint(VECTORS, (len(target) + PADDING,), dtype=torch.int32)
@@ -39,7 +39,7 @@ def addition(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def added(
     target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """`target` with each token's vector, one after the other, in double precision."""
+    """`target` plus each token's vectors, added one by one in double precision."""
     sums = [
         (target[token].double() + table[row].double()).to(target.dtype)
         for token, row in enumerate(rows[: len(target)].tolist())
@@ -71,7 +71,7 @@ def test_a_table_that_does_not_launch_adds_nothing() -> None:
 
 @pytest.fixture
 def recorded(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows counts as the recording of a whole pass."""
+    """Treat the following code as the recording of a whole pass."""
     monkeypatch.setattr(steer_op, "_recording", lambda: True)
     Launch.whole = True
 
@@ -109,7 +109,7 @@ def test_what_was_begun_is_not_added_again(wanted: tuple[bool, bool]) -> None:
         torch.ops.vllm.steer_rows(target, table, rows, None)
     assert torch.equal(target, expected)
     assert not EarlyAdditions.begun
-    for table, rows in both:  # The next pass adds for itself.
+    for table, rows in both:  # The next pass adds again.
         torch.ops.vllm.steer_rows(target, table, rows, None)
     assert not torch.equal(target, expected)
 

@@ -21,7 +21,7 @@ class Overrides(Layer):
 
 
 class Counting:
-    """A tap that replaces what it sees."""
+    """A tap that replaces the stream."""
 
     def __call__(self, hidden, residual):  # type: ignore[no-untyped-def]
         return hidden + 10, residual

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as Dynamo traces them, with additions that begin early, also compiled."""
+"""Traces models with Dynamo, with early additions, also compiled."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from vllm.model_executor.layers.residual.overlap_pass import begin_additions_ear
 def traced(
     model: Callable[..., Any], change: Callable[[fx.Graph], Any], compiled: bool = False
 ) -> Callable[..., Any]:
-    """The model as Dynamo traces it, once `change` has had its graph.
+    """Trace the model with Dynamo, and apply `change` to its graph.
 
-    `compiled`: Inductor makes code of that.
+    With `compiled`, Inductor compiles the result.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -33,5 +33,5 @@ def traced(
 
 
 def treated(graph: fx.Graph) -> int:
-    """Additions begin early as on a GPU; for how many residuals."""
+    """Let additions start early as on a GPU; returns the number of residuals."""
     return begin_additions_early(graph, "cpu")

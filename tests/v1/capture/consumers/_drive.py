@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeding a consumer the way the framework does, without an engine."""
+"""Feeds a consumer like the framework does, without an engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -108,10 +108,10 @@ def deliver(
     surplus: int = 0,
     **changes: Any,
 ) -> dict[str, CaptureResult]:
-    """The results of requests whose rows come in chunks, step by step.
+    """Deliver rows in chunks, step by step; returns the results of the requests.
 
-    `surplus` rows follow each key's own that turn out not to count. The consumer
-    is shut down at the end.
+    After each key's rows, `surplus` invalid ones follow. The consumer is shut down at
+    the end.
     """
     answers: dict[str, CaptureResult] = {}
     lane = SinkLane("test", consumer, 1 << 30, 1 << 20)

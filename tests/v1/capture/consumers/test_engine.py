@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumers with a real engine, which all tests of this file share."""
+"""The consumers with a real engine, shared by the tests of this file."""
 
 import json
 from collections.abc import Iterator

@@ -135,7 +135,7 @@ def test_each_pipeline_stage_has_files_of_its_own(tmp_path: Path, layout: str) -
 def test_shards_roll_over_at_their_size_and_number_on(tmp_path: Path) -> None:
     requests = {f"r{i}": some_rows() for i in range(6)}
     size = 4 * 5 * 16 * 2
-    for _ in range(2):  # the second run goes on where the first one stopped
+    for _ in range(2):  # the second run continues after the first one
         consumer = consumer_at(
             tmp_path,
             default_layout="sharded",

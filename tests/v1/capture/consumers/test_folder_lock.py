@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of processes that have died are removed, and no others."""
+"""Folders of dead processes are removed, and no others."""
 
 import fcntl
 import os

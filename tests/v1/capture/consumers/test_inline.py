@@ -87,7 +87,7 @@ def test_a_request_without_bound_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("params", "said"),
-    [({"max_bytes": 1}, "no such parameter"), ({"max_request_bytes": 0}, "above 0")],
+    [({"max_bytes": 1}, "unknown parameter"), ({"max_request_bytes": 0}, "above 0")],
 )
 def test_wrong_parameters_are_refused(params: dict[str, int], said: str) -> None:
     with pytest.raises(CaptureValidationError, match=said):

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_or_said() -> None:
         consumer.validate_client_spec(raw, context(num_prompt_tokens=1000))
     with pytest.raises(CaptureValidationError, match="1 to 128 letters"):
         consumer.validate_client_spec(raw | {"name": "a/b"}, context())
-    # Both were admitted when there was room for either.
+    # Both were admitted while there was room for either.
     results = deliver(BatchingSink(consumer), {"a": ROWS, "b": ROWS})
     assert results["a"].status == "ok"
     assert results["b"].status == "error"

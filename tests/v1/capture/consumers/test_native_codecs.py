@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled codecs give the bytes of their Python forms."""
+"""The compiled codecs produce the same bytes as the Python ones."""
 
 import numpy as np
 import pytest

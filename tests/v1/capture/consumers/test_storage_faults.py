@@ -123,7 +123,7 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
     lost = send("lost")
     assert lost.status == "error"
     assert "FileNotFoundError" in lost.error
-    assert not root.exists()  # what lies under a missing mount is not filled
+    assert not root.exists()  # the file system under a missing mount is not filled
     root.mkdir()
     assert send("after").status == "ok"
     lane.close(20)
@@ -175,7 +175,7 @@ def test_a_stop_waits_for_no_disk_that_hangs(
     assert answers["r"].status == "error"
     assert "server stopped" in answers["r"].error
     disk.release()
-    time.sleep(0.3)  # for what might still appear
+    time.sleep(0.3)  # time for files that might still appear
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

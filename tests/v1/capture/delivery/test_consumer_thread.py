@@ -83,7 +83,7 @@ def test_a_key_that_was_not_finalized_is_not_waited_for(lanes: Lanes) -> None:
             return None
 
     lane, answers = lanes(Silent("submit_finalize")), Answers()
-    result = end(lane, answers, key(layer=1))  # Given up after WAIT, far below 60 s.
+    result = end(lane, answers, key(layer=1))  # Abandoned after WAIT, far below 60 s.
     assert result.error == "ValueError: submit_finalize went wrong"
 
 

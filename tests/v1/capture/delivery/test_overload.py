@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each policy promises, for any order of rows, ends and a consumer's pauses."""
+"""The guarantees of each policy, for any order of rows, ends and pauses."""
 
 import errno
 import threading
@@ -37,7 +37,7 @@ def rows(of: CaptureKey, start: int, count: int, offset: int) -> CaptureChunk:
 
 
 class Gate(RecordingSink):
-    """Lets chunks through only while it is open; keeps the rows of each key."""
+    """Passes chunks only while it is open; keeps the rows of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gate(RecordingSink):
 
 
 class Traffic:
-    """Some requests whose rows come in turns, like those of a batch."""
+    """Requests whose rows arrive in turns, like those of a batch."""
 
     def __init__(self, lane: SinkLane, taps: int = 2) -> None:
         self._lane = lane
@@ -70,7 +70,7 @@ class Traffic:
         self.answers: dict[str, Answers] = {}
 
     def step(self, parts: dict[str, int]) -> None:
-        """One step computes so many rows of each of these requests."""
+        """Run one step that computes this many rows of each of these requests."""
         chunks = []
         for request, count in parts.items():
             start = self.sent.get(request, 0)
@@ -82,7 +82,7 @@ class Traffic:
         self._lane.submit(chunks)
 
     def end(self, request: str, counted: int | None = None) -> None:
-        """The request has ended; its first `counted` rows count."""
+        """End a request whose first `counted` rows are valid."""
         count = self.sent.get(request, 0) if counted is None else counted
         positions = list(range(count))
         finalizes = tuple(
@@ -108,7 +108,7 @@ def lane_for(
 
 names = st.sampled_from("abc")
 steps = st.dictionaries(names, st.integers(1, 4), min_size=1)
-# A step; the consumer is stopped; it goes on; a request has ended.
+# A step; the consumer stops; it continues; a request ends.
 events = st.one_of(
     steps.map(lambda parts: ("step", parts)),
     st.just(("stop", None)),
@@ -118,7 +118,7 @@ events = st.one_of(
 
 
 def play(traffic: Traffic, sink: Gate, story: Sequence[Any], may_stop: bool) -> None:
-    """Carry out a story; every request ends once, at the latest when it is over."""
+    """Run a sequence of events; every request ends once, at the latest at its end."""
     life: dict[str, int] = {}
     sink.open.set()
     for what, argument in story:
@@ -145,7 +145,7 @@ def test_spilling_loses_nothing_and_keeps_the_order(
     tmp_path: Path, story: Sequence[Any], on_disk: int
 ) -> None:
     sink = Gate()
-    # With little room on disk it blocks; then the consumer must not be stopped.
+    # With little disk space spilling blocks; the consumer must not be stopped then.
     may_stop = on_disk == 0
     store = SpillStore(tmp_path, on_disk or 1 << 20)
     lane = lane_for(sink, spill=store)
@@ -205,7 +205,7 @@ def test_dropping_never_waits_and_drops_what_does_not_fit() -> None:
     sink = Gate()
     lane = lane_for(sink, "drop", max_items=2)
     traffic = Traffic(lane, taps=1)
-    for _ in range(10):  # Nothing is let through meanwhile.
+    for _ in range(10):  # Nothing passes meanwhile.
         traffic.step({"a": 1})
     traffic.end("a")
     sink.open.set()
@@ -220,7 +220,7 @@ def test_dropped_rows_past_the_end_did_not_count() -> None:
     lane = lane_for(sink, "drop", max_items=1)
     traffic = Traffic(lane, taps=1)
     traffic.step({"a": 2})
-    traffic.step({"a": 3})  # Dropped; a stop string voids it.
+    traffic.step({"a": 3})  # Dropped; a stop string invalidates it.
     traffic.end("a", counted=2)
     sink.open.set()
     assert traffic.answers["a"].next().status == "ok"
@@ -247,7 +247,7 @@ def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """Writes fail as those to a full disk do, while it is full."""
+    """Writes fail like those to a full disk, while it is full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = True
@@ -279,7 +279,7 @@ def test_a_full_disk_makes_spilling_wait_and_loses_nothing(
     sender.join(0.1)
     assert sender.is_alive(), "nothing waits although the disk is full"
     assert store.used_bytes == 0
-    disk.full = False  # Somebody made room; the row can be spilled.
+    disk.full = False  # Space was freed; the row can be spilled.
     sender.join(WAIT)
     assert not sender.is_alive()
     assert lane.counters().spilled_rows == 2
@@ -323,7 +323,7 @@ class TestAConsumerThatDoesNotComeBack:
         sink = Gate()
         lane = lane_for(sink, max_items=2)
         traffic = Traffic(lane, taps=1)
-        for _ in range(5):  # would wait for ever
+        for _ in range(5):  # would wait forever
             traffic.step({"a": 1})
         traffic.end("a")
         result = traffic.answers["a"].next()

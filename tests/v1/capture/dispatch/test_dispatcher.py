@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From staged steps to the rows of each request: places, positions, order."""
+"""Staged steps become rows of requests: places, positions, order."""
 
 import threading
 from itertools import count
@@ -27,7 +27,7 @@ EVERYTHING = ((0, 1 << 40),)
 
 
 class Taken:
-    """A request that keeps what it is given."""
+    """A request that keeps its rows."""
 
     def __init__(self, req_id: str) -> None:
         self.req_id = req_id
@@ -47,7 +47,7 @@ class Taken:
 
 
 class Bench:
-    """Steps whose rows say which request, position and tap they are."""
+    """Steps whose rows encode their request, position and tap."""
 
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
@@ -67,7 +67,7 @@ class Bench:
     def step(
         self, starts: dict[str, int], shifts: dict[str, int] | None = None
     ) -> None:
-        """A token of each request; `shifts`: where its true position differs."""
+        """Run a step with one token per request; `shifts`: offsets of positions."""
         names, count = list(starts), len(starts)
         true = None
         if shifts is not None:
@@ -97,7 +97,7 @@ class Bench:
         self.steps.append(StagedStep(next(self.numbers), placed, segment, true))
 
     def send_pages(self) -> dict[str, torch.Tensor]:
-        """Hand on one step, whose rows are in memory of their requests' own."""
+        """Send one step whose rows are in pages of their requests."""
         (step,) = self.steps
         places, base = {}, step.segment.start
         for block in step.placed.layout.blocks:
@@ -114,7 +114,7 @@ class Bench:
         return {req_id: memory for (req_id, *_), (memory, _) in places.items()}
 
     def send(self, copied: Any = None, hand_on: bool = True) -> None:
-        """Let the dispatcher have all steps so far, and wait until that is done."""
+        """Send all steps so far to the dispatcher, and wait for it."""
         self.dispatcher.steps(self.steps, copied)
         if hand_on:
             self.dispatcher.hand_on()
@@ -124,7 +124,7 @@ class Bench:
         self.steps = []
 
     def check(self, expected: dict[str, list[int]]) -> None:
-        """Each request has rows at these positions, in order, at every tap."""
+        """Check each request's rows: these positions, in order, at every tap."""
         for name, positions in expected.items():
             self.taken[name].finish()
             rows = self.taken[name].rows
@@ -175,7 +175,7 @@ def test_positions_that_drafts_had_shifted_are_put_right() -> None:
     bench = Bench(["a", "b"])
     bench.step({"a": 5, "b": 7}, {})
     bench.send()
-    # Prepared as if a's draft had been accepted; it was not.
+    # Prepared on the assumption that a's draft is accepted; it was rejected.
     bench.step({"a": 7, "b": 8}, {"a": -1})
     bench.send()
     bench.check({"a": [5, 6], "b": [7, 8]})
@@ -254,7 +254,7 @@ def test_a_page_is_handed_on_as_it_is() -> None:
 
 
 class EndingRequest:
-    """Stands for a request with a few last rows; one without rows is broken."""
+    """A stand-in for a request with a few last rows; one without rows is broken."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -267,7 +267,7 @@ class EndingRequest:
 
 
 class RecordingLane:
-    """A lane that keeps what it is given, in order."""
+    """A lane that keeps its items, in order."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

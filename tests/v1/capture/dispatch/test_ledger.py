@@ -14,7 +14,7 @@ STEPS = count()
 
 
 def rows_at(start: int, *values: float, step: int | None = None) -> Rows:
-    """Rows of a step of their own, or of the step that is given."""
+    """Rows of a separate step, or of the given step."""
     tensor = torch.tensor([[[value] for value in values]])
     return Rows.of(start, tensor, next(STEPS) if step is None else step)
 
@@ -79,7 +79,7 @@ def test_selected_rows_are_handed_on_once_and_in_order(
     expected = [(p, float(p)) for p in standing(life, positions(wanted, life.stop))]
     if life.settled:
         assert counted == expected
-    else:  # Aborted while it recomputed: the rows that were held are gone.
+    else:  # Aborted during recomputation: the held rows are lost.
         assert counted == [pair for pair in expected if pair in counted]
 
 

@@ -19,7 +19,7 @@ from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
 
 
 class Consumers:
-    """What every instance was given, per key."""
+    """The rows of every instance, per key."""
 
     def __init__(self) -> None:
         self.chunks: dict[Any, list[CaptureChunk]] = defaultdict(list)
@@ -31,7 +31,7 @@ class Consumers:
                 self.chunks[instance, chunk.key[1:]].append(chunk)
 
     def rows(self, instance: str, tap: Any) -> list[tuple[int, float]]:
-        """The rows that count: those that the sidecar announces."""
+        """The valid rows, according to the sidecar."""
         rows = []
         for chunk in self.chunks[instance, tap]:
             assert chunk.row_offset == len(rows), "rows are missing or repeated"
@@ -46,7 +46,7 @@ def run(
     early: frozenset[str],
     ahead: Sequence[int] = (),
 ) -> Consumers:
-    """Drive a request; `ahead`: by how much each step's positions are assumed wrong."""
+    """Run a request; `ahead`: the offset of each step's assumed positions."""
     taps = [tap for group in plan.groups for tap in group.taps]
     groups = local_groups(plan, {tap: i for i, tap in enumerate(taps)})
     prompt = list(range(100, 100 + life.num_prompt_tokens))
@@ -148,8 +148,8 @@ def test_a_consumer_that_cannot_truncate_gets_no_row_that_is_void(
     )
     for (instance, tap), chunks in consumers.chunks.items():
         rows = sum(len(chunk.tensor) for chunk in chunks)
-        # An abort may come before rows of the prompt are all there, never after
-        # more rows than the sidecar says.
+        # An abort may happen before all prompt rows have arrived, but never after more
+        # rows than the sidecar counts.
         assert rows == consumers.finalizes[instance, tap].sidecar["num_rows"]
 
 

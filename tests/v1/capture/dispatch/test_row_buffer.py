@@ -12,7 +12,7 @@ TAPS, WIDTH = 2, 3
 
 
 def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
-    """Rows that hold their position, and their tap's number."""
+    """Put rows that contain their position and their tap's number."""
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
     copies: list[RowCopy] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A piece is where its rows are, at equal distances."""
+"""A piece describes the places of its rows, at equal distances."""
 
 import torch
 from hypothesis import given
@@ -10,7 +10,7 @@ from vllm.v1.capture.memory.row_copy import copy_rows
 
 ROWS, WIDTH = 400, 2
 MEMORY = torch.arange(ROWS).float()[:, None].repeat(1, WIDTH)
-"""Each row says where it is."""
+"""Memory whose rows contain their index."""
 
 
 def span(num_steps: int, step: int, num_rows: int) -> Span:
@@ -19,7 +19,7 @@ def span(num_steps: int, step: int, num_rows: int) -> Span:
 
 
 def places(piece: Piece, taps: int) -> list[list[float]]:
-    """Where the rows are, by tap."""
+    """The places of the rows, by tap."""
     rows = torch.zeros(taps, piece.num_rows + 2, WIDTH)
     copy_rows([piece.copy_to(rows, 1)])
     assert not rows[:, [0, -1]].any(), "nothing else is written"

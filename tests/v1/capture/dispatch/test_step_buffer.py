@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests sit down and get up while steps follow each other: whose row is where."""
+"""Requests start and end between consecutive steps: the place of each row."""
 
 from collections import defaultdict
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.v1.residual.step_view import StepView
 
 TAPS = 2
 MEMORY = torch.arange(5000).float()[:, None]
-"""Each row says where it is."""
+"""Memory whose rows contain their index."""
 GROUPS = (
     LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ()),
     LocalGroup(((1, "post_block"),), (1,), ((2, OPEN_END),), ()),
@@ -27,14 +27,14 @@ GROUPS = (
 
 
 class Steps:
-    """Steps one behind the other, and where in memory each row of them is."""
+    """Consecutive steps, and the place in memory of each of their rows."""
 
     def __init__(self) -> None:
         self._placement = StepLayout(range(TAPS), 1000)
         self._known: set[str] = set()
         self._end = self._number = 0
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-        """By request and group: position and place of each row."""
+        """Position and place of each row, by request and group."""
 
     def step(self, positions: dict[str, int]) -> StagedStep:
         names = list(positions)
@@ -77,7 +77,7 @@ def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 20))):
         here = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, unique=True))
         if positions and data.draw(st.integers(0, 2)):
-            here = list(positions)  # Mostly, all go on.
+            here = list(positions)  # Usually, all requests continue.
         positions = {name: positions.get(name, 0) for name in here}
         if data.draw(st.integers(0, 9)) == 0:
             positions[here[0]] = 0

@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=["sync", "async"])
 def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngine]:
-    """Prompts are computed in chunks: 24 tokens a step for all requests."""
+    """An engine with chunked prompts: 24 tokens per step for all requests."""
     ahead = request.param == "async"
     with asynchronous.allowed():
         opened = CapturedEngine(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever shares a batch, each request's rows are those of its own model, alone.
+"""In any batch, each request's rows equal those of its own model alone.
 
 Chunked prompts, cache hits, preemption, LoRA adapters, steering, prompts given as
 embeddings, several samples, stop strings and aborts, in any combination.
@@ -38,17 +38,18 @@ class Wish:
 
     length: int
     text: int
-    """Which of few prompts, so that some are equal."""
+    """Index of one of few prompts, so that some are equal."""
     max_tokens: int
     positions: Any
     special: bool
-    """It uses an adapter, or its prompt is given as embeddings: as the bench does."""
+    """Whether it uses an adapter, or its prompt is given as embeddings; the bench
+    decides."""
     steered: int | None
-    """Which of few vectors."""
+    """Index of one of few vectors."""
     samples: int
     stop: str | None
     abort_after: int | None
-    """Steps of the engine."""
+    """Number of the engine's steps until the abort."""
 
     @property
     def prompt(self) -> list[int]:
@@ -83,7 +84,7 @@ def wishes(
 
 
 def crowds() -> st.SearchStrategy[list[Wish]]:
-    """Requests whose prompts fit the KV cache together, but not what they generate.
+    """Requests whose prompts fit the KV cache together, but not their generated tokens.
 
     It has nine blocks of 32 tokens: four prompts of two blocks, then four of three.
     """
@@ -94,7 +95,7 @@ def crowds() -> st.SearchStrategy[list[Wish]]:
 
 
 class Bench:
-    """The engine, and the models that its requests use."""
+    """The engine, and the library's models for its requests."""
 
     def __init__(
         self, engine: CapturedEngine, adapted: Reference, lora: LoRARequest | None
@@ -126,7 +127,7 @@ class Bench:
         return {"prompt_embeds": table[wish.prompt].detach().clone()}
 
     def stream(self, wish: Wish, fed: list[int]) -> Stream:
-        """The rows of all positions, from the library."""
+        """The rows of all positions, computed by the library."""
         reference = self.models[self.adapted(wish)]
         with ExitStack() as stack:
             if wish.steered is not None:
@@ -165,8 +166,8 @@ def bench(
 ) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("adapter")
     adapted = adapter(model, folder)
-    # Apart: upstream's embedding layer fails on a CPU when a batch has both. It embeds
-    # the tokens alone, with the adapters' indices of all rows.
+    # Separate batches: upstream's embedding layer fails on a CPU if a batch has both.
+    # It embeds the tokens alone, with the adapters' indices of all rows.
     embeds, ahead = "embeds" in request.param, "async" in request.param
     # With one adapter at most, upstream's CPU kernels apply it to all requests.
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
@@ -188,7 +189,7 @@ def bench(
     engine.close()
 
 
-# An engine that failed has requests under way: nothing can be made smaller with it.
+# An engine that failed has requests in flight: no example can be reduced with it.
 @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(wishes(), min_size=1, max_size=8))
 def test_rows_do_not_depend_on_what_shares_the_batch(
@@ -221,7 +222,7 @@ def generate_and_check(bench: Bench, batch: list[Wish]) -> None:
 
 
 class Running:
-    """A request under way."""
+    """A request in flight."""
 
     def __init__(self, bench: Bench, wish: Wish) -> None:
         bench.serial += 1
@@ -254,7 +255,7 @@ class Running:
 
 
 def drive(engine: Any, running: list[Running]) -> dict[str, Any]:
-    """Step until all have ended; the last output of each that was not aborted."""
+    """Step until all have ended; returns the last outputs without aborted ones."""
     by_name, finished, steps = {one.name: one for one in running}, {}, 0
     while engine.has_unfinished_requests():
         for one in running:
@@ -296,7 +297,7 @@ def check(bench: Bench, one: Running, output: Any, sample: int) -> None:
     for tap, found in rows.items():
         sidecar = bench.engine.keeper.sidecars[one.name, sample][tap]
         positions = sidecar["positions"]
-        # An abort may come before all of the prompt is computed, and is said so.
+        # An abort may happen before all of the prompt is computed, and is reported so.
         assert positions == wanted[: len(positions)]
         assert len(positions) == len(wanted) or (
             one.aborted and "capture_note" in sidecar

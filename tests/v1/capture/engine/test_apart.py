@@ -9,7 +9,7 @@ HERE = "tests/v1/capture/engine"
 
 
 def test_drafts() -> None:
-    # Apart, because upstream cannot start an engine after numba was imported.
+    # Separate, because upstream cannot start an engine after numba was imported.
     run_tests(f"{HERE}/apart/test_drafts.py")
 
 

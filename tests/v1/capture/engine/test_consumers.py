@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 
 
 class Stream:
-    """A ready sink that gets rows before it is known that they count."""
+    """A ready sink that receives rows before they are known to be valid."""
 
     location = "driver"
     reads_client_spec = True
@@ -63,7 +63,7 @@ class Stream:
 
 
 class Nothing(Keeper):
-    """Takes requests, and wants nothing of them."""
+    """Accepts requests, and captures nothing of them."""
 
     instance_name = "nothing"
 
@@ -234,10 +234,10 @@ def test_requests_of_one_call_cannot_share_a_request_id(
 ) -> None:
     spec = {"request_id": "shared", "tag": "t", "hooks": {"post_block": [0]}}
     asked = params(filesystem=spec | {"positions": "all_prompt"})
-    with pytest.raises(ValueError, match="request_id: a request that is under way"):
+    with pytest.raises(ValueError, match="request_id: a request in flight"):
         several.run([prompt(9, seed=520), prompt(5, seed=521)], asked)
     capture = several.llm.llm_engine.capture  # type: ignore[attr-defined]
-    for _ in range(100):  # The first of them was aborted, which takes a moment.
+    for _ in range(100):  # The first one was aborted, which takes a moment.
         if not capture.describe()["counters"]["requests_under_way"]:
             break
         sleep(0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache outside of the engine: what it loads is not computed, and has no rows."""
+"""Tokens loaded from an external cache are not computed, and have no rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ def stored(
 
 @pytest.fixture
 def loads(stored: CapturedEngine) -> list[int]:
-    """How many tokens are loaded for each request, from now on."""
+    """The number of tokens loaded for each request, from now on."""
     core: Any = stored.llm.llm_engine.engine_core
     found: list[int] = core.engine_core.scheduler.connector.loads
     found.clear()
@@ -113,7 +113,7 @@ def test_what_steering_left_is_loaded_for_the_same_steering_alone(
 
 
 def _add(stored: CapturedEngine, prefill: Any, decode: Any) -> Any:
-    """Steer the library's model as a request was."""
+    """Steer the library's model like the request."""
 
     def changed(module: Any, args: Any, kwargs: Any) -> Any:
         stream = args[0].clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumers that raise, wherever they live; what they keep; what is counted."""
+"""Consumers that raise, in every process; what they keep, and the counters."""
 
 import importlib
 import sys
@@ -113,7 +113,8 @@ def troubled(
     sys.path.insert(0, str(packages))
     engine = CapturedEngine(model, capture_consumers=list(names))
     yield engine
-    # That every consumer's shutdown raises must not keep the engine from stopping.
+    # An exception in every consumer's shutdown must not prevent the engine from
+    # stopping.
     importlib.import_module("plug_trouble").WRONG.add("shutdown")
     engine.close()
     sys.path.remove(str(packages))
@@ -211,7 +212,7 @@ def under_way(engine: CapturedEngine) -> int:
 
 
 def growth(engine: CapturedEngine, run: Callable[[], Any]) -> Any:
-    """How the counters have changed, once the worker has reported the change."""
+    """The change of the counters, once the worker has reported it."""
     sleep(1.2)
     before = counters(engine)
     run()

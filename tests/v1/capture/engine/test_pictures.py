@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A multimodal model: rows of a picture's tokens, and steering of them."""
+"""A multimodal model: rows of an image's tokens, and their steering."""
 
 from collections.abc import Iterator
 from typing import Any

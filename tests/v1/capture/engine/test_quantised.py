@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights: rows, and steering, are those of the weights multiplied out."""
+"""Quantised weights: rows and steering equal those of the dequantised weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.quantised import SCHEMES, quantised
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 
 TOLERANCE = {"w4a16": 1e-2, "w8a8": 2e-2}
-"""Inputs on the border between two integers are rounded either way."""
+"""Inputs halfway between two integers are rounded either way."""
 PROMPTS = [prompt(40, seed=1), prompt(7, seed=2)]
 
 
@@ -50,7 +50,7 @@ def test_rows_are_those_of_the_weights_multiplied_out(
         assert len(engine.rows(output)) == 9
         engine.check(output, tolerance=TOLERANCE[scheme])
     meant, engine.reference = engine.reference, Reference(model)
-    with pytest.raises(AssertionError):  # as they were before they were quantised
+    with pytest.raises(AssertionError):  # the weights before they were quantised
         engine.check(outputs[0], tolerance=TOLERANCE[scheme])
     engine.reference = meant
 

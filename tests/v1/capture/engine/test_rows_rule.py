@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions 0 to P+N-2, each once and in order, whatever the engine does."""
+"""Positions 0 to P+N-2 are captured once and in order, whatever the engine does."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_one_generated_token_has_no_row_of_its_own(engine: CapturedEngine) -> No
 
 
 def test_requests_in_one_batch_do_not_mix(engine: CapturedEngine) -> None:
-    lengths = [3, 40, 11, 70, 1, 25, 9, 33, 2, 18]  # More than run at a time.
+    lengths = [3, 40, 11, 70, 1, 25, 9, 33, 2, 18]  # More requests than run at a time.
     prompts = [prompt(length, seed=length) for length in lengths]
     params = [asking("all", max_tokens=2 + i) for i in range(len(lengths))]
     for output in engine.run(prompts, params):

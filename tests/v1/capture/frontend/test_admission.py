@@ -28,7 +28,7 @@ ROW_BYTES = WIDTH * torch.float32.itemsize
 
 
 class Asking(KeepingConsumer):
-    """Reads requests; may also capture of every request."""
+    """A consumer of requests, optionally with a global spec."""
 
     def __init__(self, everywhere: CaptureSpec | None = None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_an_unknown_consumer_is_named_with_those_that_exist() -> None:
 
 
 def test_a_consumer_that_reads_no_requests_is_refused() -> None:
-    with pytest.raises(CaptureValidationError, match="takes no requests of its own"):
+    with pytest.raises(CaptureValidationError, match="accepts no requests"):
         plan(admission(fixed=Fixed()), {"fixed": {}})
 
 
@@ -183,7 +183,7 @@ def test_what_a_plugin_objects_to_is_a_refusal() -> None:
 
 
 class Answering(Asking):
-    """Whatever a request says, its spec is this."""
+    """A consumer that returns this spec for every request."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_plugin_may_answer_with_any_sequence(
 
 @pytest.mark.parametrize("answer", [None, {"hooks": {}}, "all"])
 def test_a_plugin_that_answers_with_no_spec_is_named(answer: Any) -> None:
-    with pytest.raises(CaptureValidationError, match="mistake of the consumer"):
+    with pytest.raises(CaptureValidationError, match="error in the consumer"):
         plan(admission(asking=Answering(answer)), ask())
 
 

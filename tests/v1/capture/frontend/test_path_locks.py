@@ -11,7 +11,7 @@ from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
 
 
 class Files:
-    """Claims a place for each sample, and no difference between `?` and `_`."""
+    """Claims a place for each sample, and treats `?` and `_` as equal."""
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
         name = (raw.get("request_id") or request_id).replace("?", "_")
@@ -109,7 +109,7 @@ def test_consumers_that_name_nothing_take_no_names() -> None:
 
 
 class Elsewhere(NoOtherServers):
-    """Names that are taken by this process and by another."""
+    """Names that are locked by this process and by another."""
 
     def __init__(self) -> None:
         self.here: set[Any] = set()
@@ -164,7 +164,7 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
 
 
 def captured(number: int, instance: str = "files", num_samples: int = 1) -> CapturePlan:
-    """A plan for a request that did not ask for it."""
+    """A plan for a request that is captured by a global spec."""
     reader = Reader(instance, ((3, 4),))
     group = TapGroup(((0, "post_block"),), ((3, 4),), (reader,))
     return CapturePlan("cmpl-1", 4, (group,), str(number), num_samples)

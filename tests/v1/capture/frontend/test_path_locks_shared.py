@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A name that one process has taken is taken for its siblings, not for others."""
+"""A name locked by one process is locked for its siblings, not for others."""
 
 import os
 import subprocess

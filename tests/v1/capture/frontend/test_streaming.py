@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of outputs before the last: each once, none that may turn out void."""
+"""Rows of outputs before the last: each once, and none that may become invalid."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +137,7 @@ def test_a_prompt_of_embeddings_has_no_token_ids() -> None:
         (SamplingParams(output_kind=RequestOutputKind.DELTA), True),
         (SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), False),
         (SamplingParams(capture_stream=False), False),
-        (SamplingParams.from_optional(), False),  # how HTTP requests make them
+        (SamplingParams.from_optional(), False),  # the form of HTTP requests
     ],
 )
 def test_only_outputs_that_are_read_one_by_one_carry_rows(

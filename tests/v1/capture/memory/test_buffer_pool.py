@@ -10,7 +10,7 @@ from vllm.v1.capture.memory.buffer_pool import OWNER, SMALLEST, RowMemory
 WIDTH = 1024
 KEPT = 64 * SMALLEST
 LARGE = SMALLEST // (2 * WIDTH)
-"""Rows of bfloat16 whose memory is kept."""
+"""Number of bfloat16 rows whose memory is kept."""
 
 
 def test_memory_returns_when_the_last_view_is_gone() -> None:

@@ -14,7 +14,7 @@ from vllm.v1.capture.memory.shared import ALIGNMENT
 
 SIZE = 32
 ROW = ALIGNMENT // 4
-"""Values of a row of float32 that fills the least that pages take."""
+"""Number of float32 values in a row of the smallest allocation."""
 
 
 @given(st.lists(st.integers(1, SIZE) | st.tuples(st.integers(0, 99)), max_size=60))
@@ -42,7 +42,7 @@ def test_extents_never_overlap_and_what_is_given_back_is_whole_again(
 
 
 def pages(slab_rows: int, slabs: int) -> tuple[Pages, list[Bytes]]:
-    """Pages that only take note of what they would pin."""
+    """Pages that only record what they would pin."""
     pinned: list[Bytes] = []
     made = Pages(slab_rows * ALIGNMENT, slabs * slab_rows * ALIGNMENT, pinned.append)
     made.wait()

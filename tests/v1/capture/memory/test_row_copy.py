@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled copy and torch's put the same rows at the same places."""
+"""The compiled copy and torch's copy give the same result."""
 
 from typing import Any
 

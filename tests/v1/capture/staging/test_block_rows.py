@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes on decoding keeps its seat; nobody shares one."""
+"""Requests that continue decoding keep their row index; no index is shared."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ def change(
     columns: Columns = COLUMNS,
     picked: dict[Columns, list[Pick]] | None = None,
 ) -> tuple[Block, ...]:
-    """From one step's requests to another's; those that come do so in this order."""
+    """Change from one step's requests to another's, adding new ones in order."""
     seating.change()
     for name in set(before) - set(names):
         seating.leave_all(name)
@@ -83,7 +83,7 @@ def test_who_stays_has_the_same_seat_and_who_jumps_has_another_at_its_place() ->
     seating = BlockRows(MANY)
     (before,) = change(seating, ["a", "b"], [])
     seating.change()
-    seating.take(COLUMNS, "b", 0, 3)  # A token of it is computed again.
+    seating.take(COLUMNS, "b", 0, 3)  # One of its tokens is recomputed.
     (after,) = seating.blocks({})
     assert after.seated["a"] is before.seated["a"]
     assert after.seated["b"] is not before.seated["b"]
@@ -110,7 +110,7 @@ def test_rows_of_prompts_lie_behind_the_seats() -> None:
     (block,) = change(seating, ["c", "a"], names, picked={COLUMNS: chunks})
     assert seats(block) == {"a": 0, "c": 2}
     assert (list(block.offsets), block.num_rows) == ([3, 8], 10)
-    # After it, everyone is where it was.
+    # After it, every request has its former index.
     (block,) = change(seating, ["c", "a"], ["c", "a"])
     assert (seats(block), block.num_rows, block.picks) == ({"c": 2, "a": 0}, 3, ())
 

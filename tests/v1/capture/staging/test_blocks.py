@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
 
 
 def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
-    """Nobody has a seat."""
+    """The blocks of a step in which no request has a row index."""
     picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
     for req_id, start, count, row in zip(
         view.req_ids,

@@ -15,7 +15,7 @@ BLOCK = Block((0, 1), {}, (), (), 0)
 
 
 class Source:
-    """Gives out as much as there is."""
+    """Allocates as long as there is memory."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After any sequence of steps the slots are the last one's, and nothing else's."""
+"""After any sequence of steps the slots are those of the last step."""
 
 import numpy as np
 import pytest

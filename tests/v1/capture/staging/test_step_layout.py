@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that is placed like the one before is placed as if it were the first."""
+"""A layout reused from the step before equals one computed from scratch."""
 
 from functools import partial
 from typing import TypeAlias
@@ -28,7 +28,7 @@ def some_ranges(draw: st.DrawFn) -> Ranges:
 
 @st.composite
 def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
-    """Each tap belongs to one group at most, as in a plan."""
+    """Groups in which each tap occurs at most once, as in a plan."""
     groups = []
     left = set(range(TAPS))
     for _ in range(draw(st.integers(1, 2))):
@@ -44,7 +44,7 @@ Described: TypeAlias = tuple[set[tuple[object, ...]], frozenset[int]]
 
 
 def described(placed: PlacedStep | None) -> Described | None:
-    """All that matters of a step: who has which rows at which positions."""
+    """The relevant facts of a step: requests, rows and positions."""
     if placed is None:
         return None
     layout = placed.layout
@@ -58,7 +58,7 @@ def described(placed: PlacedStep | None) -> Described | None:
 
 
 def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described | None:
-    """The same, planned without a memory."""
+    """The same step, planned without state."""
     picks: set[tuple[object, ...]] = set()
     columns: set[int] = set()
     first_rows = view.first_row.tolist()
@@ -76,7 +76,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described
 
 
 def check_slots(placed: PlacedStep, num_rows: int) -> None:
-    """Each row has a place of its own, where its block says."""
+    """Check that each row has a separate place, according to its block."""
     layout, base = placed.layout, 0
     slots = layout.slots(range(TAPS), num_rows)
     expected = np.full_like(slots, -1)
@@ -121,7 +121,7 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
             del positions[gone]
             groups.pop(gone, None)
             placement.remove(gone)
-        # Mostly a token each; sometimes chunks, a preemption, another order.
+        # Usually one token each; sometimes chunks, a preemption, another order.
         usual = data.draw(st.integers(0, 3)) > 0
         batch = sorted(positions)
         counts = [1 if usual else data.draw(st.integers(1, 4)) for _ in batch]
@@ -130,11 +130,11 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
         if data.draw(st.integers(0, 7)) == 0:
             positions[batch[0]] = 0
         if len(batch) > 1 and data.draw(st.integers(0, 7)) == 0:
-            batch.pop()  # It has no step now, and goes on later.
+            batch.pop()  # It skips this step, and continues later.
             counts.pop()
         scheduled = np.array(counts)
         starts = np.array([positions[name] for name in batch])
-        assumed = data.draw(st.integers(0, 9)) == 0  # As if there were drafts.
+        assumed = data.draw(st.integers(0, 9)) == 0  # As with drafts.
         true_starts = partial(torch.from_numpy, starts) if assumed else None
         view = StepView(batch, starts, scheduled, int(scheduled.sum()), true_starts)
         placed = placement.place(view)

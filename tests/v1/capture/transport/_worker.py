@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's process: sends rows that lie in shared memory, and says what is lent.
+"""A worker process that sends rows in shared memory, and reports what is lent.
 
-`python _worker.py ADDRESS`; each line that comes in is a number of rows to send, or a
-question. Answers are lines of JSON.
+`python _worker.py ADDRESS`; each input line is a number of rows to send, or a query.
+Answers are lines of JSON.
 """
 
 import json
@@ -20,7 +20,7 @@ WIDTH = 1024
 
 
 def result(rows: int) -> CaptureResult:
-    """Two taps in one block; each value says which tap and row it is of."""
+    """Two taps in one block; each value encodes its tap and row."""
     memory = ROWS.empty((2, rows, WIDTH), torch.float32)
     payload = RowsByTap()
     for layer in range(2):

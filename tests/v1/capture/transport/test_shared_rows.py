@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows pass between processes by handle, and their memory comes back."""
+"""Rows are passed between processes by handle, and their memory is returned."""
 
 import gc
 import json
@@ -26,7 +26,7 @@ BLOCK = 2 * ROWS * WIDTH * 4
 
 
 class Pair:
-    """A front end here, and a worker in a process of its own."""
+    """A front end in this process, and a worker in another one."""
 
     def __init__(self) -> None:
         self.came: queue.Queue[Message] = queue.Queue()
@@ -116,7 +116,7 @@ def test_what_a_caller_writes_is_seen_by_nobody_else(pair: Pair) -> None:
     check(kept)
     rows.clear()
     del tensor
-    check(pair.rows())  # In the memory that was given back, most likely.
+    check(pair.rows())  # Most likely in the memory that was returned.
     del kept
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests begin and end while others go on; some readers want their rows at once."""
+"""Requests start and end while others continue, with different readers."""
 
 import itertools
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ def bench() -> Iterator[Bench]:
 
 @dataclass(eq=False)
 class Visit:
-    """A request with what is wanted of it, between its begin and its end."""
+    """A request with its captures, from its start to its end."""
 
     life: Life
     want: dict[str, dict[Tap, Ranges]]
     stays: int
-    """How many steps of others pass before its end is known."""
+    """Number of other steps before its end is known."""
     name: str = ""
 
     def plan(self, drafts: bool) -> CapturePlan:
@@ -51,29 +51,29 @@ class Visit:
                 rows = found.pop((self.name, instance, tap), [])
                 kept = standing(self.life, positions(ranges, self.life.stop))
                 expected = [(float(p), float(TAPS.index(tap))) for p in kept]
-                if instance == "c":  # It gets void rows too, behind those that stand.
+                if instance == "c":  # It gets invalid rows too, after the valid ones.
                     rows = rows[: len(expected)]
                 if self.life.settled:
                     assert rows == expected
-                else:  # Aborted while it recomputed: held rows are gone.
+                else:  # Aborted during recomputation: held rows are lost.
                     assert rows == [row for row in expected if row in rows]
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the engine does next: all that come, a step, all that go."""
+    """The engine's next action: new requests, a step, finished requests."""
 
     come: list[Visit]
     batch: list[tuple[Visit, Step, int]]
-    """Who has which step, and how much too high its positions are assumed."""
+    """The step of each request, and the offset of its assumed positions."""
     go: list[Visit]
 
 
 @st.composite
 def traffic(draw: st.DrawFn, drafts: bool) -> list[Event]:
-    """Up to three requests at once, each from its first step to some after its last.
+    """Up to three concurrent requests, from first steps to late ends.
 
-    All is drawn before anything is done, as hypothesis may give up in between.
+    Everything is drawn before it is run, because hypothesis may stop in between.
     """
     instances = draw(st.sampled_from(["ab", "abc"]))
     coming = []
@@ -150,7 +150,7 @@ def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
         bench.open(name, plan_for({instance: {TAPS[0]: ((0, 1 << 40),)}}, 1))
     for position in range(3):
         bench.step([(name, position, (float(position),)) for name in (live, other)])
-        if position:  # A row is settled by the one behind it.
+        if position:  # The next row settles a row.
             message = bench.messages.get(timeout=WAIT)
             assert [chunk.request_id for chunk in message.chunks] == [live]
             (row,) = message.chunks[0].tensor.tolist()
@@ -170,7 +170,7 @@ def test_the_engine_never_waits_for_room_that_only_waiting_rows_take() -> None:
     stays, comes = bench.new_name(), map(str, itertools.count())
     bench.open(stays, plan_for(want, 1))
     steps = 4 * ring.num_rows // len(TAPS)
-    for position in range(steps):  # Far more rows than there is room for.
+    for position in range(steps):  # Far more rows than fit.
         name = next(comes)
         bench.open(name, plan_for(want, 1))
         bench.step([(stays, position, (float(position),)), (name, 0, (0.0,))])

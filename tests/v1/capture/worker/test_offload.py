@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When steps leave: many at once, unless someone wants theirs or room runs out."""
+"""Steps are sent together unless a consumer waits or memory runs out."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ RING = 80 * STEPS_AT_ONCE
 
 
 class Heard:
-    """Stands for the dispatcher, and gives memory back where it hands all on."""
+    """A stand-in for the dispatcher, which frees the memory of processed steps."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
@@ -35,7 +35,7 @@ class Heard:
 
 
 class Bench:
-    """Steps of one size, whose layout is of no interest here."""
+    """Steps of one size, with an irrelevant layout."""
 
     def __init__(self) -> None:
         self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))

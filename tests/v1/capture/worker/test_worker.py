@@ -30,13 +30,13 @@ def bench() -> Iterator[Bench]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Life], list[dict], list[list[int]]]:
-    """Up to three requests, what is wanted of each, and who runs in which step."""
+    """Up to three requests, their captures, and the requests of each step."""
     requests = draw(st.lists(lives(), min_size=1, max_size=3))
     wants = [draw(wanted(r.num_prompt_tokens, r.stop + 2)) for r in requests]
     turns = [i for i, request in enumerate(requests) for _ in request.steps]
     order = draw(st.permutations(turns))
     steps: list[list[int]] = []
-    for turn in order:  # Together with the step before where it can be.
+    for turn in order:  # Merged with the previous step if possible.
         if steps and turn not in steps[-1] and draw(st.booleans()):
             steps[-1].append(turn)
         else:
@@ -152,7 +152,7 @@ def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
         if isinstance(message, EndMessage):
             sidecars = [entry.value for entry in message.sidecars]
     assert [sidecar["capture_error"] for sidecar in sidecars] == [
-        "the engine stopped before the request had ended"
+        "the engine stopped before the request had finished"
     ]
     for inbox in (bench.inbox, *bench.inboxes):
         inbox.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results count and which end a request, without an engine."""
+"""Valid results, and results that end a request, without an engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +62,8 @@ def test_parts_wait_for_an_output_that_carries_them() -> None:
 def test_rows_of_rejected_drafts_do_not_count() -> None:
     one = request()
     scheduling = opened(one)
-    one.num_tokens = 12  # The prompt and two tokens; one is fed, with three drafts.
+    # The prompt and two tokens; one token is fed, with three drafts.
+    one.num_tokens = 12
     scheduling.take(one, values(11, 1, 2, 3, 4), 1, [5, 6])
     assert taken(one) == [(11, [1, 2])]
 
@@ -71,7 +72,7 @@ def test_positions_are_those_that_were_accepted_before() -> None:
     one = request()
     scheduling = opened(one)
     one.num_tokens = 12
-    # The step assumed that two drafts of the step before are accepted; none was.
+    # The step assumed that two drafts of the previous step are accepted; none was.
     scheduling.take(one, values(13, 1, 2), 1, [5, 6])
     assert taken(one) == [(11, [1, 2])]
 

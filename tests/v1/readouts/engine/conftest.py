@@ -21,7 +21,7 @@ def engine(
     modules: Modules,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[CapturedEngine]:
-    """Prompts are computed in chunks: 24 tokens a step for all requests."""
+    """An engine with chunked prompts: 24 tokens per step for all requests."""
     ahead = request.param == "async"
     folder: Path = tmp_path_factory.mktemp("llama")
     with asynchronous.allowed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind against the same arithmetic on Transformers' rows."""
+"""Every kind, compared with the same arithmetic on Transformers' rows."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from vllm.v1.capture.worker.offload import Offload
 pytestmark = pytest.mark.e2e
 
 PROMPTS = [prompt(50, 1), prompt(7, 2), prompt(13, 3)]
-"""The first takes several steps."""
+"""Prompts, of which the first takes several steps."""
 
 
 def close(found: Any, expected: torch.Tensor, atol: float = 1e-3) -> None:

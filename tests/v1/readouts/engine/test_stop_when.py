@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text ends at the token that fired, however late the engine learned of it.
+"""The text ends at the token that fired, however late the engine learns of it.
 
 Thresholds lie in the middle of the widest gap between the scores of a run without a
 condition, and what is checked is the run with the condition itself: its own scores say

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled passes steer as eager ones do, whatever is asked for."""
+"""Compiled passes steer like eager ones, for every kind of entry."""
 
 import itertools
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def of_tier(tier: str, added: torch.Tensor) -> _models.Change:
 
 
 def error(output: Any, reference: Any, changes: Any) -> float:
-    """The largest difference to transformers, relative."""
+    """The largest relative difference from transformers."""
     prompt = output.prompt_token_ids
     ids = prompt + tokens(output)
     expected = reference.logprobs(ids[:-1], changes)[len(prompt) - 1 :]
@@ -145,14 +145,14 @@ def test_what_adds_nothing_changes_no_bit(steered: Any) -> None:
         {},
     ]
     same = generate(llm, PROMPTS, [params(**s) for s in specs])
-    for i in (0, 1, 3):  # The third is steered, beside the others.
+    for i in (0, 1, 3):  # The third one is steered, together with the others.
         assert tokens(plain[i]) == tokens(same[i])
         assert torch.equal(logprobs(plain[i]), logprobs(same[i]))
     assert not torch.equal(logprobs(plain[2]), logprobs(same[2]))
 
 
 def test_conditions_are_decided_in_compiled_code(steered: Any) -> None:
-    """At one place for another one, in prompts and where tokens are generated."""
+    """Probes at one place for entries at another, in prompts and generated tokens."""
     llm, reference = steered
     probe, place, acts = vector(6), (0, "post_block"), (1, "post_attn")
     seen: list[torch.Tensor] = []

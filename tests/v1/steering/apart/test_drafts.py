@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation with n-grams changes nothing of steered requests, nor of plain ones."""
+"""Speculation with n-grams changes neither steered nor plain requests."""
 
 import os
 from typing import Any
@@ -22,7 +22,7 @@ SPECULATION = {
 }
 NEW_TOKENS = 24
 PROMPTS = [[(7 * i + 3 * j) % _models.VOCAB for j in range(6)] * 4 for i in range(3)]
-"""They repeat themselves, so that drafts are proposed."""
+"""Repetitive prompts, so that drafts are proposed."""
 
 
 def vector(seed: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prefill_steering_vectors": at(vector(2), 0, "pre_attn")},
     {"decode_steering_vectors": at(vector(3), 2, "post_block")},
     {"decode_steering_vectors": at({"vector": vector(4), "op": "project_out"})},
-    # Among the generated tokens, some of which are drafted and some rejected.
+    # Positions of generated tokens, some of which are drafted and some rejected.
     {
         "steering_vectors": at(
             {"vector": vector(5), "op": "replace", "positions": [23, 26, 27, 31, 40]}
@@ -51,7 +51,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 class Drafts:
-    """Counts, by request, the drafts that were accepted, and all that were not."""
+    """Counts accepted drafts by request, and rejected ones in total."""
 
     def __init__(self, llm: Any) -> None:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -69,7 +69,7 @@ class Drafts:
 
 
 def outputs(path: str, **options: Any) -> tuple[list[Any], Drafts]:
-    """Everything in one batch: each way to steer with each prompt."""
+    """Run each way to steer with each prompt, in one batch."""
     llm = _engine.engine(path, max_num_seqs=32, max_steering_configs=8, **options)
     drafts = Drafts(llm)
     cases = [(prompt, fields) for prompt in PROMPTS for fields in REQUESTS]

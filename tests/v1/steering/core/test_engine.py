@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of the engine's vectors holds on every rank or on none."""
+"""A change of the global vectors applies on every rank or on none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 
 
 class Core:
-    """An engine core whose ranks answer a staged change as told."""
+    """An engine core whose ranks give predefined answers to a staged change."""
 
     def __init__(self, answers: list[str | None]) -> None:
         self.answers = answers
@@ -103,7 +103,7 @@ def test_the_prefix_cache_is_reset_only_if_prompts_are_steered_otherwise() -> No
 
 
 class Answering(Core):
-    """A core that notes which requests it answers with an error."""
+    """A core that records the requests that it answers with an error."""
 
     def __init__(self) -> None:
         super().__init__([None])
@@ -166,7 +166,7 @@ def test_nothing_is_written_while_the_engine_sleeps() -> None:
     with pytest.raises(SteeringValidationError, match="wake it up first"):
         hold_steering(core, "front end", SteeringTiers(base=vectors(2)), False)
     assert core.calls == calls and core.scheduler.steering.held is None
-    # Any wake_up brings the tables back, here one that leaves the KV cache asleep.
+    # Any wake_up restores the tables, here one that leaves the KV cache asleep.
     core.model_executor.sleeping_tags = {"kv_cache"}
     set_steering(core, SteeringTiers(base=vectors(2)), False)
     assert len(core.calls) > len(calls)

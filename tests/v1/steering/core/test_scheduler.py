@@ -66,7 +66,8 @@ def test_a_preempted_request_gives_its_slot_back_and_takes_one_again() -> None:
 def test_workers_are_not_sent_the_vectors_of_requests() -> None:
     requests = [request("steered", 1), request("plain", None)]
     sent = [SimpleNamespace(sampling_params=r.sampling_params) for r in requests]
-    take_vectors_off([*sent, SimpleNamespace(sampling_params=None)])  # One that pools.
+    # A pooling request.
+    take_vectors_off([*sent, SimpleNamespace(sampling_params=None)])
     assert [one.sampling_params._steering for one in sent] == [None, None]
     assert tiers_of(requests[0]) is not None, "the scheduler still needs them"
 
@@ -101,7 +102,7 @@ def test_nobody_starves_and_nobody_overtakes(story: list, num_slots: int) -> Non
     fates = {each.request_id: fate for _, each, _, fate in arrivals}
     waiting: list[Any] = []
     running: list[Any] = []
-    # Each request waits for those ahead of it at most, each for all of its steps.
+    # Each request waits at most for all steps of those before it.
     limit = at + sum(left.values()) * 2 + len(left) + 1
     for now in range(limit):
         waiting += [each for when, each, _, _ in arrivals if when == now]
@@ -128,7 +129,7 @@ def test_nobody_starves_and_nobody_overtakes(story: list, num_slots: int) -> Non
 def step_of(
     steering: SteeringScheduling, waiting: list, running: list, num_slots: int
 ) -> None:
-    """Schedule a step as the scheduler does, and check who may run."""
+    """Schedule a step like the scheduler, and check which requests may run."""
     steering.new_step()
     passed_over = False
     for each in list(waiting):

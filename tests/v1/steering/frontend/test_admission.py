@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's steering is refused before anything is scheduled, or never fails."""
+"""Invalid steering is refused at admission; admitted steering never fails."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +117,7 @@ def test_sums_that_cancel_are_fine() -> None:
 
 
 BIG = 10**400
-"""No float can hold it; JSON can."""
+"""A number that JSON can represent and no float can."""
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({BASE: at([])}, "4 numbers", "steering_vectors.post_attn.1"),

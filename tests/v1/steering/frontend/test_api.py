@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of engines pass on what they are given."""
+"""The methods of engines pass on their arguments."""
 
 import asyncio
 from types import SimpleNamespace

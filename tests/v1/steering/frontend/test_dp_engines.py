@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of the global vectors holds on all data-parallel engines or on none."""
+"""A change of the global vectors applies on all data-parallel engines or on none."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
 
 HUGE = 2e38
-"""Twice this is more than float32 can hold."""
+"""Twice this value overflows float32."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_every_engine_has_it_and_one_answer_tells_of_all(cores: list[Core]) -> N
     assert told == asyncio.run(Engines(client).get())
     assert told["configs_in_use"] == 1 and told["rows_in_use"] == 4
     assert cores[0].content() == cores[2].content()
-    # The owner is the first to be asked, and the last to be free.
+    # The owner is asked first and released last.
     assert client.calls[0] == (0, "hold_steering")
     freed = [engine for engine, method in client.calls if method == "release_steering"]
     assert freed == [1, 2, 0]
@@ -111,7 +111,7 @@ def test_an_engine_that_cannot_go_back_is_told_of(cores: list[Core]) -> None:
 
 
 def test_while_it_is_made_requests_must_fit_both(cores: list[Core]) -> None:
-    """Otherwise it could not be undone, or not be made, for the sake of a request."""
+    """Otherwise a request could prevent making or undoing the change."""
     (core, *_) = cores
     answered: list[Any] = []
     queue = SimpleNamespace(put_nowait=answered.append)

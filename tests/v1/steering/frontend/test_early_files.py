@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of vectors are looked at before a model is loaded."""
+"""Files of vectors are checked before a model is loaded."""
 
 import json
 from pathlib import Path

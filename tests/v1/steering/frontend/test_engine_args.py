@@ -19,7 +19,7 @@ from vllm.v1.steering.frontend.engine_args import (
 def config(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     add_steering_arguments(parser)
-    # Declared with capture's.
+    # Declared together with the options of capture.
     parser.set_defaults(
         vllm_lens_api=False, allow_remote_code_hooks=False, interp_engine_api=False
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end makes of its modules, and of a change that was not made."""
+"""A front end's modules, and errors of changes that were not made."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ REFUSED = fail("vectors: too much. Use smaller ones", "vectors", 1e39)
 
 
 def remote(error: Exception) -> Exception:
-    """As it comes from another process."""
+    """The error as it arrives from another process."""
     return Exception(f"Call to set_steering method failed: {error}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every API server process resolves a name to what the last of them has registered."""
+"""Every API server process resolves a name to its latest registration."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ def raw(value: float) -> Vectors:
 
 
 async def norm_of(server: AsyncSteeringControl, name: str) -> float:
-    """What a request of this name would be steered by."""
+    """The norm of the vector of a request with this name."""
     params = SamplingParams(max_tokens=4)
     params.steering_name = name  # type: ignore[attr-defined]
     await server.prepare(params)
@@ -77,7 +77,7 @@ def test_of_many_at_the_same_time_one_gets_the_name() -> None:
 def test_modules_of_the_start_can_be_replaced_and_removed_everywhere() -> None:
     async def go() -> None:
         one, other = servers(2)
-        for server in (one, other):  # As `--steering-modules` does it.
+        for server in (one, other):  # Like `--steering-modules`.
             for name in ("kept", "gone"):
                 server.frontend.register(name, raw(1))
         await one.unregister("gone")

@@ -54,7 +54,7 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"nonsense")
     refused("a.safetensors", "not a safetensors file")
     save_file({"my_vector": VECTOR}, tmp_path / "b.safetensors")
-    refused("b.safetensors", "say which with --key")
+    refused("b.safetensors", "give --key")
     marks = {"format": FORMAT}
     save_file({"layer3": VECTOR}, tmp_path / "c.safetensors", metadata=marks)
     refused("c.safetensors", "not named")
@@ -121,14 +121,14 @@ def test_a_feature_of_gemma_scope_is_a_module(tmp_path: Path) -> None:
 )
 def test_what_stands_behind_a_file_must_be_known(tmp_path: Path, said: str) -> None:
     torch.save(VECTOR, tmp_path / "one.pt")
-    with pytest.raises(SteeringValidationError, match="behind the file's name"):
+    with pytest.raises(SteeringValidationError, match="after the file's name"):
         load_module(f"{tmp_path / 'one.pt'}?{said}")
 
 
 def test_one_vector_needs_a_layer(tmp_path: Path) -> None:
     torch.save(VECTOR, tmp_path / "one.pt")
-    with pytest.raises(SteeringValidationError, match="does not say where it acts"):
+    with pytest.raises(SteeringValidationError, match="without its place"):
         load_module(tmp_path / "one.pt")
     (tmp_path / "bad.svec").write_text('{"directions": [1]}')
-    with pytest.raises(SteeringValidationError, match="is no .svec file"):
+    with pytest.raises(SteeringValidationError, match="is not an .svec file"):
         load_module(tmp_path / "bad.svec")

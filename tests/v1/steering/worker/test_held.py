@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that hold for later tokens, however the tokens are split into steps."""
+"""Decisions that hold for later tokens, for every split of tokens into steps."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from vllm.v1.steering.worker.gates import GATES
 from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
 
 PROMPT, REST = 3, 9
-"""Columns: one of the engine's, and one of a request's."""
+"""Columns of a condition of the engine and of one of a request."""
 PHASES: Any = {
     1: SimpleNamespace(deciding=(PROMPT,), held=(), latched=()),
     2: SimpleNamespace(deciding=(), held=(PROMPT, REST), latched=(REST,)),
@@ -24,9 +24,9 @@ PHASES: Any = {
 def carried_out(
     held: HeldGates, requests: dict[str, tuple[int, range]], fires: Any
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """One step: what the pass finds in both columns at each generated token.
+    """Run a step; returns both columns at each generated token.
 
-    `fires` says at which positions of a request the probe is above its threshold.
+    `fires` has the positions of a request at which the probe exceeds its threshold.
     """
     names = list(requests)
     spans = [span for _, span in requests.values()]
@@ -35,7 +35,8 @@ def carried_out(
         names, np.array([s.start for s in spans]), counts, int(counts.sum())
     )
     lengths = [length for length, _ in requests.values()]
-    gates = torch.rand(int(counts.sum()) + 2, GATES)  # What an earlier step has left.
+    # The content that an earlier step has left.
+    gates = torch.rand(int(counts.sum()) + 2, GATES)
     held.plan(view, [(1, 2)] * len(names), lengths, PHASES)
     held.load(gates)
     found, row = {}, 0
@@ -60,7 +61,7 @@ def carried_out(
 def test_however_tokens_are_split_each_finds_what_was_decided(
     seed: int, sizes: list[int]
 ) -> None:
-    """Prompts come in chunks; a request may be preempted and begin again."""
+    """Prompts are chunked; a request may be preempted and start again."""
     random = np.random.default_rng(seed)
     held = HeldGates(torch.device("cpu"))
     rate = random.uniform(0, 0.6)
@@ -77,7 +78,7 @@ def test_however_tokens_are_split_each_finds_what_was_decided(
             if random.random() < 0.1:
                 done[name] = int(random.integers(0, done[name] + 1))  # Preempted.
             length, start = sizes[int(name)], done[name]
-            # New generated tokens come one by one; others may be computed again.
+            # New generated tokens arrive one by one; others may be recomputed.
             stop = length if most[name] < length else min(most[name] + 1, 16)
             stop = min(stop, start + int(random.integers(1, 5)))
             if start < stop and random.random() < 0.8:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row of a matrix each token of a step gets."""
+"""The matrix row of each token of a step."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from vllm.v1.steering.worker.programs import Bank, Phase
 
 
 def matrix(positions: Any, seed: int = 0, tap: Any = TAP) -> list[Operation]:
-    """A replacement by rows that hold their numbers, and 100 per seed."""
+    """A replacement by rows that contain their index, plus 100 per seed."""
     made = []
     for spans, order in row_positions(positions, len(positions), "positions"):
         rows = np.repeat(order[:, None] + 100 * seed, WIDTH, axis=1)
@@ -43,7 +43,7 @@ def matrix(positions: Any, seed: int = 0, tap: Any = TAP) -> list[Operation]:
 
 
 def after(steering: Any, requests: Requests) -> list[float]:
-    """The first number of each token's row behind a step; -1 was there before."""
+    """The first value of each token's row after a step; it was -1 before."""
     steering.plan_step(view(requests))
     steering.begin_step()
     stream = torch.full((sum(n for _, n, _ in requests), WIDTH), -1.0)
@@ -71,7 +71,7 @@ def test_each_token_gets_the_row_of_its_position(
     expected = []
     for computed, n, size in requests:
         of = {p if p >= 0 else size + p: row for row, p in enumerate(positions)}
-        # Those from the start come behind those from the end.
+        # Positions from the start come after those from the end.
         of |= {p: row for row, p in enumerate(positions) if p >= 0}
         expected += [of.get(p, -1.0) for p in range(computed, computed + n)]
     assert after(steering, requests) == expected
@@ -79,7 +79,7 @@ def test_each_token_gets_the_row_of_its_position(
 
 @given(position=st.integers(3, 6), token=st.integers(0, 5))
 def test_a_kernel_reads_the_addresses_of_a_stretch(position: int, token: int) -> None:
-    """Templates hold what the words of a program with that offset would be."""
+    """Filled templates equal the words of a program with that offset."""
     operations = [*matrix([3, 4, 5, 6]), *matrix([6, 5, 4, 3], 1, OTHER)]
     phase = Phase(operations, {}, {TAP, OTHER}, WIDTH, CPU)
     active = frozenset({0, 1})
@@ -89,7 +89,7 @@ def test_a_kernel_reads_the_addresses_of_a_stretch(position: int, token: int) ->
         ((_, made),) = phase.numbered(tap, active)
         programs.append(words_of((replace(made, offset=position - 3 - token),)))
     expected = np.concatenate(programs)
-    # What is written has an address of its own only where it differs.
+    # The write address differs only where the written rows differ.
     for each in (words, expected):
         each.view(np.int64).reshape(-1, 16)[:, 5] = 0
     assert words.tolist() == expected.tolist()

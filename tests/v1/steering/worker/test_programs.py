@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which programs the tokens of a step have, and what these do, against float64."""
+"""The programs of a step's tokens, and their effect, compared with float64."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,7 @@ def worker() -> WorkerSteering:
 
 
 Requests = list[tuple[int, int, int]]
-"""Tokens computed, tokens of the step, tokens of the prompt."""
+"""Computed tokens, tokens of the step, tokens of the prompt, by request."""
 
 
 def view(requests: Requests) -> StepView:
@@ -67,14 +67,14 @@ def view(requests: Requests) -> StepView:
 
 
 def begun(steering: WorkerSteering, requests: Requests, one: SteeringTiers) -> None:
-    """All requests share a configuration."""
+    """Create requests that share a configuration."""
     names = [(str(i), size) for i, (_, _, size) in enumerate(requests)]
     uses = {name: SlotUse(0, size) for name, size in names}
     steering.update([], names, SteeringStep([(0, one)], uses))
 
 
 def carried_out(steering: WorkerSteering, requests: Requests) -> dict[int, list[int]]:
-    """The tokens of a step by how many instructions they have at the hook point."""
+    """The number of instructions of each token of a step at the hook point."""
     launched = steering.plan_step(view(requests))
     steering.begin_step()
     address = steering.program_addresses[TAP]
@@ -116,7 +116,7 @@ def test_each_selected_token_of_the_tier_is_changed_once(
 
 
 def test_a_position_of_one_step_is_not_that_of_the_next() -> None:
-    """Steps of one token each, which are otherwise taken for alike."""
+    """Steps of one token each, which are otherwise treated as equal."""
     steering = worker()
     begun(steering, [(2, 1, 2)], tiers(base=[made("replace", [4, 6])]))
     found = [bool(carried_out(steering, [(p, 1, 2)])) for p in range(2, 9)]
@@ -171,7 +171,7 @@ def test_the_engines_operations_come_before_a_requests() -> None:
 
 
 def reference(x: torch.Tensor, added: torch.Tensor, ops: list[Operation]) -> Any:
-    """One token, in float64, as the semantics say."""
+    """The result for one token, in float64, by the definitions."""
     vectors = [torch.tensor(one.vector, dtype=torch.float64) for one in ops]
     units = [v / v.norm() for v in vectors]
 

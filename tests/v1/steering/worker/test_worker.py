@@ -77,7 +77,7 @@ def tiers(base: float = 0, prefill: float = 0, decode: float = 0) -> SteeringTie
 
 
 def added(steering: WorkerSteering, tap: ResidualTap, step: StepView) -> list[float]:
-    """What a step adds to each token, and that it adds nothing to padding."""
+    """The addition of a step to each token; checks that padding gets none."""
     Launch.taps = steering.plan_step(step)
     steering.begin_step()
     stream, residual = tap(torch.zeros(step.num_rows + 3, WIDTH), None)
@@ -152,7 +152,7 @@ def test_rows_that_add_nothing_keep_the_sign_of_zero() -> None:
 
 
 def test_a_batch_that_is_no_step_runs_no_program() -> None:
-    """An idle engine runs one while others have steps: it has other rows."""
+    """An idle engine runs a dummy batch while others have steps: it has other rows."""
     steering, tap = worker()
     three = np.full(WIDTH, 3, dtype=np.float32)
     replace = operation(TAP, "replace", three, 1.0, (None, None), False, None)

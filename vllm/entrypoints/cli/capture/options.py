@@ -33,13 +33,17 @@ def add_arguments(parser: Any) -> None:
         "folder of a Hugging Face data set.",
     )
     _add_source(parser.add_argument_group("source", "Which prompts."))
-    _add_rows(parser.add_argument_group("rows", "Which rows of each prompt."))
-    _add_output(parser.add_argument_group("output", "Where the data set goes."))
-    server = parser.add_argument_group("server", "A server instead of an engine here.")
-    server.add_argument("--server", metavar="URL", help="Such as http://host:8000.")
-    server.add_argument("--api-key", help="Of the server.")
+    _add_rows(parser.add_argument_group("rows", "The rows to capture of each prompt."))
+    _add_output(parser.add_argument_group("output", "The data set to write."))
+    server = parser.add_argument_group(
+        "server", "Use a server instead of an engine in this process."
+    )
     server.add_argument(
-        "--concurrency", type=int, default=32, help="Requests at a time."
+        "--server", metavar="URL", help="URL, such as http://host:8000."
+    )
+    server.add_argument("--api-key", help="API key of the server.")
+    server.add_argument(
+        "--concurrency", type=int, default=32, help="Number of concurrent requests."
     )
     from vllm.engine.arg_utils import EngineArgs
 
@@ -58,22 +62,25 @@ def _add_source(group: Any) -> None:
         "--on-repeated-id",
         choices=("refuse", "replace"),
         default="refuse",
-        help="replace: the last prompt of an id is taken.",
+        help="replace: use the last prompt of a repeated id.",
     )
     group.add_argument(
         "--carry",
         type=_names,
         default=(),
         metavar="COLUMN,...",
-        help="Columns that go beside the rows, such as labels.",
+        help="Columns to store with the rows, such as labels.",
     )
     group.add_argument(
-        "--chat", action="store_true", help="Texts are a user's messages."
+        "--chat", action="store_true", help="Treat texts as user messages of a chat."
     )
-    group.add_argument("--split", help="Of a Hugging Face data set with several.")
-    group.add_argument("--limit", type=int, help="How many prompts are taken.")
+    group.add_argument("--split", help="Split of a Hugging Face data set with several.")
+    group.add_argument("--limit", type=int, help="Most prompts to use.")
     group.add_argument(
-        "--truncate", type=int, metavar="TOKENS", help="Cut longer prompts here."
+        "--truncate",
+        type=int,
+        metavar="TOKENS",
+        help="Truncate longer prompts to this number of tokens.",
     )
 
 
@@ -98,16 +105,19 @@ def _add_rows(group: Any) -> None:
         help="all_prompt, last_prompt, all_generated, all, or JSON such as [0,5].",
     )
     group.add_argument(
-        "--max-tokens", type=int, default=1, help="Generated per prompt, greedily."
+        "--max-tokens",
+        type=int,
+        default=1,
+        help="Tokens to generate per prompt, greedily.",
     )
     group.add_argument(
         "--readout",
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help="A readout beside the rows, such as lens (all defaults) or "
-        'risk={"kind":"probe","probe":"risk"}; may be repeated. Layers, hook points '
-        "and positions are those of the rows where it names none. Probes and SAEs are "
+        help="A readout to store with the rows, such as lens (all defaults) or "
+        'risk={"kind":"probe","probe":"risk"}; may be repeated. Layers, hook '
+        "points and positions default to those of the rows. Probes and SAEs are "
         "loaded with --readout-modules and --sae.",
     )
 
@@ -119,28 +129,31 @@ def _add_output(group: Any) -> None:
         "--values-dtype",
         choices=VALUE_DTYPES,
         default="auto",
-        help="How values are stored; auto is the model's dtype (--dtype), and float32 "
-        "for bfloat16 where the format has none.",
+        help="Dtype of stored values; auto is the model's dtype (--dtype), and "
+        "float32 for bfloat16 in formats without it.",
     )
     group.add_argument(
         "--shard-size",
         type=human_readable_int,
         default=256 << 20,
         metavar="BYTES",
-        help="Of values per file, such as 64M; 256 MiB by default. A killed run loses "
-        "at most what it has of two shards, and about three are in memory.",
+        help="Bytes of values per file, such as 64M; 256 MiB by default. A killed run "
+        "loses at most two unfinished shards; about three are in memory.",
     )
     group.add_argument("--compression", choices=COMPRESSIONS, default="none")
     group.add_argument(
-        "--context-size", type=int, default=128, help="Rows per entry, for saelens."
+        "--context-size",
+        type=int,
+        default=128,
+        help="Rows per entry, for the format saelens.",
     )
     group.add_argument(
-        "--resume", action="store_true", help="Go on where a run was ended."
+        "--resume", action="store_true", help="Continue an interrupted run."
     )
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="Tell rows, bytes and time, after trying some prompts; write nothing.",
+        help="Estimate rows, bytes and time from some prompts; write nothing.",
     )
 
 
@@ -181,14 +194,14 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
     args.hook = tuple(hook_name(name) or name for name in args.hook)
     if unknown or not args.hook:
         raise fail(
-            f"hook: there is no {sorted(unknown)}; there are {list(HOOK_NAMES)}",
+            f"hook: unknown {sorted(unknown)}; use some of {list(HOOK_NAMES)}",
             "hook",
             args.hook,
         )
     if (args.model is None) == (args.server is None):
-        raise fail("model: say --model MODEL or --server URL", "model", args.model)
+        raise fail("model: give --model MODEL or --server URL", "model", args.model)
     if args.out is None and not args.dry_run:
-        raise fail("out: say where the data set goes, with --out DIR", "out", None)
+        raise fail("out: give the data set's folder with --out DIR", "out", None)
     source = SourceSpec(
         path=args.source,
         column=args.column,

@@ -10,6 +10,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
+from vllm.capture_dataset.allocator import keep_freed_memory
 from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
@@ -47,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
         return _told(str(error))
     except OSError as error:
         return _told(
-            f"the data set could not be written: {error}. What is listed in "
-            f"{output.folder / NAME} is whole; when there is room, run this again with "
+            f"the data set could not be written: {error}. The shards listed in "
+            f"{output.folder / NAME} are complete; make room and run this again with "
             "--resume"
         )
     except KeyboardInterrupt:
-        _told(f"interrupted; {output.folder} is readable, go on with --resume")
+        _told(f"interrupted; {output.folder} is readable, continue with --resume")
         return INTERRUPTED
     finally:
         runner.close()
@@ -102,8 +103,8 @@ def _check_folder(output: OutputSpec, dry: bool) -> None:
         return
     if not output.resume:
         raise fail(
-            f"out: {str(output.folder)!r} holds a data set already; say --resume to go "
-            "on with it, or choose another folder",
+            f"out: {str(output.folder)!r} holds a data set already; use --resume to "
+            "continue it, or choose another folder",
             "out",
             str(output.folder),
         )
@@ -118,7 +119,10 @@ def _runner(args: argparse.Namespace) -> Any:
     from vllm import LLM
     from vllm.capture_dataset.runners import CONSUMER, EngineRunner
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        keep_freed_memory()
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.capture_consumers = [CONSUMER]
     engine_args.enable_readouts |= bool(args.readout)

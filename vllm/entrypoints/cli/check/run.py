@@ -47,17 +47,17 @@ class Difference:
 
 def add_arguments(parser: Any) -> None:
     """Declare the options."""
-    parser.add_argument("checked", metavar="MODEL", help="A name or a folder.")
-    group = parser.add_argument_group("check", "What is compared.")
-    group.add_argument("--prompt", default=PROMPT, help="The text that is run.")
+    parser.add_argument("checked", metavar="MODEL", help="Name or folder of the model.")
+    group = parser.add_argument_group("check", "The hook points to compare.")
+    group.add_argument("--prompt", default=PROMPT, help="The prompt to run.")
     group.add_argument(
-        "--max-tokens", type=int, default=8, help="Generated after it, greedily."
+        "--max-tokens", type=int, default=8, help="Tokens to generate, greedily."
     )
     group.add_argument(
         "--tolerance",
         type=float,
         default=None,
-        help="Relative difference that is allowed; by default it follows --dtype.",
+        help="Largest allowed relative difference; the default depends on --dtype.",
     )
     from vllm.engine.arg_utils import EngineArgs
 
@@ -178,8 +178,8 @@ def verdict(
     if bad or not differences:
         where = f"layer {bad[0].layer} {bad[0].hook}" if bad else "nothing"
         print(
-            f"FAILED: {len(bad)} of {len(differences)} hook points are further than "
-            f"{bound:g} from Transformers in float32; the first is {where}"
+            f"FAILED: {len(bad)} of {len(differences)} hook points deviate by more "
+            f"than {bound:g} from Transformers in float32; the first is {where}"
         )
         return 1
     print(

@@ -17,7 +17,7 @@ class ProbeSubcommand(CLISubcommand):
     """The `probe` subcommand for the vLLM CLI."""
 
     name = "probe"
-    help = "Train probes that readouts use."
+    help = "Train probes for readouts."
 
     def subparser_init(self, subparsers: Any) -> Any:
         """Add the parser, and its commands if `probe` is being run."""

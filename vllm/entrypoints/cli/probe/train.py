@@ -24,7 +24,11 @@ def add_arguments(parser: Any) -> None:
         '{"positive": ..., "negative": ...}; texts or chats.',
     )
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="Ends in .safetensors."
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="Output file, which ends in .safetensors.",
     )
     parser.add_argument("--hook", choices=HOOKS, default="post_block")
     add_layers_argument(parser)
@@ -33,7 +37,10 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--position", choices=("last", "mean"), default="last")
     parser.add_argument(
-        "--held-out", type=float, default=0.25, help="Share of texts to judge it by."
+        "--held-out",
+        type=float,
+        default=0.25,
+        help="Share of held-out texts for the accuracy.",
     )
     parser.add_argument("--penalty", type=float, default=1.0, help="Of logistic.")
     add_engine_arguments(parser)
@@ -52,8 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
         raise fail(
-            f"out: {str(args.out)!r} must end in .safetensors and lie in a folder that "
-            "exists",
+            f"out: {str(args.out)!r} must end in .safetensors, in an existing folder",
             "out",
             str(args.out),
         )

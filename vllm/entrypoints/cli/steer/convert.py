@@ -18,20 +18,26 @@ def add_arguments(parser: Any) -> None:
         help="A file in .safetensors, .json, .gguf, .svec, .pt, .npy or .npz, or an "
         "SAE's folder.",
     )
-    parser.add_argument("target", help="A file; its name tells the form.")
+    parser.add_argument("target", help="Output file; its ending determines the form.")
     add_layers_argument(parser)
-    parser.add_argument("--scale", type=float, default=1.0, help="Multiply by this.")
-    parser.add_argument("--unit", action="store_true", help="Bring to length 1 first.")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="Multiply the vectors by this factor."
+    )
+    parser.add_argument(
+        "--unit", action="store_true", help="Normalize to length 1 first."
+    )
     parser.add_argument(
         "--for-model",
         metavar="MODEL",
-        help="Say that the vectors belong to this model, whatever was said before.",
+        help="Record that the vectors belong to this model, whatever was recorded "
+        "before.",
     )
     parser.add_argument(
         "--gguf-writer",
         choices=("repeng", "llama.cpp"),
         default="repeng",
-        help="Whose form of GGUF to write. llama.cpp refuses a vector for block 0.",
+        help="The program for which to write GGUF. llama.cpp refuses a vector for "
+        "block 0.",
     )
     parser.add_argument("--model-hint", default="", help="The model's type, for GGUF.")
     add_reading_arguments(parser)

@@ -30,13 +30,13 @@ def add_arguments(parser: Any) -> None:
         "--pairs",
         required=True,
         metavar="FILE",
-        help="Held-out pairs, as for vllm steer extract, but not those it was given.",
+        help="Held-out pairs, in the form of vllm steer extract, not those used there.",
     )
     parser.add_argument(
         "--harmless",
         required=True,
         metavar="FILE",
-        help="Prompts that the vectors should not matter to: one per line, or .jsonl.",
+        help="Prompts that the vectors should not affect: one per line, or .jsonl.",
     )
     parser.add_argument(
         "--chat", action="store_true", help="Send harmless texts as chat messages."
@@ -46,20 +46,31 @@ def add_arguments(parser: Any) -> None:
         type=parse_scales,
         default=parse_scales(DOSES),
         metavar="D,D,...",
-        help=f"|change| over |stream|; {DOSES} by default.",
+        help=f"Norm of the change over norm of the stream; {DOSES} by default.",
     )
     parser.add_argument(
-        "--kl-limit", type=float, default=0.1, help="In nats; for the dose to take."
+        "--kl-limit",
+        type=float,
+        default=0.1,
+        help="Largest KL divergence of the recommended dose, in nats.",
     )
-    parser.add_argument("--max-tokens", type=int, default=40, help="Of an answer.")
+    parser.add_argument(
+        "--max-tokens", type=int, default=40, help="Most tokens of an answer."
+    )
     add_layers_argument(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="Such as eval.png.")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Plot to write, such as eval.png."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="All numbers.")
     judge = parser.add_argument_group("judge", "A language model that rates answers.")
-    judge.add_argument("--judge", metavar="URL", help="Of an OpenAI-compatible server.")
-    judge.add_argument("--judge-model", help="As that server names it.")
+    judge.add_argument(
+        "--judge", metavar="URL", help="URL of an OpenAI-compatible server."
+    )
+    judge.add_argument("--judge-model", help="The judge's model name on that server.")
     judge.add_argument("--judge-key", help="Its API key.")
-    judge.add_argument("--concept", help="What the vectors stand for, in words.")
+    judge.add_argument(
+        "--concept", help="The concept that the vectors represent, in words."
+    )
     add_reading_arguments(parser)
     add_engine_arguments(parser)
 
@@ -128,7 +139,7 @@ def _judge(args: argparse.Namespace) -> "RemoteJudge | None":
         return None
     if not args.judge_model or not args.concept:
         raise fail(
-            "judge: say --judge-model and --concept, what the vectors stand for, too",
+            "judge: also give --judge-model, and --concept, what the vectors represent",
             "judge",
             args.judge,
         )

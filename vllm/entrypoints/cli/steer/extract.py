@@ -23,7 +23,11 @@ def add_arguments(parser: Any) -> None:
         help='JSON Lines of {"positive": ..., "negative": ...}, texts or chats.',
     )
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="Ends in .safetensors."
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="Output file, which ends in .safetensors.",
     )
     parser.add_argument("--hook", choices=HOOKS, default="post_block")
     add_layers_argument(parser)
@@ -31,14 +35,14 @@ def add_arguments(parser: Any) -> None:
         "--method",
         choices=("mean", "pca"),
         default="mean",
-        help="mean: of the differences. pca: their first principal component, as "
-        "long as the mean difference along it.",
+        help="mean: mean of the differences. pca: their first principal component, "
+        "scaled to the mean difference along it.",
     )
     parser.add_argument(
         "--position",
         choices=("last", "mean"),
         default="last",
-        help="Whether a text's last token counts, or the mean of all.",
+        help="Use a text's last token, or the mean of all tokens.",
     )
     add_engine_arguments(parser)
 
@@ -52,8 +56,8 @@ def run(args: argparse.Namespace) -> None:
     pairs = read_pairs(args.pairs)
     if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
         raise fail(
-            f"out: {str(args.out)!r} must end in .safetensors and lie in a folder that "
-            "exists; vllm steer convert writes other forms",
+            f"out: {str(args.out)!r} must end in .safetensors, in an existing folder; "
+            "vllm steer convert writes other forms",
             "out",
             str(args.out),
         )

@@ -14,9 +14,9 @@ COMMANDS = {
     "extract": "Extract vectors from pairs of contrasting texts.",
     "apply": "Generate without and with vectors, side by side.",
     "sweep": "Try layers and coefficients; a table and a plot.",
-    "eval": "Measure effect and damage against controls; which dose to take.",
-    "convert": "Convert between forms of vectors, or rework them.",
-    "show": "Tell what a file of vectors holds.",
+    "eval": "Measure effect and damage against controls, and recommend a dose.",
+    "convert": "Convert vectors between forms, or scale them.",
+    "show": "Show the content of a file of vectors.",
 }
 """Each command is a module of this package with `add_arguments` and `run`."""
 

@@ -28,7 +28,7 @@ def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
     from vllm.engine.arg_utils import EngineArgs
 
     if args.model is None:
-        raise fail("model: say which model to load with --model", "model", None)
+        raise fail("model: give the model to load with --model", "model", None)
     engine_args = EngineArgs.from_cli_args(args)
     for name, value in fields.items():
         setattr(engine_args, name, value)
@@ -63,7 +63,7 @@ def parse_layers(text: str) -> list[int] | None:
             raise argparse.ArgumentTypeError(f"{part!r} is neither a layer nor L-L")
         start, stop = map(int, ends)
         if start > stop:
-            raise argparse.ArgumentTypeError(f"{part!r} goes backwards")
+            raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
         layers.update(range(start, stop + 1))
     return sorted(layers)
 
@@ -75,7 +75,7 @@ def add_scales_argument(parser: Any, default: str) -> None:
         type=parse_scales,
         default=parse_scales(default),
         metavar="S,S,...",
-        help=f"What to multiply the vectors by; {default} by default.",
+        help=f"Factors of the vectors; {default} by default.",
     )
 
 
@@ -91,7 +91,7 @@ def parse_scales(text: str) -> list[float]:
     except ValueError:
         scales = [math.nan]
     if not all(map(math.isfinite, scales)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers")
     return scales
 
 
@@ -99,7 +99,9 @@ def add_reading_arguments(parser: Any) -> None:
     """Add the options that supply what a file of another library may lack."""
     from vllm.steering.dictionaries import NUMBERS
 
-    group = parser.add_argument_group("reading", "What the file leaves unsaid.")
+    group = parser.add_argument_group(
+        "reading", "Facts that the file does not contain."
+    )
     group.add_argument(
         "--hook",
         choices=HOOKS,
@@ -109,22 +111,23 @@ def add_reading_arguments(parser: Any) -> None:
     group.add_argument(
         "--layer", type=int, help="The layer, for one vector and for an SAE."
     )
-    group.add_argument("--key", help="Which tensor of a file that has several.")
+    group.add_argument("--key", help="The tensor to use of a file with several.")
     group.add_argument(
         "--numbers",
         choices=list(NUMBERS),
-        help="What a number k means as a key of a dictionary. "
+        help="The meaning of a number k as a key of a dictionary. "
         + " ".join(f"{name}: {what}." for name, what in NUMBERS.items()),
     )
     group.add_argument(
         "--gguf-layers",
         choices=("applied", "measured"),
         default="applied",
-        help="direction.L of a GGUF file goes to the output of block L, counted from "
-        "0, where repeng and llama.cpp apply it; or where it was measured, which "
-        "for files of llama.cpp's cvector-generator is block L - 1.",
+        help="applied: direction.L of a GGUF file acts on the output of block L, "
+        "counted from 0, as in repeng and llama.cpp; measured: where it was "
+        "measured, which for files of llama.cpp's cvector-generator is block L - "
+        "1.",
     )
-    group.add_argument("--feature", type=int, help="Which feature of an SAE.")
+    group.add_argument("--feature", type=int, help="The feature of an SAE.")
 
 
 def reading_of(args: argparse.Namespace) -> "Reading":
@@ -143,7 +146,7 @@ def reading_of(args: argparse.Namespace) -> "Reading":
 
 def add_prompt_arguments(parser: Any) -> None:
     """Add the options for prompts and sampling."""
-    group = parser.add_argument_group("generation", "What to generate, and how.")
+    group = parser.add_argument_group("generation", "Prompts and sampling.")
     group.add_argument(
         "--prompt", action="append", default=[], help="A prompt; repeatable."
     )
@@ -155,7 +158,9 @@ def add_prompt_arguments(parser: Any) -> None:
     group.add_argument(
         "--chat", action="store_true", help="Send texts as a user's chat messages."
     )
-    group.add_argument("--max-tokens", type=int, default=40, help="Generated at most.")
+    group.add_argument(
+        "--max-tokens", type=int, default=40, help="Most tokens to generate."
+    )
     group.add_argument(
         "--temperature", type=float, default=0.0, help="0 is greedy; see --seed."
     )

@@ -27,17 +27,20 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--score",
         metavar="FILE.py:FUNCTION",
-        help="A function from a generated text to a number, whose mean is shown. "
-        "Without it only the perplexity is.",
+        help="A function from a generated text to a number; its mean is shown. "
+        "Without it, only the perplexity is shown.",
     )
     parser.add_argument(
-        "--samples", type=int, default=1, help="Per prompt; needs --temperature."
+        "--samples",
+        type=int,
+        default=1,
+        help="Samples per prompt; needs --temperature.",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Where to draw it, such as sweep.png."
+        "--plot", type=Path, metavar="FILE", help="Plot to write, such as sweep.png."
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="Where to write numbers and texts."
+        "--json", type=Path, metavar="FILE", help="File for numbers and texts."
     )
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     if score is not None:
         print(f"\nmean {args.score.rpartition(':')[2]}:")
         print(sweep_table(cells, "score"))
-    print("\nperplexity of what was generated, under the unsteered model:")
+    print("\nperplexity of the generated texts under the unsteered model:")
     print(sweep_table(cells, "perplexity"))
     if args.plot is not None:
         draw_sweep(args.plot, cells)

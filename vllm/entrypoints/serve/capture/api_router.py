@@ -87,7 +87,8 @@ async def get_kept(
             found[f"{one.request_id}/{one.sample_index}"] = (one, result)
     if not found:
         raise HTTPException(
-            HTTPStatus.NOT_FOUND, f"request_id={request_id!r}: {name!r} has no such"
+            HTTPStatus.NOT_FOUND,
+            f"request_id={request_id!r}: {name!r} has no such request",
         )
     response = KeptRows(
         name=name,
@@ -132,7 +133,7 @@ def _layers(text: str | None) -> list[int] | None:
     except ValueError:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"layers={cut(text or '')!r}: write layer numbers with commas, as in 0,2",
+            f"layers={cut(text or '')!r}: give layer numbers with commas, as in 0,2",
         ) from None
 
 

@@ -63,8 +63,8 @@ class Sender:
             await asyncio.wait_for(self._send(message), STALL_SECONDS)
         except TimeoutError:
             logger.warning(
-                "A client has read nothing of its captured rows for %.0f s; they "
-                "are freed and its connection is closed",
+                "A client has not read its captured rows for %.0f s; they are freed "
+                "and its connection is closed",
                 STALL_SECONDS,
             )
             raise OSError("the client does not read") from None

@@ -34,8 +34,8 @@ class Tokenize(Body):
             raise ValueError("send either text or messages")
         if self.spans:
             raise ValueError(
-                "spans: tokens are not traced back to messages here; tokenize the "
-                "conversation with one message less, and compare"
+                "spans: tokens are not mapped to messages here; tokenize the "
+                "conversation without its last message, and compare"
             )
         return self
 
@@ -119,8 +119,8 @@ class Lenses(Body):
     def _all_tokens(self) -> "Lenses":
         if self.words_only:
             raise ValueError(
-                "words_only: all tokens are ranked here; ask for a larger top_n and "
-                "leave out what is no word"
+                "words_only: all tokens are ranked here; use a larger top_n and filter "
+                "the result"
             )
         return self
 

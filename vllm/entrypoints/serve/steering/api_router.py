@@ -41,7 +41,7 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
     if getattr(args, "enable_steering", False):
         logger.info(
             "Steering over HTTP is limited to requests: without --steering-api-key "
-            "there are no routes that change what is set for all"
+            "there are no routes that change the global vectors"
         )
 
 
@@ -57,8 +57,8 @@ async def not_open() -> None:
         HTTPStatus.NOT_FOUND,
         "this server has no routes that change steering: start it with "
         "--enable-steering and --steering-api-key KEY (or VLLM_STEERING_API_KEY), or "
-        "with VLLM_SERVER_DEV_MODE=1 where every client may change it; a request can "
-        "bring vectors of its own in steering_vectors",
+        "with VLLM_SERVER_DEV_MODE=1, which lets every client change steering; a "
+        "request can use vectors of its own in steering_vectors",
     )
 
 

@@ -182,7 +182,7 @@ def body(*required: str, **properties: Schema) -> Schema:
         "additionalProperties": False,
     }
     refusals = {
-        "400": "The body is wrong; the message names parameter, value and remedy.",
+        "400": "The body is invalid; the message names parameter, value and remedy.",
         "401": "The steering key is missing or wrong.",
         "413": "The body is too large.",
     }

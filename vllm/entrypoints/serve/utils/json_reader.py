@@ -73,7 +73,7 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
 
 def _whole_number(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise BodyError(f"it has a whole number of more than {MAX_DIGITS} digits")
+        raise BodyError(f"it has an integer of more than {MAX_DIGITS} digits")
     return int(text)
 
 
@@ -179,7 +179,7 @@ def _text(raw: bytes, begin: int, stop: int) -> str:
         while end < stop and raw[end] & 0xC0 == 0x80:
             end += 1  # Do not split a UTF-8 character.
         if end == at:
-            raise BodyError("it holds an escape in a text that stands for nothing")
+            raise BodyError("it contains an invalid escape in a text")
         let_others_run()
         pieces.append(_loads(b'"' + raw[at:end] + b'"'))
         at = end
@@ -233,6 +233,6 @@ def _check_text(found: Any) -> None:
                 here.encode()
             except UnicodeEncodeError:
                 raise BodyError(
-                    "it holds text with a lone surrogate, which is no Unicode; leave "
-                    "it out"
+                    "it contains text with a lone surrogate, which is not Unicode; "
+                    "remove it"
                 ) from None

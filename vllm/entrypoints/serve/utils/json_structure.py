@@ -92,9 +92,7 @@ def scanned(raw: bytes, limits: BodyLimits) -> Structure:
         strings += len(marks)
         containers += int(opens.sum())
         values += int((kind == COMMA).sum()) + int(opens.sum())
-        check_count(
-            "lists and objects in one another", depths.max(initial=0), limits.depth
-        )
+        check_count("nested lists and objects", depths.max(initial=0), limits.depth)
         check_count("lists and objects", containers, limits.containers)
         check_count("texts and names", strings // 2, limits.strings)
         check_count("values", values, limits.values)

@@ -11,9 +11,12 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, request_response
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.capture.sending import counting_unsent
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
 from vllm.entrypoints.serve.utils.json_reader import INLINE_BYTES, read_json
@@ -22,6 +25,7 @@ from vllm.entrypoints.serve.utils.json_structure import (
     BodyError,
     too_large,
 )
+from vllm.entrypoints.serve.utils.piecewise import check_in_pieces
 from vllm.v1.residual.bounds import shown
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request-body")
@@ -119,10 +123,22 @@ def bound_bodies(app: FastAPI, args: Namespace) -> None:
         return
     for route in app.routes:
         if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-            handle = request_response(_bounded(route.get_route_handler()))
-            route.app = counting_unsent(handle)
+            handle = _bounded(route.get_route_handler(), _models_of(route))
+            route.app = counting_unsent(request_response(handle))
 
 
+def _models_of(route: APIRoute) -> tuple[type[BaseModel], ...]:
+    """The classes of requests that a route takes."""
+    if route.path == "/invocations":  # Reads the body itself.
+        return (ChatCompletionRequest, CompletionRequest)
+    kind = None if route.body_field is None else route.body_field.field_info.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return (kind,)
+    return ()
+
+
+LEAST = 1024
+"""Bodies with fewer bytes have no long parts."""
 MAX_ERRORS = 100
 """Validation errors of a request that are kept; upstream reports fewer."""
 MAX_INPUT = 200
@@ -148,9 +164,12 @@ def _summary(value: Any) -> Any:
     return value if isinstance(value, (bool, float)) else shown(value)
 
 
-def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
+def _bounded(
+    handle: Callable[[Request], Any], models: tuple[type[BaseModel], ...]
+) -> Callable[[Request], Any]:
     async def bounded(request: Request) -> Response:
         inner = BoundedRequest(request.scope, request.receive, request._send)
+        await _check_long_parts(inner, models)
         try:
             answer: Response = await handle(inner)
         except RequestValidationError as error:
@@ -158,3 +177,28 @@ def _bounded(handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
         return answer
 
     return bounded
+
+
+async def _check_long_parts(
+    request: BoundedRequest, models: tuple[type[BaseModel], ...]
+) -> None:
+    """Validate what takes long in pieces; a body that is no JSON is refused later.
+
+    Raises:
+        RequestValidationError: a long list or object of the body is invalid.
+
+    """
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if not models or kind != "application/json" or len(await request.body()) < LEAST:
+        return
+    try:
+        body = await request.json()
+    except (HTTPException, ValueError, RecursionError):
+        return
+    chosen = [one for one in models if "messages" not in one.model_fields]
+    chats = isinstance(body, dict) and "messages" in body
+    model = models[0] if chats or not chosen else chosen[0]
+    if errors := await check_in_pieces(model, body):
+        raise RequestValidationError(
+            short_errors([{**one, "loc": ("body", *one["loc"])} for one in errors])
+        )

@@ -50,15 +50,15 @@ FOREIGN: dict[str, str] = {
     # Fields of our routes and Python API, and names easily mistaken for ours.
     "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}, or with '
     'the name: {"name": n, "scale": s}',
-    "steering_layer": "a layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
+    "steering_layer": "the layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
     "vectors": "use steering_vectors",
     "prefill_vectors": "use prefill_steering_vectors",
     "decode_vectors": "use decode_steering_vectors",
     "clamps": "use steering_clamps",
     "prefill_clamps": "use prefill_steering_clamps",
     "decode_clamps": "use decode_steering_clamps",
-    "capture_consumers": "the server is started with --capture-consumers; a request "
-    "says capture: {CONSUMER: {...}}",
+    "capture_consumers": "start the server with --capture-consumers and send capture: "
+    "{CONSUMER: {...}}",
     # Keys of vllm-lens in vllm_xargs and extra_args, and names of its client.
     "output_residual_stream": f"{_LENS}; or {_CAPTURE_ALL}",
     "apply_steering_vectors": f"{_LENS}; or use steering_vectors: {{HOOK: {{LAYER: "
@@ -148,7 +148,7 @@ def refuse_args(args: Any, inside: str = "extra_args") -> None:
         if name in args and name not in HONOURED_ARGS:
             raise _error(
                 f"{inside}.{name}",
-                f"{inside}.{name}: it is a field of its own; put it beside {inside}",
+                f"{inside}.{name}: it is a separate field; put it next to {inside}",
             )
     refuse_unknown(args.keys() - HONOURED_ARGS, FIELDS, inside)
 
@@ -235,9 +235,8 @@ def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
         if isinstance(spec, Mapping) and spec.get("request_id") is not None:
             where = f"capture.{str(name)[:60]}.request_id"
             raise CaptureValidationError(
-                f"{where}: {len(prompts)} prompts cannot share one; "
-                "leave it out (each prompt then has an id of its own), or send one "
-                "request per prompt",
+                f"{where}: {len(prompts)} prompts cannot share one; leave it out (each "
+                "prompt then has its own id), or send one request per prompt",
                 parameter=where,
                 value=str(spec["request_id"])[:60],
             )

@@ -74,8 +74,8 @@ class Launch:
             return True
         if cls.known is not None and address not in cls.known:
             raise RuntimeError(
-                f"a hook point was given other memory than its own: {tuple(read.shape)}"
-                f" of {read.dtype} at an address with {address % ALIGNMENT} bytes over "
+                f"a hook point received memory other than its own: {tuple(read.shape)} "
+                f"of {read.dtype} at an address with {address % ALIGNMENT} bytes over "
                 f"a multiple of {ALIGNMENT}. This is an error of Clearbox, please "
                 "report it with the model's name; --enforce-eager avoids it"
             )

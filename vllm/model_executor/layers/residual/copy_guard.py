@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of views that Inductor must not take for nothing.
+"""Prevents Inductor from removing copies of views that are needed.
 
-An op of a hook point writes to a copy of a tensor where others may read the original.
-Where nothing else reads it, Inductor leaves the copy out, which is what we want. But
-PyTorch 2.13 does so where the original is a view, too, as `pair[1]` or a half of
-`chunk`: the op's argument is then taken to begin where the view's base begins, and the
-op reads another row. `torch._inductor.fx_passes.post_grad.same_meta` decides; it
-compares sizes and strides but not where in its storage a tensor begins.
+A hook-point op writes to a copy of a tensor if other code may read the original. If
+nothing else reads it, Inductor removes the copy, as intended. But PyTorch 2.13 also
+does so if the original is a view, such as `pair[1]` or a half of `chunk`: the op's
+argument is then assumed to start where the view's base starts, and the op reads another
+row. The decision is made by `torch._inductor.fx_passes.post_grad.same_meta`, which
+compares sizes and strides but not storage offsets.
 """
 
 from typing import TYPE_CHECKING
@@ -20,13 +20,13 @@ logger = init_logger(__name__)
 
 
 def guard_copies() -> None:
-    """Have Inductor keep a copy that begins elsewhere in its storage, from now on."""
+    """Make Inductor keep copies whose storage offset differs, from now on."""
     try:
         from torch._inductor.fx_passes import post_grad
 
         same_meta = post_grad.same_meta
-    except (ImportError, AttributeError):  # Another PyTorch than upstream pins.
-        logger.debug("Inductor's pass that leaves copies out is not known")
+    except (ImportError, AttributeError):  # Not the PyTorch that upstream pins.
+        logger.debug("Inductor's pass that removes copies was not found")
         return
     if getattr(same_meta, "guarded", False):
         return
@@ -39,5 +39,5 @@ def guard_copies() -> None:
 
 
 def _starts(node: "Node") -> str:
-    """Where a tensor begins; as text, as it may depend on a size that is not known."""
+    """A tensor's storage offset, as text because it may be symbolic."""
     return str(node.meta["val"].storage_offset())

@@ -44,7 +44,7 @@ def ask_before_calls() -> None:
             CustomCodegen,
         )
     except ImportError:  # Not the PyTorch that upstream pins for this platform.
-        logger.debug("Compiled code calls ops of hook points that have nothing to do")
+        logger.debug("Compiled code calls ops of hook points even if they are idle")
         return
     for name, condition in CONDITIONS.items():
         write = CustomCodegen(python=partial(_write_call, condition))

@@ -139,7 +139,7 @@ def _unused_before(
 
 
 def _place_for(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The node after which the additions start, so that a product runs beside them.
+    """The node after which the additions start, so that a product runs in parallel.
 
     With several products this is the first: starting together with it would make both
     compete for memory bandwidth.

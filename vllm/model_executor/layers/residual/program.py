@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hook point does to one token's row of the stream: a list of instructions.
+"""Programs: the instructions of a hook point for one token's row of the stream.
 
 With x the row in float32, u a vector that is read and w one that is written, g the
-instruction's gate (1 where it has none) and n the norm of x that was saved last:
+instruction's gate (1 if it has none) and n the norm of x that was saved last:
 
 - `LINEAR`: x += g (c0 + c1 n + c2 (x . u) + c3 (clip(x . u, low, high) - x . u)) w;
 - `REPLACE`: x = (1 - m) x + m (c0 + c1 n) w, with m = g alpha times the mask, and
   exactly the second term where m is 1;
-- `LOW_RANK`: y = f(read x + bias); x += g sum_r (c0 + c1 y_r) w_r, where each
-  direction may have a c0 and a c1 of its own, which are added; with `COSINE` read x is
-  divided by |x|, with `STANDARD` by x's deviation d + 1e-5, and what is added is
-  multiplied by |x|, by d;
-- `ROTATE`: the part of x in the plane of u and w, which are orthonormal, keeps its
-  length and gets the angle whose cosine and sine are c0 and c1;
-- `PROBE`: v = x . u (over |x| where `COSINE` is set) + c0, z = c3 (v - c2); the gate
-  becomes 1 where z > 0 and 0 elsewhere, or sigmoid(c1 z) where c1 is not 0; with `KEEP`
-  it stays what it was where that is more.
+- `LOW_RANK`: y = f(read x + bias); x += g sum_r (c0 + c1 y_r) w_r, where each direction
+  may have additional c0 and c1, which are added; with `COSINE`, read x is divided by
+  |x|, and with `STANDARD` by d + 1e-5 for the standard deviation d of x; the addition
+  is multiplied by |x| or by d;
+- `ROTATE`: the component of x in the plane of u and w, which are orthonormal, keeps its
+  norm and gets the angle whose cosine and sine are c0 and c1;
+- `PROBE`: v = x . u (divided by |x| with `COSINE`) + c0, z = c3 (v - c2); the gate
+  becomes 1 if z > 0 and else 0, or sigmoid(c1 z) if c1 is not 0; with `KEEP` it does
+  not decrease.
 
-This module has the form that kernels read and the arithmetic in plain PyTorch, which
-is what a CPU runs and what the kernel is compared with.
+This module defines the form that kernels read, and the arithmetic in plain PyTorch,
+which runs on CPUs and is the reference for the kernel.
 
 Legend: H width of the stream, r rank, n rows of the stream.
 """
@@ -32,7 +32,7 @@ import torch
 
 
 class Kind(IntEnum):
-    """What an instruction does."""
+    """The kind of an instruction; see the formulas above."""
 
     LINEAR = 0
     REPLACE = 1
@@ -42,25 +42,26 @@ class Kind(IntEnum):
 
 
 class Flag(IntFlag):
-    """What else it does or needs."""
+    """Properties of an instruction."""
 
     NONE = 0
     DOT = 1
-    """It needs x . u."""
+    """The instruction needs x . u."""
     SAVE_NORM = 2
-    """Before it, the norm of x is saved."""
+    """The norm of x is saved before the instruction."""
     OTHER_WRITE = 4
-    """What it writes is not what it reads."""
+    """The written vectors differ from the read ones."""
     MASK = 8
-    """It has a mask `[H]`."""
+    """The instruction has a mask `[H]`."""
     ONLY_ACTIVE = 16
-    """Directions whose y is 0 write nothing."""
+    """Directions with y = 0 write nothing."""
     COSINE = 32
-    """What it reads is divided by |x|."""
+    """The products that it reads are divided by |x|."""
     KEEP = 128
-    """A probe that leaves a gate open that was."""
+    """The probe leaves an open gate open."""
     STANDARD = 64
-    """What it reads is divided by the standard deviation of x's numbers."""
+    """The products that it reads are divided by the standard deviation of x's
+    values."""
 
 
 class Activation(IntEnum):
@@ -69,20 +70,20 @@ class Activation(IntEnum):
     IDENTITY = 0
     RELU = 1
     JUMPRELU = 2
-    """The value where it is above t, else 0."""
+    """The value if it is above t, else 0."""
     STEP = 3
-    """1 where the value is above t, else 0."""
+    """1 if the value is above t, else 0."""
     CLIP = 4
-    """Between `low` and `high`."""
+    """The value clipped to `low` and `high`."""
 
 
 WORDS = 32
-"""Of 4 bytes, that an instruction takes, and the head of a program too."""
+"""Size of an instruction, and of the head of a program, in words of 4 bytes."""
 NO_GATE = -1
 SMALLEST = 1.1754943508222875e-38
-"""What a norm is at least, where something is divided by it."""
+"""Smallest norm by which a value is divided."""
 DEVIATION = 1e-5
-"""What is added to a deviation, as SAELens does in `layer_norm`."""
+"""Added to a standard deviation, as SAELens does in `layer_norm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +108,18 @@ class Instruction:
     own_c0: torch.Tensor | None = None  # [r]
     own_c1: torch.Tensor | None = None  # [r]
     gate: int = NO_GATE
-    """The column of the gates that it multiplies by, or that a probe writes."""
+    """The gate column by which the instruction is multiplied, or that a probe
+    writes."""
     offset: int | None = None
     """If set, token t of the step reads and writes row t + offset."""
 
     @property
     def written(self) -> torch.Tensor:
-        """What it writes."""
+        """The vectors that the instruction writes."""
         return self.read if self.write is None else self.write
 
     def words(self) -> npt.NDArray[np.int32]:
-        """The form that the kernel reads `[WORDS]`, by the addresses of its tensors."""
+        """The instruction in the form that the kernel reads, `[WORDS]`."""
         made = np.zeros(WORDS, dtype=np.int32)
         longs, floats = made.view(np.int64), made.view(np.float32)
         flags = self.flags
@@ -153,11 +155,11 @@ class Instruction:
 
 
 Program = tuple[Instruction, ...]
-"""In the order in which they are carried out."""
+"""Instructions, in the order of execution."""
 
 
 def words_of(program: Program) -> npt.NDArray[np.int32]:
-    """What the kernel reads `[(1 + n) * WORDS]`: the number n of instructions first."""
+    """A program as the kernel reads it, `[(1 + n) * WORDS]`: first the number n."""
     head = np.zeros(WORDS, dtype=np.int32)
     head[0] = len(program)
     return np.concatenate([head, *(one.words() for one in program)])
@@ -169,7 +171,7 @@ def run(
     tokens: torch.Tensor,  # [n], int64: of the step
     gates: torch.Tensor,  # [T, columns], float32, which probes write
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows behind a program `[n, H]`, and which of them it changed `[n]`."""
+    """The rows after a program, `[n, H]`, and which of them it changed, `[n]`."""
     changed = torch.zeros(len(stream), dtype=torch.bool, device=stream.device)
     norm = torch.zeros(len(stream), 1, device=stream.device)
     for one in program:
@@ -190,7 +192,7 @@ def run(
 
 
 Outcome = tuple[torch.Tensor, torch.Tensor]
-"""The rows `[n, H]`, and which may have changed `[n, 1]`."""
+"""The rows `[n, H]`, and which of them may have changed, `[n, 1]`."""
 
 
 def _rows(table: torch.Tensor, one: Instruction, tokens: torch.Tensor) -> torch.Tensor:
@@ -199,7 +201,7 @@ def _rows(table: torch.Tensor, one: Instruction, tokens: torch.Tensor) -> torch.
 
 
 def _dot(stream: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """`[n, 1]`."""
+    """The product of each row with its vector, `[n, 1]`."""
     if len(vectors) == 1:
         return stream @ vectors.T
     return (stream * vectors).sum(-1, keepdim=True)
@@ -305,9 +307,9 @@ _STEPS = {
 
 
 def _gate(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
-    """What a probe decides for each row `[n]`."""
-    # Each row by itself: a product of matrices may round by their shape, and a decision
-    # must not depend on how many tokens the step has.
+    """The gate that a probe decides for each row, `[n]`."""
+    # Computed row by row: the rounding of a matrix product may depend on its shape, and
+    # a decision must not depend on the number of tokens in the step.
     value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
         value = value / stream.norm(dim=-1).clamp(min=SMALLEST)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that carries out the programs of a hook point, one row for each token.
+"""The kernel that executes the programs of a hook point, one row per token.
 
 A row of the stream stays in registers, in float32, from the first instruction of its
-program to the last, and is rounded once. What differs between steps is data: tables at
-fixed addresses say which program a token has, programs hold the addresses of their
+program to the last, and is rounded once. All that differs between steps is data: tables
+at fixed addresses map tokens to programs, and programs hold the addresses of their
 vectors. So one recording serves every program.
 
 Legend: T tokens of the step (padding included), H width of the stream.
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.residual.program import WORDS, Activation, Flag,
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MOST_WARPS_FROM = 8192
-"""Columns from which a row takes sixteen warps."""
+"""Row width from which sixteen warps are used."""
 
 if HAS_TRITON:
     _WORDS = tl.constexpr(WORDS)
@@ -39,7 +39,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _vector(address, column, mask, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Float32 columns behind an address; zeros past the width."""
+        """Load float32 columns at an address; zeros past the width."""
         pointer = tl.cast(address, tl.pointer_type(tl.float32))
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)
@@ -47,7 +47,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _number(address, place, other):  # type: ignore[no-untyped-def]
-        """A float32 behind an address, `other` where the address is 0."""
+        """Load a float32 at an address; `other` if the address is 0."""
         pointer = tl.cast(address, tl.pointer_type(tl.float32))
         return tl.load(pointer + place, mask=address != 0, other=other)
 
@@ -66,7 +66,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _instruction(words, number, token, count):  # type: ignore[no-untyped-def]
-        """What the kernel needs of an instruction before it knows the stream."""
+        """The fields of an instruction that do not depend on the stream."""
         live = number < count
         at = words + (number + 1) * _WORDS
         longs = tl.cast(at, tl.pointer_type(tl.int64))
@@ -87,7 +87,7 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["first"])
     def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
         source_ptr,  # [T, H], the branch, whole
-        hidden_ptr,  # [T, H], what of it this rank goes on with
+        hidden_ptr,  # [T, H], this rank's part of it
         residual_ptr,  # [T, H] or unused
         index_ptr,  # [rows], int64: the address of a program, or 0
         rows_ptr,  # [T], int32
@@ -97,7 +97,7 @@ if HAS_TRITON:
         residual_stride,
         gates_stride,
         width,
-        first,  # of these tokens, in the step
+        first,  # index of the first token in the step
         HAS_RESIDUAL: tl.constexpr,
         LEADS: tl.constexpr,
         ALIGNED: tl.constexpr,
@@ -115,9 +115,9 @@ if HAS_TRITON:
             words, 0, token + first, count
         )
         u = _vector(read_at, column, column < tl.where(count > 0, width, 0), ALIGNED)
-        # All of that was written before the graph began; the stream may not be yet.
-        # In every block: one that ended before the kernel in front would let the one
-        # behind begin too early.
+        # These inputs were written before the graph started; the stream may still be
+        # written. Every block waits: one that exits before the previous kernel has
+        # finished would let the next kernel start too early.
         if launch_pdl:
             tl.extra.cuda.gdc_wait()
         if count == 0:
@@ -215,8 +215,9 @@ if HAS_TRITON:
                 if (flags & _KEEP) != 0:
                     decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)
-                tl.debug_barrier()  # What follows in this program may read it.
-            # The next one's, while this one's are still at work.
+                # Later instructions of this program may read the gate.
+                tl.debug_barrier()
+            # Load the next instruction's fields while this one is executed.
             kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
                 words, number + 1, token + first, count
             )
@@ -246,19 +247,19 @@ def launch_programs(
     early: bool = False,
     first: int = 0,
 ) -> None:
-    """Carry out each token's program, in place.
+    """Execute each token's program, in place.
 
     Args:
         source: `[T, H]`, the branch, summed over ranks; may be `hidden`.
-        hidden: `[T, H]`, the branch. Rows that change become the result, or zeros
-            where this rank does not lead.
-        residual: `[T, H]` or None; rows that change become zeros.
+        hidden: `[T, H]`, the branch. Changed rows become the result, or zeros on ranks
+            other than the leading one.
+        residual: `[T, H]` or None; changed rows become zeros.
         index: `[rows]` int64, the address of the program of each row, or 0.
         rows: `[>= T]` int32.
         gates: `[>= T, columns]` float32, which probes write.
-        leads: whether this rank has the result.
-        early: the kernel may begin while the one in front of it ends.
-        first: which token of the step the first row is, where ranks share them out.
+        leads: whether this rank writes the result.
+        early: whether the kernel may start while the previous one finishes.
+        first: index in the step of the first row, if ranks split the tokens.
 
     """
     num_tokens, width = hidden.shape

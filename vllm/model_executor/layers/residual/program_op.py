@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op of a hook point that carries out programs, in the graph.
+"""The custom op of a hook point that executes programs.
 
-It is launched like the additions, only where the step needs it. On a GPU the kernel
-finds each token's program in tables on the device; elsewhere the rows of each program
-are known from the step's plan.
+It is launched like the additions, only if the step needs it. On a GPU the kernel finds
+each token's program in tables on the device; on other devices the step's plan lists the
+rows of each program.
 
 Legend: T tokens of the step (padding included), H width of the stream.
 """
@@ -34,13 +34,13 @@ class Rows(NamedTuple):
 
 
 class StepPrograms:
-    """What the step under way does at each hook point, where no kernel finds it out.
+    """The programs of the current step at each hook point, for devices without kernel.
 
     Engine thread only.
     """
 
     at: ClassVar[Mapping[int, Sequence[Rows]]] = {}
-    """By the address of the hook point's index."""
+    """Rows by the address of the hook point's index."""
 
 
 def intervene_rows(
@@ -51,9 +51,10 @@ def intervene_rows(
     gates: torch.Tensor,
     partial: bool,
 ) -> None:
-    """Carry out each token's program on its row of the stream, in place.
+    """Execute each token's program on its row of the stream, in place.
 
-    A row that changes becomes the branch, with zeros beside it; others keep all bits.
+    A changed row is written to the branch, and the residual becomes zeros there; other
+    rows keep every bit.
 
     Args:
         hidden: `[T, H]` (or `[1, T, H]`), the stream, or the pair's branch.
@@ -61,14 +62,15 @@ def intervene_rows(
         index: `[rows]` int64, the address of the program of each row, or 0.
         rows: `[>= T]` int32, a row of the index for each token.
         gates: `[>= T, columns]` float32, which probes write and instructions read.
-        partial: `hidden` is this rank's part of a sum over tensor-parallel ranks.
+        partial: whether `hidden` is this rank's part of a sum over tensor-parallel
+            ranks.
 
     """
     if not Launch.wants(index):
         return
     whole, leads = hidden, True
     if partial:
-        # The layer goes on with its own part: only a copy is summed.
+        # The layer continues with its own part, so a copy is summed.
         whole = tensor_model_parallel_all_reduce(hidden.clone())
         leads = get_tensor_model_parallel_rank() == 0
     _intervene(whole, hidden, residual, index, rows, gates, leads, 0)
@@ -132,7 +134,7 @@ def intervene_rows_fake(
     gates: torch.Tensor,
     partial: bool,
 ) -> None:
-    """What the compiler sees of `intervene_rows`: it returns nothing."""
+    """The fake implementation of `intervene_rows`, which returns nothing."""
 
 
 direct_register_custom_op(
@@ -150,14 +152,14 @@ def intervene_split_rows(
     rows: torch.Tensor,
     gates: torch.Tensor,
 ) -> None:
-    """As `intervene_rows`, where each tensor-parallel rank has its share of the tokens.
+    """As `intervene_rows`, if each tensor-parallel rank has a share of the tokens.
 
     Args:
         hidden: `[C, H]`, this rank's share of the stream, or of the pair's branch.
         residual: the pair's other half, or None.
-        index: as `intervene_rows` has it.
-        rows: for each token of all ranks, and for padding.
-        gates: for each token of all ranks, and for padding.
+        index: `[rows]` int64, as in `intervene_rows`.
+        rows: the row of the index for each token of all ranks, padding included.
+        gates: the gates of each token of all ranks, padding included.
 
     """
     if not Launch.wants(index):

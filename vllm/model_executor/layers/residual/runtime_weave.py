@@ -65,7 +65,9 @@ def weave_layer(layer: nn.Module) -> None:
 def _source(owner: type) -> str:
     module = sys.modules.get(owner.__module__)
     if module is None or vars(module).get(owner.__name__) is not owner:
-        raise NotWoven(f"{owner.__qualname__} is not a class of a module's top level")
+        raise NotWoven(
+            f"{owner.__qualname__} is not defined at the top level of a module"
+        )
     try:
         return inspect.getsource(module)
     except (OSError, TypeError) as error:
@@ -169,7 +171,7 @@ def _compiled(owner: type, forward: ast.FunctionDef) -> FunctionType:
     try:
         exec(code, names, made)
     except Exception as error:  # defaults and decorators are evaluated again
-        raise NotWoven(f"its forward cannot be compiled anew: {error!r}") from error
+        raise NotWoven(f"its forward cannot be recompiled: {error!r}") from error
     function = vars(made[owner.__name__])["forward"]
     if inspect.unwrap(function).__code__.co_freevars:
         raise NotWoven("its forward is a closure")

@@ -140,4 +140,4 @@ def lone_token(
 
 
 value = stream
-"""A hook point on a tensor beside the stream: the input or output of the MLP."""
+"""A hook point on a tensor other than the stream: the input or output of the MLP."""

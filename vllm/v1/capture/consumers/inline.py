@@ -108,11 +108,10 @@ class InlineConsumer(CaptureConsumer):
             raise fail(
                 f"{where}: {what}, may take {size} bytes; at most "
                 f"{self._params.max_request_bytes} are allowed (max_request_bytes). "
-                "Capture fewer layers or positions, lower "
-                "max_tokens, use a consumer that writes to files, or start with "
-                f"--capture-consumers {self.instance_name or 'inline'}:"
-                f"max_request_bytes={size} and, if need be, a larger "
-                "--capture-host-memory-bytes",
+                "Capture fewer layers or positions, lower max_tokens, use a consumer "
+                "that writes to files, or start with --capture-consumers "
+                f"{self.instance_name or 'inline'}:max_request_bytes={size} and, if "
+                "necessary, a larger --capture-host-memory-bytes",
                 where,
                 size,
             )
@@ -146,9 +145,9 @@ def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) 
         where = f"capture_consumers.{consumer}.{name}"
         problem = None
         if name not in known:
-            problem = f": there is no such parameter; there are {list(known)}"
+            problem = f": unknown parameter; the parameters are {list(known)}"
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problem = f"={value!r}: it must be a whole number of bytes above 0"
+            problem = f"={value!r}: it must be an integer number of bytes above 0"
         if problem is not None:
             raise CaptureValidationError(where + problem, parameter=where, value=value)
 

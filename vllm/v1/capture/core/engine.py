@@ -70,10 +70,11 @@ def introduce_capture(core: "EngineCore", address: str) -> None:
     )
 
 
-def note_hook_points(core: "EngineCore") -> None:
-    """Collect the hook points of the model from all stages into the configuration.
+def note_model(core: "EngineCore") -> None:
+    """Collect facts about the loaded model from all stages into the configuration.
 
-    If capture is enabled, the workers get the full map as well.
+    They are its hook points, and whether a lens can use its head. If capture is
+    enabled, the workers get the full map of hook points as well.
     """
     from vllm.v1.worker import residual_stream
 
@@ -81,6 +82,10 @@ def note_hook_points(core: "EngineCore") -> None:
     points = {layer: points for stage in stages for layer, points in stage.items()}
     config = core.vllm_config.capture_config
     config.hook_points = points
+    if core.vllm_config.readout_config.enabled:
+        refusals = core.model_executor.collective_rpc(residual_stream.lens_refusal_of)
+        known = [refusal for refusal in refusals if refusal is not None]
+        core.vllm_config.readout_config.lens_refusal = next(iter(known), "")
     if config.enabled:
         core.model_executor.collective_rpc(
             residual_stream.set_hook_points, args=(points,)

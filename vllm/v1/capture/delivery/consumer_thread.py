@@ -152,8 +152,8 @@ class SinkLane:
         if self._thread.is_alive():
             endings = self._queue.endings()
             logger.error(
-                "Consumer %s did not work off its queue in %.0f s: %d rows of "
-                "captures are lost, and the results of %d requests: %s",
+                "Consumer %s did not empty its queue in %.0f s: %d rows of captures "
+                "are lost, and the results of %d requests: %s",
                 self.instance,
                 timeout,
                 self._queue.waiting_rows(),
@@ -176,7 +176,7 @@ class SinkLane:
         shutting.join(timeout + SHUTDOWN_GRACE)
         if shutting.is_alive():
             logger.error(
-                "Consumer %s did not shut down in %.0f s and is left behind",
+                "Consumer %s did not shut down in %.0f s and is abandoned",
                 self.instance,
                 timeout + SHUTDOWN_GRACE,
             )
@@ -206,8 +206,8 @@ class SinkLane:
 
     def _give_up_all(self, limit: float) -> None:
         logger.error(
-            "Consumer %s has not come back from a call for %.0f s: the requests that "
-            "wait for it are given up",
+            "Consumer %s has not returned from a call for %.0f s: the requests that "
+            "wait for it fail",
             self.instance,
             limit,
         )

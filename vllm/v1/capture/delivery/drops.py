@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping of rows that were dropped because a consumer was behind."""
+"""Bookkeeping of rows that were dropped because a consumer was too slow."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -169,7 +169,7 @@ class SpillStore:
         except OSError as error:
             self._blocked_until = monotonic() + RETRY_SECONDS
             logger.error(
-                "Captured rows cannot be spilled to %s: %s. Until they can, the "
+                "Captured rows cannot be spilled to %s: %s. Until this succeeds, the "
                 "engine waits for its consumers",
                 self._folder,
                 error,

@@ -111,7 +111,7 @@ class Dispatcher:
         self._thread.join(timeout)
         if self._requests:
             logger.error(
-                "The captured rows of %d requests were not handed on within %.0f s; "
+                "The captured rows of %d requests were not delivered within %.0f s; "
                 "they are lost: %s",
                 len(self._requests),
                 timeout,

@@ -217,8 +217,8 @@ class Admission:
         capture = plain(raw)
         if not isinstance(capture, dict):
             raise fail(
-                "capture must map consumers to what they shall capture, "
-                'for example {"filesystem": {"hooks": {"post_block": [0]}}}',
+                "capture must map consumers to what they capture, for example "
+                '{"filesystem": {"hooks": {"post_block": [0]}}}',
                 "capture",
                 raw,
             )
@@ -230,8 +230,8 @@ class Admission:
                 if name in _KEYS_OF_SPECS:
                     first = having[0] if having else "filesystem"
                     raise UnknownCaptureConsumerError(
-                        f"capture: {name!r} belongs to what one consumer captures; "
-                        f"name the consumer: {{{first!r}: {{{name!r}: ...}}}}; this "
+                        f"capture: {name!r} is a key of one consumer's spec; give the "
+                        f"consumer's name: {{{first!r}: {{{name!r}: ...}}}}; this "
                         f"server has {listed(having)}",
                         parameter=f"capture.{name}",
                         value=name,
@@ -245,8 +245,8 @@ class Admission:
                 )
             if not can.takes_requests:
                 raise CaptureValidationError(
-                    f"capture.{name}: this consumer takes no requests of its own; "
-                    "its configuration says what it captures. Leave it out",
+                    f"capture.{name}: this consumer accepts no requests; its "
+                    "configuration determines what it captures. Leave it out",
                     parameter=f"capture.{name}",
                     value=capture[name],
                 )
@@ -280,9 +280,8 @@ class Admission:
         """The taps of a spec with their positions; checks what a plug-in returned."""
         if not isinstance(spec, CaptureSpec):
             raise fail(
-                f"capture.{name}: the consumer answered with {type(spec).__name__}, "
-                "not with a CaptureSpec; that is a mistake of the consumer, not of "
-                "the request",
+                f"capture.{name}: the consumer returned {type(spec).__name__}, not a "
+                "CaptureSpec; this is an error in the consumer, not in the request",
                 f"capture.{name}",
                 spec,
             )

@@ -36,7 +36,7 @@ class NoCapture:
         for name in ("readouts", "stop_when"):
             if getattr(params, name) is not None:
                 raise readout_error(
-                    f"{name}: this server reads nothing out; start it with "
+                    f"{name}: readouts are not enabled on this server; start it with "
                     "--enable-readouts, or LLM(enable_readouts=True) offline",
                     name,
                     getattr(params, name),

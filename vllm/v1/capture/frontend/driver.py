@@ -78,6 +78,10 @@ class DriverLanes:
             for name, lane in self._lanes.items()
         ]
 
+    def remember(self, specs: Mapping[str, Any]) -> bool:
+        """Whether a consumer here needs one of the specs when its request starts."""
+        return not self._remembering.keys().isdisjoint(specs)
+
     def open(
         self, request_id: str, specs: Mapping[str, Any], context: CaptureContext
     ) -> None:

@@ -158,14 +158,14 @@ class CaptureFrontend(NoCapture):
             )
             capabilities = self._admission.capabilities
             tracked.waits = any(capabilities[name].waits for name in named)
-            tracked.held = self._room.take(plan, params.max_tokens)
+            self._requests.hold(tracked, self._room.take(plan, params.max_tokens))
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.capture_id = parent
         if tracked.held:
             when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
-        if params.capture:
+        if params.capture and self._drivers.remember(params.capture):
             context = self._admission.context(
                 state.request_id,
                 plan.num_prompt_tokens,
@@ -231,7 +231,7 @@ class CaptureFrontend(NoCapture):
         requests that are captured.
         """
         parent = output.capture_id
-        assert parent is not None, "the output of a request that nobody captures"
+        assert parent is not None, "the output of a request without captures"
         if not output.finished:
             self._live.show(parent, output)
             return

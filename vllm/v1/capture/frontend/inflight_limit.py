@@ -80,7 +80,7 @@ class Reservations:
 
 
 class InflightLimit:
-    """Refuses a request whose rows would not fit beside those of requests in flight."""
+    """Refuses a request whose rows would not fit with those of requests in flight."""
 
     def __init__(self, held: RowLimits, requests: RequestTracker) -> None:
         """Apply the limits of `held` to the tracked `requests`."""
@@ -135,8 +135,8 @@ class InflightLimit:
         left = self._requests.held_bytes(name, aborted=True)
         self._requests.forget_aborted(name, left + held + size - limit)
         if size > limit:
-            twice = ", twice what it returns, as its outputs carry rows before the "
-            twice += "last (capture_stream=False ends that)"
+            twice = ", twice what it returns, because its outputs have rows before the "
+            twice += "last one (capture_stream=False disables that)"
             raise fail(
                 f"capture.{name}: this request alone may hold {size} bytes of rows"
                 f"{twice if live else ''}; at most {limit} are allowed "
@@ -149,11 +149,10 @@ class InflightLimit:
         if held + size > limit:
             raise NoRoomNowError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
-                f"those in flight may hold {held}, responses that are not read "
-                f"yet included; together at most {limit} are allowed "
-                "(max_inflight_bytes). Send it again when others have ended, "
-                "capture less, or start with a larger --capture-consumers "
-                f"{name}:max_inflight_bytes=...",
+                f"those in flight may hold {held}, unread responses included; together "
+                f"at most {limit} are allowed (max_inflight_bytes). Send it again when "
+                "others have finished, capture less, or start with a larger "
+                f"--capture-consumers {name}:max_inflight_bytes=...",
                 parameter=f"capture.{name}",
                 value=size,
             )

@@ -12,17 +12,18 @@ Place: TypeAlias = tuple[int, str]
 """`(engine, consumer instance)`."""
 
 _TEXTS = {
-    "rows": "Rows (one token at one hook point) handed to the consumer.",
-    "bytes": "Bytes of rows handed to the consumer.",
-    "spilled_rows": "Rows that waited on disk because the consumer was behind.",
-    "spilled_bytes": "Bytes that waited on disk because the consumer was behind.",
-    "rewritten_bytes": "Bytes that a storage consumer spilled, so written twice.",
-    "dropped_rows": "Rows dropped because the consumer was behind.",
+    "rows": "Rows (one token at one hook point) delivered to the consumer.",
+    "bytes": "Bytes of rows delivered to the consumer.",
+    "spilled_rows": "Rows that were spilled to disk because the consumer was too slow.",
+    "spilled_bytes": "Bytes that were spilled to disk because the consumer was too "
+    "slow.",
+    "rewritten_bytes": "Bytes that a storage consumer spilled, and so wrote twice.",
+    "dropped_rows": "Rows dropped because the consumer was too slow.",
     "failed_rows": "Rows of captures whose result is an error.",
-    "requests": "Captured requests whose result the consumer has given.",
-    "queue_depth": "Packets of rows and ends of requests that wait now.",
-    "queue_bytes": "Bytes of rows that wait in memory now.",
-    "spill_bytes": "Bytes of rows that wait on disk now.",
+    "requests": "Captured requests for which the consumer has returned a result.",
+    "queue_depth": "Packets of rows and ends of requests that are waiting.",
+    "queue_bytes": "Bytes of rows that are waiting in memory.",
+    "spill_bytes": "Bytes of rows that are waiting on disk.",
 }
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
@@ -52,13 +53,13 @@ class CaptureMetrics:
         }
         self._finalize = Histogram(
             "vllm:capture_finalize_seconds",
-            "From the end of a request to the consumer's result.",
+            "Seconds from the end of a request to the consumer's result.",
             labels,
             buckets=_SECONDS,
         )
         self._reforwarded = Counter(
             "vllm:capture_reforwarded_tokens",
-            "Prompt tokens in the prefix cache computed again for their rows.",
+            "Cached prompt tokens that were recomputed for their rows.",
             labels[:2],
         )
         for engine in engines:

@@ -206,8 +206,8 @@ class PathLocks:
 def _refusal(claim: Claim) -> Exception:
     instance, place = claim
     return fail(
-        f"capture.{instance}.request_id: a request that is under way writes to "
-        f"{place!r}, too; wait for it, or use another request_id",
+        f"capture.{instance}.request_id: a request in flight writes to {place!r} too; "
+        "wait for it, or use another request_id",
         f"capture.{instance}.request_id",
         place.rpartition("/")[2],
     )

@@ -2,11 +2,11 @@
 """Tracks the captured requests of one front end until their results are fetched."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
 
 from vllm.v1.capture.frontend.path_locks import PathLocks
-from vllm.v1.capture.frontend.tracking import Sample, Tracked
+from vllm.v1.capture.frontend.tracking import HeldBytes, Sample, Tracked
 from vllm.v1.capture.frontend.unsent import UnsentRows
 from vllm.v1.capture.types import CaptureResult
 
@@ -50,6 +50,7 @@ class RequestTracker:
         self._answered = answered
         self._forgotten = forgotten
         self._unsent = UnsentRows()
+        self._held = HeldBytes()
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
@@ -71,7 +72,8 @@ class RequestTracker:
             if owner is None:
                 return None
             tracked = self._tracked[owner[0]]
-            tracked.aborted = tracked.aborted or aborted
+            if aborted:
+                self._held.abort(tracked)
             sample = tracked.samples[owner[1]]
             sample.ended_at = monotonic()
             return sample
@@ -80,7 +82,11 @@ class RequestTracker:
         """Mark a request as aborted: its results will not be fetched."""
         with self.changed:
             if parent in self._tracked:
-                self._tracked[parent].aborted = True
+                self._held.abort(self._tracked[parent])
+
+    def hold(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
+        """Count what a request may return, by instance; the caller holds `changed`."""
+        self._held.put(tracked, sizes)
 
     def owner_of(self, request_id: str) -> Owner | None:
         """The parent and sample index of an internal request id."""
@@ -161,11 +167,7 @@ class RequestTracker:
             aborted: whether to count aborted requests or the others.
 
         """
-        held = sum(
-            tracked.held.get(instance, 0)
-            for tracked in self._tracked.values()
-            if tracked.aborted == aborted
-        )
+        held = self._held.of(instance, aborted)
         return held if aborted else held + self._unsent.bytes_for(instance)
 
     def forget_aborted(self, instance: str, size: int) -> None:
@@ -173,7 +175,7 @@ class RequestTracker:
 
         Their client may never fetch them. The caller holds `changed`.
         """
-        for parent, tracked in list(self._tracked.items()):
+        for parent, tracked in list(self._tracked.items()) if size > 0 else ():
             if size <= 0:
                 return
             if tracked.aborted and tracked.held.get(instance) and tracked.complete():
@@ -193,5 +195,7 @@ class RequestTracker:
         self.claims.release(parent)
         tracked = self._tracked.pop(parent, None)
         self._forgotten(parent)
-        for request_id in () if tracked is None else tracked.request_ids:
-            del self._owner[request_id]
+        if tracked is not None:
+            self._held.drop(tracked)
+            for request_id in tracked.request_ids:
+                del self._owner[request_id]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a captured request in the front end: which results have arrived."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +54,7 @@ class Tracked:
     samples: dict[int, Sample] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
     """Internal ids of the samples."""
-    held: dict[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
     """Bytes of rows that may be returned with the results, by instance."""
     waits: bool = False
     """Whether the final output waits for results because a consumer requires it."""
@@ -83,3 +85,34 @@ class Tracked:
         key: Any = (request_id, -1, "*")
         idle = {name: CaptureResult(key, "not_requested") for name in self.idle}
         return results | idle
+
+
+class HeldBytes:
+    """Bytes that tracked requests may return, as sums that each change keeps right.
+
+    Every admission asks for them, so they are not added up over all requests.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        """By whether the requests were aborted, and instance."""
+
+    def of(self, instance: str, aborted: bool) -> int:
+        """The sum over the requests that were aborted, or over the others."""
+        return self._sums[aborted][instance]
+
+    def put(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
+        """Set what a request may return."""
+        self.drop(tracked)
+        tracked.held = sizes
+        self._sums[tracked.aborted].update(sizes)
+
+    def abort(self, tracked: Tracked) -> None:
+        """Mark a request as aborted."""
+        self.drop(tracked)
+        tracked.aborted = True
+        self._sums[True].update(tracked.held)
+
+    def drop(self, tracked: Tracked) -> None:
+        """Leave out a request."""
+        self._sums[tracked.aborted].subtract(tracked.held)

@@ -63,6 +63,6 @@ class ResultWaiter:
         if monotonic() - max(began, self._requests.last_result) < WAIT_SECONDS:
             return True
         logger.warning(
-            "Capture results of %s have not come within %.0f s", parent, WAIT_SECONDS
+            "Capture results of %s have not arrived within %.0f s", parent, WAIT_SECONDS
         )
         return False

@@ -57,10 +57,10 @@ class HostBudget:
         if not self._has_overflowed:
             self._has_overflowed = True
             logger.warning(
-                "Captured rows need more shared host memory than the %d MiB that "
-                "there may be: further rows lie in ordinary memory and are copied on "
-                "their way. Raise --capture-host-memory-bytes, or let go of captured "
-                "tensors earlier",
+                "Captured rows need more shared host memory than the limit of %d MiB: "
+                "further rows use ordinary memory and are copied between processes. "
+                "Raise --capture-host-memory-bytes, or release captured tensors "
+                "earlier",
                 self.limit >> 20,
             )
 

@@ -149,7 +149,7 @@ class Pages:
             self._most = len(self._slabs)
             logger.warning(
                 "No more than %d MiB of host memory can be pinned for captured rows; "
-                "others are copied once more: %s",
+                "other rows are copied once more: %s",
                 len(self._slabs) * self._slab_bytes >> 20,
                 error,
             )

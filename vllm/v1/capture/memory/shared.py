@@ -86,8 +86,8 @@ def _open(size: int) -> int | None:
         file = os.memfd_create("vllm-capture", os.MFD_CLOEXEC)
     except OSError as error:
         logger.warning_once(
-            "Captured rows cannot lie in shared memory and are copied between "
-            "processes: %s",
+            "Captured rows cannot use shared memory and are copied between processes: "
+            "%s",
             error,
         )
         return None

@@ -79,8 +79,8 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are copied and encoded by Python code, as the fork was "
-            "built without its native library or that does not fit here: %s",
+            "Captured rows are copied and encoded by Python code, because the native "
+            "library was not built or does not work here: %s",
             error,
         )
         return None

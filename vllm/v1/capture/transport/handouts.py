@@ -90,7 +90,7 @@ class Handouts:
         size = max(size, ALIGNMENT)
         if self.held_bytes + size > self._most:
             logger.warning_once(
-                "Answers in shared memory take more than %d MiB: others are sent as "
+                "Responses in shared memory take more than %d MiB: others are sent as "
                 "usual until clients have freed theirs",
                 self._most >> 20,
             )
@@ -98,7 +98,7 @@ class Handouts:
         try:
             file = _filled(parts, offsets, size)
         except OSError as error:
-            logger.warning_once("No memory for an answer: %s", error)
+            logger.warning_once("No memory for a response: %s", error)
             return None
         handout = Handout(token_urlsafe(16), file, size, offsets)
         with self._lock:

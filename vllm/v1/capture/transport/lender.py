@@ -77,8 +77,8 @@ class Lender(OOBTensorConsumer):
                 return peer
         except OSError as error:
             logger.warning(
-                "Captured rows are copied on their way to the front end, with which "
-                "no memory can be shared: %s",
+                "Captured rows are copied to the front end, because no memory can be "
+                "shared with it: %s",
                 error,
             )
         peer.close()

@@ -23,6 +23,7 @@ from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
+from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -215,7 +216,7 @@ class _Link:
             except zmq.Again:
                 self.lender.revoke()
                 raise TimeoutError(
-                    f"the front end has taken no rows for {SEND_SECONDS:.0f} s"
+                    f"the front end has accepted no rows for {SEND_SECONDS:.0f} s"
                 ) from None
 
     def close(self) -> None:
@@ -306,6 +307,7 @@ class Inbox:
 
         Args:
             handle: called with each message; no other is read until it returns.
+                Workers of this process call it too, with results.
             address: where to listen; None chooses a new address.
             bounded: whether to keep only a few unread messages, so that senders block.
             idle: called several times a second while no message arrives.
@@ -325,6 +327,15 @@ class Inbox:
             target=self._run, name="capture-inbox", daemon=True
         )
         self._thread.start()
+        if not bounded:
+            receive_at(self.address, self._try)
+
+    def _try(self, message: Message) -> None:
+        try:
+            self._handle(message)
+        except Exception:
+            # One bad message must not stop those of other requests.
+            logger.exception("A message about captured rows was not understood")
 
     def _run(self) -> None:
         decoder = MsgpackDecoder(
@@ -337,10 +348,9 @@ class Inbox:
                 continue
             try:
                 frames: Any = self._socket.recv_multipart(copy=False)
-                self._handle(decoder.decode(frames))
+                self._try(decoder.decode(frames))
             except Exception:
-                # One bad message must not stop those of other requests.
-                logger.exception("A message about captured rows was not understood")
+                logger.exception("A message about captured rows cannot be decoded")
             finally:
                 self._borrower.end_message()
         self._socket.close()
@@ -357,6 +367,7 @@ class Inbox:
 
     def close(self) -> None:
         """Stop listening."""
+        stop_receiving(self.address)
         self._closing.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():  # Otherwise it is blocked in a full queue.

@@ -27,6 +27,7 @@ from vllm.v1.capture.dispatch.request import (
 )
 from vllm.v1.capture.dispatch.step_chain import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import (
     as_sink,
@@ -40,6 +41,7 @@ from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.staging.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
+from vllm.v1.capture.transport.same_process import hand_over
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Offload
@@ -296,9 +298,11 @@ class WorkerCapture:
 
     def end_requests(self, ends: Sequence["CaptureEnd"]) -> None:
         """Stop capturing requests that have ended, and deliver their last rows."""
+        ended = []
         for end in ends:
             self._placement.remove(end.request_id)
-            self._plans.pop(end.request_id, None)
+            plan = self._plans.pop(end.request_id, None)
+            ended.append(self._request_end(end, plan))
             if self._staging.requests is not None:
                 self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
@@ -306,15 +310,16 @@ class WorkerCapture:
                 self.readouts.remove(end.request_id)
         if self._takes_rows:
             self._sending.send()
-            self._dispatcher.end([self._request_end(end) for end in ends])
+            self._dispatcher.end(ended)
 
-    def _request_end(self, end: "CaptureEnd") -> RequestEnd:
+    def _request_end(self, end: "CaptureEnd", plan: CapturePlan | None) -> RequestEnd:
+        alone = plan is not None and len(plan.lanes) == 1
         return RequestEnd(
             request_id=end.request_id,
             token_ids=tuple(end.token_ids),
             sample_index=end.sample_index,
             finish_reason=end.finish_reason,
-            answer=partial(self._answer, end.reply_to, end.request_id),
+            answer=partial(self._answer, end.reply_to, end.request_id, alone),
             instances=tuple(end.instances),
         )
 
@@ -335,20 +340,30 @@ class WorkerCapture:
             token_ids=(),
             sample_index=0,
             finish_reason="abort",
-            answer=partial(self._answer, plan.reply_to, req_id),
+            answer=partial(self._answer, plan.reply_to, req_id, False),
             instances=plan.instances,
-            error="the engine stopped before the request had ended",
+            error="the engine stopped before the request had finished",
         )
 
     def _answer(
-        self, reply_to: str, request_id: str, instance: str, result: CaptureResult
+        self,
+        reply_to: str,
+        request_id: str,
+        alone: bool,
+        instance: str,
+        result: CaptureResult,
     ) -> None:
+        """Send a result; `alone`: nobody else reads the request's rows."""
         sink = self._lanes[instance].sink
         if isinstance(sink, ForwardingSink) and sink.passed_on(request_id):
             return
         stage = self._stage.pipeline_rank
         message = ResultMessage.of(request_id, instance, stage, result)
-        self._outbox.send(reply_to, message)
+        # Several readers' rows share memory, and a caller may write into its own: then
+        # it gets a copy, or a private mapping, as it does from another process.
+        own = alone and isinstance(result.payload, RowsByTap)
+        if not (own and hand_over(reply_to, message)):
+            self._outbox.send(reply_to, message)
 
     @property
     def is_idle(self) -> bool:

@@ -125,7 +125,7 @@ def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
 def _check_enabled(core: "EngineCore") -> None:
     if not core.vllm_config.readout_config.enabled:
         raise ValueError(
-            "this engine reads nothing out; start it with --enable-readouts"
+            "readouts are not enabled; start the engine with --enable-readouts"
         )
 
 

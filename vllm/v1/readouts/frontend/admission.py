@@ -35,6 +35,7 @@ class ReadoutAdmission:
         config = vllm_config.readout_config
         self.enabled = config.enabled
         self._max_top_k = config.max_top_k
+        self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self.steps: tuple[tuple[str, CaptureSpec], ...] = ()
@@ -78,9 +79,8 @@ class ReadoutAdmission:
         raw = plain(params.readouts)
         if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
             raise fail(
-                f"readouts must map 1 to {MAX_READOUTS} names to what they read out, "
-                'for example {"norms": {"kind": "norm", "hooks": {"post_block": "all"}'
-                "}}",
+                f"readouts must map 1 to {MAX_READOUTS} names to specs, for example "
+                '{"norms": {"kind": "norm", "hooks": {"post_block": "all"}}}',
                 "readouts",
                 raw,
             )
@@ -113,7 +113,7 @@ class ReadoutAdmission:
             self.modules,
             self._model_config.get_vocab_size(),
             self._max_top_k,
-            lens_refusal="",
+            lens_refusal=self._lens_refusal,
         )
 
     def _check_stages(self, readouts: list[Readout]) -> None:
@@ -137,7 +137,7 @@ class ReadoutAdmission:
         if not self.enabled:
             name = "readouts" if params.readouts is not None else "stop_when"
             raise fail(
-                f"{name}: this server reads nothing out; start it with "
+                f"{name}: readouts are not enabled on this server; start it with "
                 "--enable-readouts, or LLM(enable_readouts=True) offline",
                 name,
                 getattr(params, name),
@@ -193,7 +193,9 @@ def _stop(
 ) -> StopWhen:
     known = {"readout", "index", "above", "below"}
     if not isinstance(raw, dict) or raw.keys() - known:
-        raise fail(f"stop_when: its keys are {sorted(known)}", "stop_when", raw)
+        raise fail(
+            f"stop_when: the keys of an entry are {sorted(known)}", "stop_when", raw
+        )
     readout = readouts.get(str(raw.get("readout")))
     if readout is None:
         raise fail(
@@ -204,7 +206,9 @@ def _stop(
         )
     bounds = [_bound(raw, key) for key in ("above", "below")]
     if bounds == [None, None]:
-        raise fail("stop_when: each must have above, below or both", "stop_when", raw)
+        raise fail(
+            "stop_when: each entry must have above, below or both", "stop_when", raw
+        )
     default = readout.features[0] if len(readout.features) == 1 else 0
     index = raw.get("index", default)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -276,7 +280,7 @@ def _check_name(name: Any) -> None:
     good = isinstance(name, str) and name.isprintable() and name.strip() == name
     if not good or not 0 < len(name) <= MAX_NAME:
         raise fail(
-            f"readouts: a name is printable text of 1 to {MAX_NAME} characters, "
+            f"readouts: a name must be printable text of 1 to {MAX_NAME} characters, "
             "without blanks around it",
             "readouts",
             name,

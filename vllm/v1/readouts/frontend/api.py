@@ -156,7 +156,7 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
     places = [one for one in (_admission(engine), _named(engine)) if one is not None]
     if not places:
         raise fail(
-            "this server reads nothing out and steers nothing; start it with "
+            "this server has neither readouts nor steering; start it with "
             "--enable-readouts or --enable-steering, or LLM(enable_readouts=True) "
             "offline",
             "name",
@@ -201,8 +201,8 @@ def _checked(
         raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
     if name in having and not replace:
         raise fail(
-            f"name: a module {name!r} exists; unregister it first, or say "
-            '"replace": true',
+            f'name: a module {name!r} exists; unregister it first, or set "replace": '
+            "true",
             "name",
             name,
         )
@@ -211,7 +211,7 @@ def _checked(
     servers = engine.vllm_config.parallel_config._api_process_count
     if servers > 1:
         raise fail(
-            f"name: with {servers} API server processes modules are named at the "
+            f"name: with {servers} API server processes modules can be named at the "
             "start only; use --readout-modules or --sae",
             "name",
             name,

@@ -62,7 +62,7 @@ class Spec:
         """An integer within `[least, most]`."""
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"must be a whole number, {least} to {most}")
+            raise self.fail(key, f"must be an integer, {least} to {most}")
         if not least <= value <= most:
             raise self.fail(key, f"must be {least} to {most}")
         return value
@@ -214,7 +214,9 @@ def _own_probe(spec: Spec, given: Any) -> Probe:
         raise spec.fail("activation", f"must be one of {list(ACTIVATIONS)}")
     threshold = given.get("threshold")
     if (threshold is None) == (activation == "jumprelu"):
-        raise spec.fail("threshold", "goes with the activation jumprelu, and only so")
+        raise spec.fail(
+            "threshold", "is needed with the activation jumprelu, and only then"
+        )
     cosine = given.get("cosine", False)
     if not isinstance(cosine, bool):
         raise spec.fail("cosine", "must be true or false")
@@ -244,7 +246,7 @@ def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
             "vectors", f"must have the width {wide} of rows, not {vectors.shape[1]}"
         )
     if not np.isfinite(vectors).all():
-        raise spec.fail("vectors", "hold NaN or infinity; leave them out")
+        raise spec.fail("vectors", "contain NaN or infinity; remove them")
     return vectors
 
 

@@ -22,6 +22,9 @@ NORMS = (
 )
 """Attribute names of the final norm on the module that has the list of layers."""
 
+ELSEWHERE = "the last layer is in another pipeline stage"
+"""Refusal of a head that another process has."""
+
 LOGIT_BYTES = 192 << 20
 """Bytes of float32 logits that are held at a time."""
 
@@ -53,12 +56,12 @@ class Head:
         self._norm: Any = None
         self._divisor = 1.0
         if last_layer is None:
-            self.refusal = "the last layer is in another pipeline stage"
+            self.refusal = ELSEWHERE
             return
         owner = _owner(model, last_layer)
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
-            self.refusal = "the model's head gives no logits"
+            self.refusal = "the model's head returns no logits"
         elif len(norms) != 1:
             self.refusal = (
                 f"of {type(owner).__name__} it is not known which norm comes before "
@@ -113,9 +116,7 @@ class Head:
         """
         weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
         if weight is None or not weight.dtype.is_floating_point:
-            raise ValueError(
-                "the model keeps no unembedding as rows of floating-point numbers"
-            )
+            raise ValueError("the model has no unembedding with floating-point rows")
         shard = getattr(self._model.lm_head, "shard_indices", None)
         ids = torch.tensor(tokens, device=weight.device)
         first = shard.org_vocab_start_index if shard is not None else 0

@@ -59,19 +59,19 @@ class WorkerModules:
     def sae(self, name: str) -> SparseAutoencoder:
         """An SAE by name; its matrices have the model's dtype."""
         found = self._modules[name]
-        assert isinstance(found, SparseAutoencoder), f"{name!r} is no SAE"
+        assert isinstance(found, SparseAutoencoder), f"{name!r} is not an SAE"
         return found
 
     def probe(self, name: str) -> ProbeModule:
         """A probe by name, in float32."""
         found = self._modules[name]
-        assert isinstance(found, ProbeModule), f"{name!r} is no probe"
+        assert isinstance(found, ProbeModule), f"{name!r} is not a probe"
         return found
 
     def translator(self, name: str) -> TranslatorModule:
         """A translator by name, in the model's dtype."""
         found = self._modules[name]
-        assert isinstance(found, TranslatorModule), f"{name!r} is no translator"
+        assert isinstance(found, TranslatorModule), f"{name!r} is not a translator"
         return found
 
     def _placed(self, module: Module) -> Module:

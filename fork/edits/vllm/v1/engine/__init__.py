@@ -20,4 +20,10 @@ EDITS = [
         insert="hook_points: dict[int, list[str]] | None = None",
         why="Admission needs them, but the model is loaded in another process.",
     ),
+    add_field(
+        scope="EngineCoreReadyResponse",
+        after="effective_attention_block_size",
+        insert='lens_refusal: str = ""',
+        why="Admission refuses lenses on a model whose head does not support them.",
+    ),
 ]

@@ -35,7 +35,7 @@ EDITS = [
     after(
         scope="EngineCore.__init__",
         anchor="self.model_executor = executor_class(vllm_config)",
-        insert="capture_engine.note_hook_points(self)",
+        insert="capture_engine.note_model(self)",
         why="The model is loaded here, and admission needs its hook points.",
     ),
     last(
@@ -98,6 +98,12 @@ if method_name == "end_captures":
         call="EngineCoreReadyResponse",
         argument="hook_points=self.vllm_config.capture_config.hook_points",
         why="Sends them to the front ends.",
+    ),
+    add_argument(
+        scope="EngineCoreProc._make_ready_response",
+        call="EngineCoreReadyResponse",
+        argument="lens_refusal=self.vllm_config.readout_config.lens_refusal",
+        why="Sends it to the front ends.",
     ),
     after(
         scope="EngineCore._initialize_kv_caches",

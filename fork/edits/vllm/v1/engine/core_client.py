@@ -47,7 +47,10 @@ request = self.steering_sent.shortened(whole, self.core_engine)
     after(
         scope="MPClient._apply_ready_response",
         anchor="cache_config.block_size = response.block_size",
-        insert="vllm_config.capture_config.hook_points = response.hook_points",
+        insert="""
+vllm_config.capture_config.hook_points = response.hook_points
+vllm_config.readout_config.lens_refusal = response.lens_refusal
+""",
         why="Admission reads them from the configuration.",
     ),
 ]

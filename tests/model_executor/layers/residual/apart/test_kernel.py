@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that carries programs out, against float64: on a GPU, or interpreted."""
+"""The kernel for programs, compared with float64: on a GPU, or interpreted."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Twice the distance of neighbouring numbers, as the interpreter truncates."""
+"""Twice the distance of neighbouring values, as the interpreter truncates."""
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def wide(x: torch.Tensor | None) -> Any:
 
 
 def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
-    """A row behind a program, in float64 and by the formulas."""
+    """A row after a program, in float64 by the formulas."""
     norm, gates = torch.zeros_like(x[0]), {}
     for one in program:
         norm = x.norm() if one.flags & Flag.SAVE_NORM else norm
@@ -179,7 +179,7 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
 
 
 def index_of(program: Program) -> tuple[torch.Tensor, Any]:
-    """An index whose row 1 is the program, and what must live as long as it does."""
+    """An index whose row 1 is the program, and the tensors that must stay alive."""
     words = torch.from_numpy(words_of(program)).to(DEVICE)
     return torch.tensor([0, words.data_ptr(), 0, 0], device=DEVICE), (words, program)
 

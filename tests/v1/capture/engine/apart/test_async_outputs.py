@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AsyncLLM`: outputs carry rows as steps compute them, the last one all of them."""
+"""Outputs of `AsyncLLM` have rows as steps compute them; the last one has all."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 
 
 class Served:
-    """An `AsyncLLM` and the loop that it lives on."""
+    """An `AsyncLLM` and its event loop."""
 
     def __init__(self, model: Path) -> None:
         self.loop = asyncio.new_event_loop()
@@ -207,7 +207,7 @@ def test_the_example_prints_rows_as_they_come(
 
 
 def test_a_session_whose_prompt_comes_in_parts_is_refused(served: Served) -> None:
-    # At a position that no first part could have: not that is what is wrong.
+    # At a position that streaming input could not have; the error must be another one.
     asked = asking(DELTA, [50])
 
     async def parts() -> AsyncIterator[StreamingInput]:
@@ -229,7 +229,7 @@ def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:
         ValueError, match=f"capture.small: .* may take {3 * 109 * ROW_BYTES} bytes"
     ):
         served.all(prompt(10, seed=6), asked)
-    # What its outputs carry before the last counts as well.
+    # The rows of outputs before the last count as well.
     asked = asking(DELTA, name="small", max_tokens=17)
     with pytest.raises(ValueError, match=f"alone may hold {2 * 3 * 26 * ROW_BYTES}"):
         served.all(prompt(10, seed=6), asked)

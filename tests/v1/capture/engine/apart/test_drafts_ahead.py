@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and asynchronous scheduling: a step's positions are known on the device only.
+"""Drafts with asynchronous scheduling, where only the device knows a step's positions.
 
-A step is prepared before it is known how many drafts of the one before are rejected.
+A step is prepared before it is known how many drafts of the previous one are rejected.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ DRAFTS = 3
 
 
 def proposed(speculator: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """What follows the last token where it came before; else anything.
+    """Propose the token that followed the last one before, or else any token.
 
-    In place of upstream's kernel, which Triton's interpreter does not run.
+    This replaces upstream's kernel, which Triton's interpreter cannot run.
     """
     states = speculator.req_states
     for index, request in enumerate(input_batch.idx_mapping.tolist()):

@@ -101,10 +101,10 @@ class FilesystemParams:
         for name in ("atomic_publish", "fd_cache_size"):
             if name in raw:
                 logger.info_once(
-                    "filesystem: %s changes nothing: %s",
+                    "filesystem: %s has no effect: %s",
                     name,
-                    "files always get their name when they are whole"
+                    "files always get their name when they are complete"
                     if name == "atomic_publish"
-                    else "no file is kept open between writes",
+                    else "no file stays open between writes",
                 )
         return cls(**values)

@@ -189,7 +189,7 @@ class CaptureStore:
             which = f"request {request_id!r}, layer {layer}, {hook!r}"
             tags = [rows.tag for rows in found]
             raise KeyError(
-                f"{which} is there under several tags, {tags}; name one"
+                f"{which} exists under several tags, {tags}; give one of them"
                 if found
                 else f"{which} was not captured under {self.root}"
             )

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class MemoryConsumer(CaptureConsumer):
-    """Keeps rows beside the `LLM` or API server until they are dropped.
+    """Keeps rows in the process of the `LLM` or API server until they are dropped.
 
     A request says `{"hooks": ..., "positions": ..., "name": "train"?}`. Requests of one
     name are kept together; without a name, a request is kept under its own id. Rows
@@ -45,7 +45,7 @@ class MemoryConsumer(CaptureConsumer):
             if servers > 1:
                 raise CaptureValidationError(
                     f"capture_consumers.memory: with {servers} API servers each would "
-                    "hold the rows of its own requests only; start one "
+                    "keep the rows of its own requests only; start one "
                     "(--api-server-count 1), or use the filesystem consumer",
                     parameter="capture_consumers.memory",
                     value=servers,

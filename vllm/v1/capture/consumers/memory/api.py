@@ -124,4 +124,6 @@ def keepers(capture: "NoCapture") -> dict[str, MemoryConsumer]:
 def _unknown(store: RowStore, name: str) -> Exception:
     names = sorted(store.describe()["names"])
     shown = ", ".join(names[:8]) or "none"
-    return fail(f"no rows are kept under this name; there are: {shown}", "name", name)
+    return fail(
+        f"no rows are kept under this name; the names are: {shown}", "name", name
+    )

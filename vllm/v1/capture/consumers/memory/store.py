@@ -76,8 +76,8 @@ class RowStore:
             if rows.nbytes > self.free_bytes:
                 raise RuntimeError(
                     f"{rows.nbytes} bytes of rows do not fit the {self.free_bytes} "
-                    f"that are free of max_bytes={self.max_bytes}; drop names that "
-                    "are no longer needed, or raise max_bytes"
+                    f"free of max_bytes={self.max_bytes}; drop names that are no "
+                    "longer needed, or raise max_bytes"
                 )
             kept = self._names.setdefault(name, KeptName())
             request = kept.requests.setdefault(

@@ -94,6 +94,6 @@ def _library() -> _Crc32c | None:
         return cast(_Crc32c, import_module("crc32c"))
     except ImportError as error:
         logger.warning(
-            "Files of captured rows have no checksums, and none is verified: %s", error
+            "Files of captured rows are written and read without checksums: %s", error
         )
         return None

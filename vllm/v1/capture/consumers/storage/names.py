@@ -28,14 +28,14 @@ def path_part(name: Any, where: str) -> str:
         )
     if name.startswith("/") or name in (".", "..") or ".." in name.split("/"):
         raise CaptureValidationError(
-            f"{where} must be a plain name: neither an absolute path nor one that "
-            "leads to a parent folder",
+            f"{where} must be a plain name: neither an absolute path nor a path to a "
+            "parent folder",
             parameter=where,
             value=repr(name),
         )
     if name == ASIDE:
         raise CaptureValidationError(
-            f"{where} must not be {ASIDE!r}, which is where files grow",
+            f"{where} must not be {ASIDE!r}, the folder of unfinished files",
             parameter=where,
             value=repr(name),
         )

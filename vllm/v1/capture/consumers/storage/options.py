@@ -24,7 +24,7 @@ class Options:
                 raise self.wrong(
                     name,
                     value,
-                    f"there is no such parameter; there are {sorted(known)}",
+                    f"unknown parameter; the parameters are {sorted(known)}",
                 )
 
     def wrong(self, name: str, value: Any, remedy: str) -> CaptureValidationError:
@@ -46,7 +46,7 @@ class Options:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self.wrong(
-                name, value, f"the folder cannot be made ({error}); name another"
+                name, value, f"the folder cannot be created ({error}); use another one"
             ) from error
         self.values[name] = path
 
@@ -70,7 +70,7 @@ class Options:
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(name, value, "it must be a whole number above 0")
+            raise self.wrong(name, value, "it must be an integer above 0")
         if value > most:
             raise self.wrong(name, value, f"it must be at most {most}")
 

@@ -64,7 +64,7 @@ class StoredRequest:
             found += len(block)
             yield block
         if found != wanted:
-            raise OSError(f"only {found} of {wanted} rows are there")
+            raise OSError(f"only {found} of {wanted} rows are available")
 
     def commit(self) -> None:
         """Called before a file of the request gets its final name.

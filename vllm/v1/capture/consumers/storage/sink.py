@@ -199,8 +199,8 @@ class StorageSink:
             for request_id in latest:
                 self._lose(
                     self._request(request_id),
-                    f"the disk did not take rows for {self._limits.timeout_seconds:g}"
-                    " s (timeout_seconds)",
+                    f"the disk accepted no rows for {self._limits.timeout_seconds:g} s "
+                    "(timeout_seconds)",
                 )
 
     def _lose(self, request: StoredRequest, failure: str) -> None:
@@ -235,8 +235,8 @@ class StorageSink:
             said, self._unsaid_bytes, self._said_at = self._unsaid_bytes, 0, monotonic()
         logger.warning(
             "%s: %d MiB of captured rows were spilled to disk and are written twice, "
-            "as requests that still run hold more than half of the %d MiB of "
-            "buffer_bytes; raise it, or let fewer requests run at the same time",
+            "because unfinished requests hold more than half of the %d MiB of "
+            "buffer_bytes; raise it, or run fewer requests at a time",
             self._name,
             said // MIB,
             self._limits.buffer_bytes // MIB,

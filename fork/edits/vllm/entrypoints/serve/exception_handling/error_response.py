@@ -11,7 +11,11 @@ EDITS = [
     replace(
         scope="create_error_response",
         anchor="sanitize_message(message)",
-        by="bounds.cut(sanitize_message(message), bounds.MAX_RESPONSE_MESSAGE)",
-        why="Some messages repeat what the client sent, such as a model's name.",
+        by="bounds.cut(\n"
+        "    sanitize_message(bounds.cut(message, bounds.MAX_SANITIZED)),\n"
+        "    bounds.MAX_RESPONSE_MESSAGE,\n"
+        ")",
+        why="Some messages repeat what the client sent, such as a model's name, which "
+        "may be long to search for paths.",
     ),
 ]
