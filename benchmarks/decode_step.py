@@ -56,7 +56,7 @@ class Replays(Protocol):
     """Something that replays graphs: an engine, or the parent's side of one."""
 
     def record(self) -> object:
-        """Record all graphs anew."""
+        """Record all graphs again."""
 
     def milliseconds(self, case: str, batch: int) -> float:
         """Of one replay."""

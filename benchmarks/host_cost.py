@@ -66,7 +66,7 @@ class Together:
     """Requests that start and end with the round."""
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
-        """Requests of so many generated tokens, captured at `layers`."""
+        """Requests that generate this many tokens, captured at `layers`."""
         self.worker = worker()
         self._taps = taps_of(layers)
         self._requests, self.steps = requests, steps
@@ -96,7 +96,7 @@ class ComingAndGoing:
     """Requests of which one ends and another one starts every few steps."""
 
     def __init__(self, layers: range, requests: int, steps: int) -> None:
-        """Requests of so many generated tokens, captured at `layers`."""
+        """Requests that generate this many tokens, captured at `layers`."""
         self.worker = worker()
         self._taps = taps_of(layers)
         self._tokens = self.steps = steps

@@ -74,7 +74,7 @@ NOISE = "upstream again"
 MANY_TURNS = 3
 """The load that shows the noise has more turns of upstream than this."""
 OWN = "plain"
-"""The fork's turns of plain requests, a third side beside `upstream` and `fork`."""
+"""The fork's turns of plain requests, a third side next to `upstream` and `fork`."""
 Figures: TypeAlias = dict[str, float]
 Round: TypeAlias = dict[str, dict[str, Figures]]
 """The client's figures, by case and side."""
@@ -108,7 +108,7 @@ class Case:
 
 
 def capture(positions: str, layers: Any) -> list[dict[str, Any]]:
-    """Request fields that capture behind each block."""
+    """Request fields that capture after each block."""
     spec = {"positions": positions, "hooks": {"post_block": layers}}
     return [{"capture": {HOST_MEMORY: spec}}]
 
@@ -315,7 +315,7 @@ async def start(
     running: AsyncExitStack,
     number: int,
 ) -> tuple[Servers, dict[str, Any]]:
-    """Start servers of each side, one after the other or all at once.
+    """Start servers of each side, one after the other or all together.
 
     Returns the servers and the figures of their start.
 

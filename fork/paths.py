@@ -29,7 +29,7 @@ class Checkout:
 
     @property
     def packages(self) -> Path:
-        """Packages beside `vllm`, by whose names other systems' scripts import."""
+        """Packages next to `vllm`, under the import names of other systems' scripts."""
         return self.root / "packages"
 
     @property

@@ -62,7 +62,7 @@ class Path:
 
 
 def packed(seed: int) -> dict[str, Any]:
-    """One vector in the packed form, as it comes out of JSON."""
+    """One vector in the packed form, as parsed from JSON."""
     vector = np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
     data = base64.b64encode(vector.tobytes()).decode()
     form = {"dtype": "float32", "shape": [1, WIDTH], "layer_indices": [16]}

@@ -115,7 +115,8 @@ def _decode_step(report: Report) -> list[Panel]:
     aims = goals.DECODE_STEP.get(report["model"].partition(":")[0], {})
     variants = dict(report["variants"])
     noise = "upstream"
-    if "upstream again" in variants:  # Reports of before upstream ran beside the fork.
+    # Reports from before upstream was measured in the same run.
+    if "upstream again" in variants:
         del variants["upstream"]
         noise = "upstream again"
     several = len(variants) > 2  # more than upstream and one

@@ -95,7 +95,7 @@ class Engine:
         }
 
     def turn(self, name: str, prompts: int, length: int, tokens: int) -> dict[str, Any]:
-        """Send all prompts at once and time the delivery of their rows."""
+        """Send all prompts concurrently and time the delivery of their rows."""
         from vllm import SamplingParams
 
         self._number += 1

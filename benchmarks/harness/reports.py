@@ -36,7 +36,7 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON with its plot beside it."""
+    """Write a report as JSON, with its plot next to it."""
     save(report, path)
     print(f"Written to {path}")
     plot_beside(report, path)

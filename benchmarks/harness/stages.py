@@ -50,7 +50,8 @@ class Stages:
     def samples(self) -> dict[str, Sample]:
         """Samples by name of the stage."""
         found: dict[str, Sample] = {}
-        if self._device.type == "cuda":  # elsewhere rows are on the host at once
+        # on other devices rows are on the host immediately
+        if self._device.type == "cuda":
             rows = max(COPIES) * MIB // self._row_bytes
             staging = Staging(rows, self._width, torch.bfloat16, self._device)
             for mib in COPIES:

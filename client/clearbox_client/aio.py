@@ -45,8 +45,13 @@ class AsyncClient:
     async def model(self) -> str:
         """The model's name; the server is asked once if none was given."""
         if self._model is None:
-            self._model = (await self._ask("GET", "/v1/models"))["data"][0]["id"]
+            self._model = (await self.models())[0]["id"]
         return self._model
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server says of its models; see `Client.models`."""
+        told: list[dict[str, Any]] = (await self._ask("GET", "/v1/models"))["data"]
+        return told
 
     async def complete(
         self, prompt: Prompt, *, tokens: bool = False, **fields: Any

@@ -54,8 +54,13 @@ class Client:
     def model(self) -> str:
         """The model's name; the server is asked once if none was given."""
         if self._model is None:
-            self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+            self._model = self.models()[0]["id"]
         return self._model
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server says of its models: `id`, `root`, `max_model_len`."""
+        told: list[dict[str, Any]] = self._ask("GET", "/v1/models")["data"]
+        return told
 
     def complete(self, prompt: Prompt, *, tokens: bool = False, **fields: Any) -> Reply:
         """Complete a text or token ids.

@@ -54,7 +54,7 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
 
 
 def _tool(name: str) -> str | None:
-    # pip installs scripts beside Python, a folder that may not be on the path.
+    # pip installs scripts next to Python, in a folder that may not be on the path.
     beside = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )

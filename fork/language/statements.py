@@ -17,7 +17,7 @@ from fork.language.tree import Place, Tree, places
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Edit):
-    """Statements beside an anchor."""
+    """Statements next to an anchor."""
 
     anchor: str
     insert: str

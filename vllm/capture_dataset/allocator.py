@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The allocator's settings for an engine that computes on the CPU in this process.
+"""Allocator settings for an engine that computes on the CPU in this process.
 
 A step's temporary tensors take tens of megabytes each. By default glibc maps memory of
-this size anew for each and unmaps it after use, so every step waits for the kernel to
-clear the same pages again, which takes more than a tenth of the time. See `mallopt(3)`.
+this size for each and unmaps it after use, so in every step the kernel clears the same
+pages again, which takes more than a tenth of the time. See `mallopt(3)`.
 """
 
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Numbers of parameters, from glibc's `malloc.h`."""
+"""Parameter numbers from glibc's `malloc.h`."""
 KEPT_BYTES = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory, of whatever size, for later tensors.
+    """Make the C library keep freed memory of any size for later tensors.
 
     Returns:
-        Whether it does: other libraries than glibc have no such setting.
+        Whether this is supported: only glibc has the setting.
 
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.formats.saelens import hook_name
 from vllm.capture_dataset.manifest import ShardFile, checksum
 from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.table import Shard
+from vllm.v1.capture.consumers.arrow.saelens import (
+    INFO,
+    STATE,
+    hook_name,
+    info_of,
+    state_of,
+)
 
 ASIDE = ".incomplete"
 MAX_PROMPTS = 4096
@@ -101,9 +107,16 @@ class ShardFolder:
     def index(self, shards: list[ShardFile], taps: list[tuple[int, str]]) -> None:
         """Update the list of shards for readers, if the format has one."""
         if self._facts["format"] == "saelens":
-            files = [{"filename": shard.file} for shard in shards]
-            self._put("dataset_info.json", _saelens_info(self._facts, taps))
-            self._put("state.json", _state(files))
+            facts = self._facts
+            info = info_of(
+                [hook_name(*tap) for tap in taps],
+                facts["context_size"],
+                facts["model"]["hidden_size"],
+                facts["values_dtype"],
+                json.dumps(facts),
+            )
+            self._put(INFO, info)
+            self._put(STATE, state_of([shard.file for shard in shards]))
 
     def close(self) -> None:
         """Remove the temporary folder."""
@@ -130,24 +143,3 @@ def _replace(path: Path, final: Path) -> None:
         shutil.rmtree(final)
     final.parent.mkdir(exist_ok=True)
     os.replace(path, final)
-
-
-def _saelens_info(facts: dict[str, Any], taps: list[tuple[int, str]]) -> dict[str, Any]:
-    shape = [facts["context_size"], facts["model"]["hidden_size"]]
-    array = {"shape": shape, "dtype": facts["values_dtype"], "_type": "Array2D"}
-    ids = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}
-    features = {hook_name(*tap): array for tap in taps} | {"token_ids": ids}
-    return {"features": features, "description": json.dumps(facts)}
-
-
-def _state(files: list[dict[str, str]]) -> dict[str, Any]:
-    """The state file that `datasets.load_from_disk` reads."""
-    return {
-        "_data_files": files,
-        "_fingerprint": f"clearbox-{len(files)}",
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }

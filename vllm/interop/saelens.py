@@ -50,6 +50,41 @@ class ServedModel:
             model_name=config.model_config.model,
         )
 
+    @classmethod
+    def start(
+        cls,
+        model: str,
+        *,
+        stop_at_layer: int | None = None,
+        device: str | torch.device = "cpu",
+        **engine: Any,
+    ) -> "ServedModel":
+        """Start an engine for a model and serve it.
+
+        Args:
+            model: a name or a path.
+            stop_at_layer: how many of the first layers are loaded and run; all by
+                default. SAELens reads nothing after `blocks.L.hook_resid_post` with
+                `stop_at_layer=L + 1`.
+            device: as in `__init__`.
+            engine: further arguments of `LLM`.
+
+        Raises:
+            ValueError: the model cannot be cut off there; see
+                `vllm.interop.first_layers.shortened`.
+
+        """
+        from vllm.entrypoints.llm import LLM
+        from vllm.interop.first_layers import engine_options
+
+        options: dict[str, Any] = {
+            "capture_consumers": ["inline"],
+            "enable_prefix_caching": False,  # no two contexts of a corpus begin alike
+        }
+        if stop_at_layer is not None:
+            options |= engine_options(stop_at_layer)
+        return cls(LLM(model, **options | engine), device)
+
     def to_tokens(
         self,
         input: str | list[str],
@@ -95,7 +130,7 @@ class ServedModel:
             tokens: token ids `[batch, context]`, or text.
             names_filter: hook points in TransformerLens' names, or a predicate over the
                 stream's hook points.
-            stop_at_layer: ignored; an engine always runs all layers.
+            stop_at_layer: ignored; `start` chooses how many layers run.
             prepend_bos: whether texts begin with BOS; ignored for ids.
 
         Returns:

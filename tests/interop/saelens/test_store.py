@@ -2,13 +2,14 @@
 """SAELens' store and training runner with a served model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sae_lens", reason="make test-interop")
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from sae_lens import (
     LanguageModelSAERunnerConfig,
     LanguageModelSAETrainingRunner,
@@ -19,12 +20,14 @@ from sae_lens.training.activations_store import ActivationsStore
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import llama
-from vllm import LLM
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.interop.saelens import ServedModel
 
 pytestmark = pytest.mark.interop
 
 HOOK = "blocks.1.hook_resid_post"
+CONTEXT = 32
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +36,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> ServedModel:
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine's consumer `arrow` writes a data set for SAELens."""
+    return tmp_path_factory.mktemp("cached")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, cached: Path) -> ServedModel:
     options = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
-    return ServedModel(LLM(str(folder), capture_consumers=["inline"], **options))
+    written = {"root": str(cached), "layout": "saelens", "context_size": CONTEXT}
+    consumers = ["inline", {"name": "arrow", "params": written}]
+    return ServedModel(LLM(str(folder), capture_consumers=consumers, **options))
 
 
 @pytest.fixture(scope="module")
 def corpus() -> Dataset:
-    return Dataset.from_dict({"input_ids": torch.randint(3, 1000, (64, 32)).tolist()})
+    return Dataset.from_dict(
+        {"input_ids": torch.randint(3, 1000, (64, CONTEXT)).tolist()}
+    )
 
 
 def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
@@ -50,7 +63,7 @@ def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
         streaming=False,
         hook_name=HOOK,
         hook_head_index=None,
-        context_size=32,
+        context_size=CONTEXT,
         d_in=64,
         n_batches_in_buffer=2,
         total_training_tokens=4096,
@@ -70,27 +83,62 @@ def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
     assert store.next_batch().shape == (64, 64)
 
 
-def test_an_sae_trains_from_it(model, corpus, tmp_path: Path) -> None:
-    config = LanguageModelSAERunnerConfig(
+def config_of(folder: Path, **more: Any) -> LanguageModelSAERunnerConfig[Any]:
+    return LanguageModelSAERunnerConfig(
         sae=StandardTrainingSAEConfig(d_in=64, d_sae=128, l1_coefficient=0.1),
         model_name="served",
         hook_name=HOOK,
         dataset_path="unused",
-        context_size=32,
+        context_size=CONTEXT,
         prepend_bos=False,
         training_tokens=2048,
         train_batch_size_tokens=256,
         store_batch_size_prompts=4,
-        n_batches_in_buffer=4,
-        checkpoint_path=str(tmp_path),
+        n_batches_in_buffer=16,
+        checkpoint_path=str(folder),
         logger=LoggingConfig(log_to_wandb=False),
         device="cpu",
+        **more,
     )
+
+
+@pytest.mark.parametrize("ahead", [False, 2])
+def test_an_sae_trains_from_it(model, corpus, tmp_path: Path, ahead: int) -> None:
+    """Also where SAELens asks for batches ahead, on a thread of its own."""
+    config = config_of(tmp_path, prefetch_llm_batches=ahead)
     runner = LanguageModelSAETrainingRunner(
         config, override_dataset=corpus, override_model=model
     )
     sae = runner.run()
     assert sae.W_enc.shape == (64, 128)
+    assert torch.isfinite(sae.W_enc).all()
+
+
+def test_an_sae_trains_from_what_the_engine_wrote(
+    folder, model, corpus, cached: Path, tmp_path: Path
+) -> None:
+    spec = {"hooks": {"resid_post": [1]}, "positions": "all_prompt"}
+    params = SamplingParams(max_tokens=1, capture={"arrow": spec})
+    prompts = [  # SAELens may have made tensors of them
+        TokensPrompt(prompt_token_ids=torch.as_tensor(ids).tolist())
+        for ids in corpus["input_ids"]
+    ]
+    outputs = model.llm.generate(prompts, params, use_tqdm=False)
+    assert {one.capture_results["arrow"].status for one in outputs} == {"ok"}
+
+    path = str(cached / "default")
+    kept = load_from_disk(path).with_format("torch")
+    assert len(kept) == len(corpus)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        states = reference(kept["token_ids"][:8], output_hidden_states=True)
+    expected = states.hidden_states[2]
+    torch.testing.assert_close(kept[HOOK][:8], expected, rtol=0, atol=1e-4)
+
+    more = {"use_cached_activations": True, "cached_activations_path": path}
+    sae = LanguageModelSAETrainingRunner(
+        config_of(tmp_path, **more), override_dataset=corpus, override_model=model
+    ).run()
     assert torch.isfinite(sae.W_enc).all()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' bridge on an engine, compared with Transformers."""
+"""TransformerLens' bridge on an engine and a server, compared with Transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import llama
+from tests.support.server import Server
 from vllm.interop import transformer_lens
 
 pytestmark = pytest.mark.interop
@@ -21,10 +24,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama(tmp_path_factory.mktemp("llama"), bos_token_id=None)
 
 
-@pytest.fixture(scope="module")
-def bridge(model: Path):
+@pytest.fixture(scope="module", params=["engine", "server"])
+def bridge(request: pytest.FixtureRequest, model: Path) -> Iterator[Any]:
+    """The same bridge over an engine of this process and over a server."""
     options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-    return transformer_lens.boot(str(model), gpu_memory_utilization=0.2, **options)
+    if request.param == "engine":
+        yield transformer_lens.boot(str(model), gpu_memory_utilization=0.2, **options)
+        return
+    flags = [*transformer_lens.FLAGS.split(), "--dtype", "float32", "--enforce-eager"]
+    server = Server(model, *flags, "--max-model-len", "64", VLLM_CPU_KVCACHE_SPACE="1")
+    try:
+        yield transformer_lens.boot_server(server.url)
+    finally:
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +128,13 @@ def test_tokens_are_generated(bridge, reference, tokens) -> None:
 def test_what_cannot_be_carried_is_refused(bridge, tokens, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         bridge._driver.forward(tokens, **arguments)
+
+
+def test_a_server_without_what_is_needed_is_refused(model) -> None:
+    flags = ["--capture-consumers", "inline", "--dtype", "float32", "--enforce-eager"]
+    server = Server(model, *flags, "--max-model-len", "64", VLLM_CPU_KVCACHE_SPACE="1")
+    try:
+        with pytest.raises(ValueError, match="--logprobs-mode raw_logits"):
+            transformer_lens.boot_server(server.url)
+    finally:
+        server.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-lens' form of a hook."""
+"""vllm-lens' hooks."""
 
 import base64
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ class Hook:
             `vllm.v1.hooks.worker.context.HookContext`; or the name of an installed one
             (entry points `vllm.hooks`), or `{"name", "params"}`.
         layer_indices: 0-based layers.
-        pre: whether it runs where the layers begin, not where they end.
+        pre: whether it runs at the start of the layers instead of the end.
 
     """
 
@@ -25,7 +25,7 @@ class Hook:
     pre: bool = False
 
     def model_dump(self) -> dict[str, Any]:
-        """As JSON: a function becomes `{"cloudpickle": base64}`."""
+        """The hook as JSON; a function becomes `{"cloudpickle": base64}`."""
         fn = self.fn
         if isinstance(fn, str):
             sent: dict[str, Any] = {"name": fn}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks saved, as vllm-lens sends it over HTTP.
+"""vllm-lens' HTTP encoding of the values that hooks saved.
 
-By hook and key: JSON, `{"__type__": "tensor", ...}`, or `{"__type__": "cloudpickle",
+Each value is JSON, `{"__type__": "tensor", ...}`, or `{"__type__": "cloudpickle",
 "data": base64}`.
 """
 
@@ -18,7 +18,7 @@ _TYPE = "__type__"
 
 
 def encode(value: Any) -> Any:
-    """A saved value as JSON; keys of objects become text."""
+    """Encode a saved value as JSON; keys of objects become text."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -37,9 +37,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`.
+    """Decode a saved value.
 
-    Loads pickled objects: to be used on answers of a server that one trusts.
+    This loads pickled objects, so the server must be trusted.
     """
     if isinstance(value, list):
         return [decode(one) for one in value]

@@ -128,8 +128,8 @@ def check_consumer(thing: Any, name: str) -> None:
             problem = "it leaves global_capture_spec, on_step or decide undefined"
     elif runs_in_steps(kind):
         problem = (
-            'it expects to run within each step (execution = "sync", on_step): derive its '
-            "class from SyncCaptureConsumer, and name its entry point, as a ready "
+            'it expects to run within each step (execution = "sync", on_step): derive '
+            "its class from SyncCaptureConsumer, and name its entry point, as a ready "
             "instance lives in another process than the worker"
         )
     elif issubclass(kind, CaptureConsumer):

@@ -11,34 +11,36 @@ GROUP = "vllm.hooks"
 """Entry points of this group are the functions that a request may name."""
 
 ROWS = "rows"
-"""Key of the hook that keeps the rows of the last layer; see `HookPlan.keeps_rows`."""
+"""Key of the internal hook that keeps the last layer's rows; see
+`HookPlan.keeps_rows`."""
 
 
 class HookSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One function, and where it runs."""
+    """One function, and the places where it runs."""
 
     key: str
-    """Its name in the results: its number in the list that it came in."""
+    """The hook's key in the results: its index in the request's list, as text."""
     layers: tuple[int, ...]
     point: str
-    """The hook point of these layers: after capture, vectors and operations."""
+    """The hook point of these layers. The function runs after capture, vectors and
+    operations."""
     name: str = ""
-    """Of the entry point; empty if `code` has the function."""
+    """Name of the entry point; empty if `code` has the function."""
     params: str = "{}"
     """JSON object: keyword arguments of a named function."""
     code: bytes = b""
-    """The function, by cloudpickle."""
+    """The function, serialized by cloudpickle."""
     shared: bool = False
-    """Whether it was registered for all requests."""
+    """Whether the hook was registered for all requests."""
 
 
 class HookPlan(msgspec.Struct, frozen=True, array_like=True):
     """All functions that run for one request."""
 
     key: str
-    """Unique; names the request's results."""
+    """Unique key of the request's results."""
     hooks: tuple[HookSpec, ...]
     pickles: bool
-    """Whether results may hold objects that only pickle can carry."""
+    """Whether results may contain objects that only pickle can serialize."""
     keeps_rows: int | None = None
     """The last layer, if its rows after all hooks are part of the result."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hook functions saved, on its way from a worker to a front end.
+"""Serialization of the values that hook functions saved, from workers to front ends.
 
-MessagePack with three extension types: tensors, NumPy arrays, and, only where the
-request's own functions were sent as code, pickled objects.
+The format is MessagePack with three extension types: tensors, NumPy arrays, and pickled
+objects, the latter only if the request's functions were sent as code.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ import torch
 _TENSOR, _PICKLED = 1, 2
 
 Saved = dict[str, dict[Any, Any]]
-"""By the hook's key: what it put into `ctx.saved`."""
+"""The content of `ctx.saved`, by the hook's key."""
 
 
 class HookResult(msgspec.Struct, array_like=True):
-    """What the hooks of one request saved in one worker."""
+    """The values that the hooks of one request saved in one worker."""
 
     own: dict[str, Any]
     shared: dict[str, Any]
     errors: dict[str, str]
-    """By the hook's key: what it raised."""
+    """Error messages, by the hook's key."""
 
 
 @dataclass(slots=True)
 class HookResults:
-    """What the hooks of one request saved, from all workers."""
+    """The values that the hooks of one request saved in all workers."""
 
     own: Saved = field(default_factory=dict)
     shared: Saved = field(default_factory=dict)
@@ -41,8 +41,8 @@ def encode(result: HookResult, pickles: bool) -> bytes:
     """Encode a result.
 
     Raises:
-        TypeError: it holds an object other than tensors, arrays and plain values, and
-            `pickles` is false.
+        TypeError: it contains an object other than tensors, arrays and plain values,
+            and `pickles` is false.
 
     """
 
@@ -64,7 +64,7 @@ def encode(result: HookResult, pickles: bool) -> bytes:
 
 
 def decode(data: bytes, pickles: bool) -> HookResult:
-    """The inverse of `encode`; `pickles` says whether pickled objects are loaded."""
+    """Decode a result; `pickles` allows loading pickled objects."""
 
     def hook(code: int, payload: memoryview) -> Any:
         if code == _TENSOR:
@@ -79,7 +79,7 @@ def decode(data: bytes, pickles: bool) -> HookResult:
 
 
 def joined(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
-    """The results of all workers, as each pipeline stage runs its own layers."""
+    """Merge the results of all workers; each pipeline stage runs its own layers."""
     found = HookResults()
     for part in parts:
         if part is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the engine core to the workers that concern hook functions."""
+"""Worker calls of the engine core for hook functions."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def open_hooks(
     vllm_config: "VllmConfig", model: nn.Module, steering: "WorkerSteering | None"
 ) -> WorkerHooks | None:
-    """The hook functions of a worker; None if requests cannot have any."""
+    """Create the hook functions of a worker; None if requests cannot have any."""
     if steering is None or not vllm_config.steering_config.hooks:
         return None
     reports = get_tensor_model_parallel_rank() == 0
@@ -31,14 +31,14 @@ def take_results(worker: Any, key: str) -> bytes | None:
 
 
 def prefetch_parameters(worker: Any, names: list[str]) -> list[str]:
-    """For `collective_rpc`: keep whole parameters; the names that no stage has."""
+    """For `collective_rpc`: keep whole parameters; returns names that no stage has."""
     hooks = _hooks(worker)
     with torch.inference_mode():
         return names if hooks is None else hooks.parameters.prefetch(names)
 
 
 def clear_parameters(worker: Any) -> None:
-    """For `collective_rpc`: drop the parameters that were kept."""
+    """For `collective_rpc`: drop the kept parameters."""
     hooks = _hooks(worker)
     if hooks is not None:
         hooks.parameters.clear()

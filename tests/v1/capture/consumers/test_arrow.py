@@ -199,7 +199,14 @@ def test_a_failing_disk_leaves_no_file(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("format", "csv"), ("compression", "gzip"), ("shard_max_bytes", -1), ("x", 1)],
+    [
+        ("format", "csv"),
+        ("compression", "gzip"),
+        ("shard_max_bytes", -1),
+        ("x", 1),
+        ("layout", "sae"),
+        ("context_size", 4),  # without layout=saelens
+    ],
 )
 def test_wrong_parameters_name_themselves(
     tmp_path: Path, name: str, value: object
@@ -217,3 +224,56 @@ def test_only_files_of_a_requests_own_are_claimed(
     consumer = consumer_at(tmp_path, format=kind)
     spec = {"request_id": "a?b", "tag": "t"}
     assert consumer.claimed_places(spec, "cmpl-1", 1) == places
+
+
+CONTEXTS = {"layout": "saelens", "context_size": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    requests = {  # of 3, 4, 5 and 6 rows
+        f"r{i}": {
+            tap: rows_of(3 + i, 16, 9 * i + n, dtype) for n, tap in enumerate(TAPS)
+        }
+        for i in range(4)
+    }
+    results = deliver(consumer_at(tmp_path, **CONTEXTS), requests)
+    found = datasets.load_from_disk(str(tmp_path / "default")).with_format("torch")
+    assert len(found) == 4
+    for layer, hook in TAPS:
+        name = {"pre_attn": "hook_resid_pre", "post_block": "hook_resid_post"}[hook]
+        values = found[f"blocks.{layer}.{name}"][:].reshape(-1, 16)
+        rows = {tuple(row.tolist()) for row in values.float()}
+        # Threads write the requests in any order, and two rows are left over.
+        all_rows = torch.cat([one[layer, hook] for one in requests.values()]).float()
+        assert len(rows) == 16 and rows <= {tuple(row.tolist()) for row in all_rows}
+    (lost,) = [one for one in results.values() if one.status != "ok"]
+    assert lost.status == "partial_error" and "2 of " in str(lost.error)
+    assert sorted(found["token_ids"][:].reshape(-1).tolist())[0] == 100
+
+
+def test_rows_that_fill_no_context_are_an_error(tmp_path: Path) -> None:
+    results = deliver(consumer_at(tmp_path, **CONTEXTS), {"r": some(3, torch.float32)})
+    (result,) = results.values()
+    assert result.status == "error" and "context of 4" in str(result.error)
+    assert not list((tmp_path / "default").glob("*.arrow"))
+
+
+def test_one_data_set_has_one_kind_of_columns(tmp_path: Path) -> None:
+    deliver(consumer_at(tmp_path, **CONTEXTS), {"a": some(8, torch.float32)})
+    other = {(1, "mlp_out"): rows_of(8, 16, 9, torch.float32)}
+    results = deliver(consumer_at(tmp_path, **CONTEXTS), {"b": other})
+    (result,) = results.values()
+    assert result.status == "error" and "tag of its own" in str(result.error)
+    more = deliver(consumer_at(tmp_path, **CONTEXTS), {"c": some(4, torch.float32)})
+    assert {one.status for one in more.values()} == {"ok"}
+    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 3
+
+
+def test_a_data_set_needs_the_size_of_its_contexts(tmp_path: Path) -> None:
+    with pytest.raises(CaptureValidationError, match="context_size=128"):
+        consumer_at(tmp_path, layout="saelens")
+    with pytest.raises(CaptureValidationError, match="has one form"):
+        consumer_at(tmp_path, **CONTEXTS, format="parquet")

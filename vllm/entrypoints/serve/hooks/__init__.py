@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes under `/v1/hooks`."""
+"""HTTP routes for hook functions, `/v1/hooks/...`."""

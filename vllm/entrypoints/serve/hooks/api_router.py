@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes under `/v1/hooks`, in the form of vllm-lens."""
+"""HTTP routes for hook functions, `/v1/hooks/...`, in vllm-lens' form."""
 
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/hooks")
 
 
 def attach_router(app: FastAPI, args: Namespace) -> None:
-    """Mount the routes where hooks can be run, with a steering key or in dev mode.
+    """Mount the routes if hooks can be run, with a steering key or in dev mode.
 
     Must run after `attach_router` of steering, which reads the keys.
     """
@@ -30,7 +30,7 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
 
 @router.post("/register")
 async def register(request: Request) -> JSONResponse:
-    """Run functions for all requests that come from now on."""
+    """Run functions for all later requests."""
 
     async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         if "hooks" not in body:
@@ -44,7 +44,7 @@ async def register(request: Request) -> JSONResponse:
 
 @router.post("/collect")
 async def collect(request: Request) -> JSONResponse:
-    """What registered functions saved, by request."""
+    """Return the values that registered functions saved, by request."""
 
     async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         found = await engine.collect_hook_results()
@@ -66,7 +66,7 @@ async def clear(request: Request) -> JSONResponse:
 
 @router.post("/clear_results")
 async def clear_results(request: Request) -> JSONResponse:
-    """Drop what registered functions saved."""
+    """Drop the values that registered functions saved."""
 
     async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         await engine.clear_hook_results()
@@ -102,7 +102,7 @@ async def _answer(
     work: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]],
     names: tuple[str, ...] = (),
 ) -> JSONResponse:
-    """Check the key and the body's fields, then do the work."""
+    """Check the key and the body's fields, then run `work`."""
     keys = request.app.state.steering_keys
     if not may_change(keys, request.headers.get("Authorization")):
         return JSONResponse(

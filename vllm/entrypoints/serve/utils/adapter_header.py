@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the adapter that a header of SageMaker names into the body of a request."""
+"""Adds the adapter named by a SageMaker header to the body of a request."""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -13,10 +13,10 @@ Handle: TypeAlias = Callable[[Request], Awaitable[Any]]
 
 
 def bounded(decorate: Callable[[Handle], Handle], header: str) -> Callable[..., Handle]:
-    """A decorator that does what `decorate` does, but leaves the rest of the body.
+    """A replacement for `decorate` that does not serialize the body again.
 
-    `decorate` prints the whole body as a debug message and writes it as JSON again,
-    both on the event loop. It is used where bodies are not bounded.
+    `decorate` prints the whole body as a debug message and serializes it again, both on
+    the event loop. It is still used if bodies are not limited.
 
     Args:
         decorate: `inject_adapter_id(adapter_path="model")` of SageMaker's standards.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of Python functions at hook points, for single requests of a step.
 
-They run inside the op that carries out programs, after the programs. A recorded CUDA
-graph does not call them again, so that a step with calls runs without graphs.
+They run inside the op that executes programs, after the programs. A replayed CUDA graph
+would not repeat them, so a step with calls runs without graphs.
 
 Legend: T tokens of the step, H width of the stream.
 """
@@ -17,8 +17,8 @@ class HostCall(NamedTuple):
     """A function for the rows of one request."""
 
     run: Callable[[torch.Tensor], torch.Tensor | None]
-    """Takes a copy of the request's rows `[tokens, H]` of the stream; returns them
-    changed, or None if they stay as they are."""
+    """Takes a copy of the request's rows `[tokens, H]` of the stream; returns the
+    changed rows, or None if they are unchanged."""
     start: int
     """First row of the request in the step's tensors."""
     stop: int
@@ -28,7 +28,7 @@ class HostCalls:
     """The calls of the current step. Engine thread only."""
 
     at: ClassVar[Mapping[int, Sequence[HostCall]]] = {}
-    """By the address of the hook point's index of programs."""
+    """Calls by the address of the hook point's program index."""
 
 
 def run_calls(
@@ -38,16 +38,17 @@ def run_calls(
     residual: torch.Tensor | None,
     leads: bool,
 ) -> None:
-    """Call functions one after another, and write the rows that they change.
+    """Call functions one after another, and write the rows that they changed.
 
-    As with programs, a row that changes becomes the branch, with zeros beside it.
+    As with programs, a changed row is written to the branch, and the residual becomes
+    zeros there.
 
     Args:
-        calls: of one hook point.
+        calls: the calls of one hook point.
         whole: `[T, H]`, the stream, or the pair's branch summed over ranks.
         hidden: the same tensor, or this rank's part of that sum.
         residual: `[T, H]`, the pair's other half, or None.
-        leads: whether this rank's part of the sum takes the changed rows.
+        leads: whether this rank writes the changed rows to its part of the sum.
 
     """
     for call in calls:

@@ -88,21 +88,21 @@ class Tracked:
 
 
 class HeldBytes:
-    """Bytes that tracked requests may return, as sums that each change keeps right.
+    """Bytes that tracked requests may return, as running sums.
 
-    Every admission asks for them, so they are not added up over all requests.
+    Every admission reads them, so they are not summed over all requests each time.
     """
 
     def __init__(self) -> None:
         self._sums: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        """By whether the requests were aborted, and instance."""
+        """Sums by abort state and instance."""
 
     def of(self, instance: str, aborted: bool) -> int:
-        """The sum over the requests that were aborted, or over the others."""
+        """The sum over aborted requests, or over the others."""
         return self._sums[aborted][instance]
 
     def put(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
-        """Set what a request may return."""
+        """Set the bytes that a request may return."""
         self.drop(tracked)
         tracked.held = sizes
         self._sums[tracked.aborted].update(sizes)
@@ -114,5 +114,5 @@ class HeldBytes:
         self._sums[True].update(tracked.held)
 
     def drop(self, tracked: Tracked) -> None:
-        """Leave out a request."""
+        """Remove a request."""
         self._sums[tracked.aborted].subtract(tracked.held)

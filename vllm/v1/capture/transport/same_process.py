@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results for a front end in the worker's own process, which need not be sent.
+"""Passes results to a front end in the worker's own process by a call.
 
-An engine whose core runs in the process of its `LLM` gives results to the front end by
-a call. Only the ZMQ channel keeps messages of one worker in order and bounds them, so
-rows for driver-side consumers, streamed rows and counters go through it here too.
+If the engine core runs in the process of its `LLM`, results are passed to the front end
+by a call. Only the ZMQ channel keeps messages of one worker in order and limits them,
+so rows for driver-side consumers, streamed rows and counters use the channel here too.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 _RECEIVERS: dict[str, Callable[[Any], None]] = {}
-"""The front ends of this process, by address."""
+"""Handlers of this process's front ends, by address."""
 
 
 def receive_at(address: str, handle: Callable[[Any], None]) -> None:
-    """Call `handle` with what workers of this process hand over.
+    """Call `handle` with messages of workers in this process.
 
     Args:
-        address: of the front end's inbox.
-        handle: called on a worker's thread, by several at once.
+        address: address of the front end's inbox.
+        handle: called on workers' threads, possibly concurrently.
 
     """
     _RECEIVERS[address] = handle
 
 
 def stop_receiving(address: str) -> None:
-    """Nothing is handed over from now on."""
+    """Stop passing messages to the front end."""
     _RECEIVERS.pop(address, None)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def take_hook_results(core: "EngineCore", key: str) -> list[bytes | None]:
-    """What each worker has of a request's results, which are removed there."""
+    """Take a request's results from each worker, where they are removed."""
     found: list[bytes | None] = core.model_executor.collective_rpc(
         residual_hooks.take_results, args=(key,)
     )
@@ -18,7 +18,7 @@ def take_hook_results(core: "EngineCore", key: str) -> list[bytes | None]:
 
 
 def prefetch_parameters(core: "EngineCore", names: list[str]) -> list[str]:
-    """Keep whole parameters in every worker; returns the names that there are not."""
+    """Keep whole parameters in every worker; returns the unknown names."""
     missing: list[list[str]] = core.model_executor.collective_rpc(
         residual_hooks.prefetch_parameters, args=(names,)
     )
@@ -26,5 +26,5 @@ def prefetch_parameters(core: "EngineCore", names: list[str]) -> list[str]:
 
 
 def clear_parameters(core: "EngineCore") -> None:
-    """Drop the parameters that were kept."""
+    """Drop the kept parameters."""
     core.model_executor.collective_rpc(residual_hooks.clear_parameters)

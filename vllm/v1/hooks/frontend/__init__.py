@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook functions at admission."""
+"""Hook functions in the front end: admission and results."""

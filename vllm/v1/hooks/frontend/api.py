@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that hook functions add to `LLM` and `AsyncLLM`."""
+"""Methods that hook functions add to `LLM` and `AsyncLLM`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 def register_hooks(
     self: "LLM", hooks: Any, prefetch_params: Sequence[str] | None = None
 ) -> int:
-    """Run functions for all requests that come from now on.
+    """Run functions for all later requests.
 
     Args:
-        self: the engine.
+        self: the engine that runs them.
         hooks: a list of `Hook`s; they are added to those registered before.
         prefetch_params: names of parameters to keep whole in every worker.
 
     Returns:
-        How many were added.
+        The number of added hooks.
 
     Raises:
-        HookError: a hook or a name is invalid; nothing changed.
+        HookError: a hook or a name is invalid; nothing has changed.
 
     """
     frontend = _frontend(self.llm_engine)
@@ -37,9 +37,10 @@ def register_hooks(
 
 
 def collect_hook_results(self: "LLM") -> dict[str, Saved]:
-    """What registered functions saved: `{request id: {hook's number: saved}}`.
+    """The values that registered functions saved, by request and hook.
 
-    Of requests that have finished. Stays until `clear_hook_results`.
+    `{request id: {hook's number: saved}}`, for finished requests. They stay until
+    `clear_hook_results`.
     """
     return dict(_frontend(self.llm_engine).results)
 
@@ -50,7 +51,7 @@ def clear_hooks(self: "LLM") -> None:
 
 
 def clear_hook_results(self: "LLM") -> None:
-    """Drop what registered functions saved."""
+    """Drop the values that registered functions saved."""
     _frontend(self.llm_engine).clear_results()
 
 
@@ -60,10 +61,10 @@ def prefetch_params(self: "LLM", names: Sequence[str]) -> list[str]:
     Needed for parameters of another pipeline stage than the hook's.
 
     Returns:
-        Their names.
+        The names.
 
     Raises:
-        HookError: the model has no parameter of a name.
+        HookError: the model has no parameter with one of the names.
 
     """
     frontend = _frontend(self.llm_engine)
@@ -72,7 +73,7 @@ def prefetch_params(self: "LLM", names: Sequence[str]) -> list[str]:
 
 
 prefetch_params_of = prefetch_params
-"""The same, where the name stands for an argument."""
+"""An alias for functions with an argument of the same name."""
 
 
 def clear_prefetched(self: "LLM") -> None:
@@ -83,7 +84,7 @@ def clear_prefetched(self: "LLM") -> None:
 async def async_register_hooks(
     self: "AsyncLLM", hooks: Any, prefetch_params: Sequence[str] | None = None
 ) -> int:
-    """As `LLM.register_hooks`."""
+    """Run functions for all later requests; see `LLM.register_hooks`."""
     frontend = _frontend(self)
     if prefetch_params:
         await async_prefetch_params(self, prefetch_params)
@@ -91,28 +92,28 @@ async def async_register_hooks(
 
 
 async def async_collect_hook_results(self: "AsyncLLM") -> dict[str, Saved]:
-    """As `LLM.collect_hook_results`."""
+    """Return what `LLM.collect_hook_results` returns."""
     return dict(_frontend(self).results)
 
 
 async def async_clear_hooks(self: "AsyncLLM") -> None:
-    """As `LLM.clear_hooks`."""
+    """Remove the registered functions."""
     _frontend(self).clear()
 
 
 async def async_clear_hook_results(self: "AsyncLLM") -> None:
-    """As `LLM.clear_hook_results`."""
+    """Drop the values that registered functions saved."""
     _frontend(self).clear_results()
 
 
 async def async_prefetch_params(self: "AsyncLLM", names: Sequence[str]) -> list[str]:
-    """As `LLM.prefetch_params`."""
+    """Keep whole parameters in every worker; see `LLM.prefetch_params`."""
     core, wanted = _frontend(self).core, _names(names)
     return _found(wanted, await core.call_utility_async("prefetch_parameters", wanted))
 
 
 async def async_clear_prefetched(self: "AsyncLLM") -> None:
-    """As `LLM.clear_prefetched`."""
+    """Drop prefetched parameters."""
     await _frontend(self).core.call_utility_async("clear_parameters")
 
 

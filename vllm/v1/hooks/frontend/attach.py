@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def open_for_engine(engine: "LLMEngine") -> NoHooks:
-    """The front end of an offline engine, which runs its caller's functions."""
+    """Create the front end of an offline engine, which runs its caller's functions."""
     return _open(engine, offline=True)
 
 
 def open_for_async_engine(engine: "AsyncLLM") -> NoHooks:
-    """The front end of a serving engine, whose requests may come from anybody."""
+    """Create the front end of a serving engine, whose clients are not trusted."""
     return _open(engine, offline=False)
 
 

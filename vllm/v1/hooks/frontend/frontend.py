@@ -26,7 +26,7 @@ WHERE = f"extra_args.{FIELD}"
 STREAM = "output_residual_stream"
 
 MOST_RESULTS = 4096
-"""Requests whose results of registered hooks are kept; older ones are dropped."""
+"""Most requests whose results of registered hooks are kept; older ones are dropped."""
 
 DISABLED = (
     "start the server with --vllm-lens-api (LLM(vllm_lens_api=True)), or use "
@@ -35,13 +35,13 @@ DISABLED = (
 
 
 class NoHooks:
-    """The front end of an engine whose requests cannot have hook functions."""
+    """The null object for engines whose requests cannot have hook functions."""
 
     def admit(self, request_id: str, params: "SamplingParams") -> None:
-        """Refuse a request that has some.
+        """Refuse a request with hook functions.
 
         Raises:
-            HookError: this engine runs none.
+            HookError: the request has hook functions.
 
         """
         if params.extra_args and FIELD in params.extra_args:
@@ -52,7 +52,7 @@ class NoHooks:
         raise fail(f"hooks: {DISABLED}", "hooks", "(hooks)")
 
     def complete(self, outputs: "Iterable[RequestOutput]") -> None:
-        """Attach what functions saved to final outputs."""
+        """Attach saved values to final outputs."""
 
     def check(self) -> None:
         """Raise the error of a function that has failed since the last call."""
@@ -70,8 +70,8 @@ class HookFrontend(NoHooks):
         Args:
             vllm_config: the engine's configuration.
             core: the client of the engine core.
-            offline: whether whoever calls this process runs the engine too, so that
-                code from there is run.
+            offline: whether the caller of this process also runs the engine, so that
+                its code is trusted.
 
         """
         config = vllm_config.capture_config.hook_points or {}
@@ -86,7 +86,7 @@ class HookFrontend(NoHooks):
         self.core = core
         self._shared: tuple[HookSpec, ...] = ()
         self._results: dict[str, Saved] = {}
-        """What registered hooks saved, by the client's id of the request."""
+        """Values that registered hooks saved, by the client's request id."""
         self._errors: list[str] = []
 
     def admit(self, request_id: str, params: "SamplingParams") -> None:
@@ -94,10 +94,10 @@ class HookFrontend(NoHooks):
 
         Args:
             request_id: the client's id of the request.
-            params: its sampling parameters.
+            params: the request's sampling parameters; changed in place.
 
         Raises:
-            HookError: a hook is invalid, or cannot be run; says what to do.
+            HookError: a hook is invalid or cannot be run; the message names the remedy.
 
         """
         args = params.extra_args or {}
@@ -130,7 +130,7 @@ class HookFrontend(NoHooks):
             )
 
     def register(self, hooks: Any) -> int:
-        """Add hooks for all requests that come from now on; their number.
+        """Add hooks for all later requests; returns their number.
 
         Raises:
             HookError: a hook is invalid, or there are several API servers.
@@ -157,7 +157,7 @@ class HookFrontend(NoHooks):
         return len(added)
 
     def clear(self) -> None:
-        """Remove the registered hooks; requests that run keep them."""
+        """Remove the registered hooks; requests in flight keep them."""
         self._shared = ()
 
     @property
@@ -166,11 +166,11 @@ class HookFrontend(NoHooks):
         return dict(self._results)
 
     def clear_results(self) -> None:
-        """Drop what registered hooks saved."""
+        """Drop the values that registered hooks saved."""
         self._results.clear()
 
     def complete(self, outputs: "Iterable[RequestOutput]") -> None:
-        """Attach what functions saved to final outputs."""
+        """Attach saved values to final outputs."""
         for output in outputs:
             if getattr(output, "hooks_key", None) is None or not output.finished:
                 continue
@@ -179,7 +179,7 @@ class HookFrontend(NoHooks):
                 self._errors.append(error)
 
     async def complete_async(self, output: "RequestOutput") -> None:
-        """Attach what functions saved to a final output.
+        """Attach saved values to a final output.
 
         Raises:
             HookError: a function has failed.
@@ -195,7 +195,7 @@ class HookFrontend(NoHooks):
         """Raise the error of a function that has failed since the last call.
 
         Raises:
-            HookError: says which function, and what it raised.
+            HookError: the message names the function and its exception.
 
         """
         errors, self._errors = self._errors, []
@@ -236,7 +236,7 @@ def _failed(message: str) -> HookError:
 
 
 def _refusal(vllm_config: "VllmConfig") -> str:
-    """Why functions cannot be run by this engine; empty if they can."""
+    """The reason why this engine cannot run functions; empty if it can."""
     if vllm_config.parallel_config.data_parallel_size > 1:
         return (
             "with data-parallel engines a step cannot be run without CUDA graphs on "

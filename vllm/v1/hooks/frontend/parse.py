@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hooks as users write them to `HookSpec`s.
+"""Parses the hooks that users write to `HookSpec`s.
 
-A hook is an object with `fn`, `layer_indices` and `pre`, or the same as a mapping,
+A hook is an object with `fn`, `layer_indices` and `pre`, or an equivalent mapping,
 where `fn` is `{"name": n, "params": {...}}` or `{"cloudpickle": base64}`.
 """
 
@@ -17,7 +17,7 @@ from vllm.v1.hooks.errors import fail
 from vllm.v1.hooks.plan import GROUP, HookSpec
 
 MOST_HOOKS = 64
-"""Of a request, and of those that are registered for all."""
+"""Most hooks of a request, and most registered ones."""
 
 FORM = (
     'a hook is {"fn": {"name": n, "params": {...}} or {"cloudpickle": base64}, '
@@ -27,12 +27,12 @@ FORM = (
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the hooks of a call may be."""
+    """The limits for the hooks of a call."""
 
     points: Mapping[int, Sequence[str]]
-    """The hook points of the model's layers."""
+    """Hook points of the model's layers."""
     code: bool
-    """Whether pickled functions are run."""
+    """Whether pickled functions may be run."""
 
 
 def hook_names() -> list[str]:
@@ -46,13 +46,14 @@ def parse_hooks(
     """Parse a list of hooks, or its JSON text.
 
     Args:
-        raw: as the user wrote it; one hook may stand without its list.
-        allowed: what may be in it.
+        raw: the value that the user wrote; a single hook may be given without a list.
+        allowed: the limits for the hooks.
         where: the parameter's name in messages.
-        shared: whether they are registered for all requests.
+        shared: whether the hooks are registered for all requests.
 
     Raises:
-        HookError: names the parameter, the value and the remedy.
+        HookError: a hook is invalid; the message names the parameter, the value and the
+            remedy.
 
     """
     if isinstance(raw, str):
@@ -108,7 +109,8 @@ def _layers(raw: Any, point: str, allowed: Allowed, where: str) -> tuple[int, ..
 
 def _function(raw: Any, allowed: Allowed, where: str) -> tuple[str, str, bytes]:
     """The name, the parameters as JSON, and the code of a function."""
-    if callable(raw):  # It was made in this process, by whoever runs the engine.
+    # The caller of this process runs the engine, so its code is trusted.
+    if callable(raw):
         import cloudpickle
 
         return "", "{}", cloudpickle.dumps(raw)

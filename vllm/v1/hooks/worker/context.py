@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hook function is given beside the rows."""
+"""The context that a hook function receives with the rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ class HookContext:
     """The first argument of a hook function, which is called `fn(ctx, h)`.
 
     `h` is `[seq_len, hidden_size]` on the device, in the model's dtype: the rows of one
-    request that this step computes. A function that returns a tensor of the same shape,
-    or changes `h` in place, changes the stream; None leaves it as it is.
+    request in this step. A function that returns a tensor of the same shape, or changes
+    `h` in place, changes the stream; returning None leaves it unchanged.
     """
 
     layer_idx: int
     """0-based index of the decoder block."""
     seq_len: int
-    """Rows in this call: of a prompt, or of a part of it; 1 while generating."""
+    """Number of rows in this call: of a prompt or a part of it; 1 during generation."""
     saved: dict[Any, Any]
-    """What the hook keeps: the same dictionary for all layers and steps of a request.
-    It is the hook's result."""
+    """The hook's result: one dictionary for all layers and steps of a request."""
     positions: range
     """Token positions of the rows."""
     num_prompt_tokens: int
     request_id: str
     model: nn.Module
-    """The loaded model, of which this process may have a part only."""
+    """The loaded model, or this process's part of it."""
     get_parameter: Callable[[str], torch.Tensor]
-    """A parameter of the model by its name, whole: gathered over tensor-parallel ranks.
+    """Returns a whole parameter of the model by name, gathered over tensor-parallel
+    ranks. A parameter of another pipeline stage must have been prefetched.
 
     A parameter of another pipeline stage must have been prefetched.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole parameters of a model whose ranks have shards of it."""
+"""Access to whole parameters of a model that is sharded over ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 
 class Parameters:
-    """The parameters that hook functions ask for. Engine thread only.
+    """The parameters that hook functions request. Engine thread only.
 
-    Every call is a collective of the ranks that make it: all tensor-parallel ranks run
-    the same functions on the same rows.
+    Every call is a collective operation: all tensor-parallel ranks run the same
+    functions on the same rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,10 +23,11 @@ class Parameters:
         self._prefetched: dict[str, torch.Tensor] = {}
 
     def get(self, name: str) -> torch.Tensor:
-        """A parameter, gathered over tensor-parallel ranks.
+        """Return a parameter, gathered over tensor-parallel ranks.
 
         Raises:
-            KeyError: this pipeline stage does not have it, and it was not prefetched.
+            KeyError: this pipeline stage does not have the parameter, and it was not
+                prefetched.
 
         """
         if name in self._prefetched:
@@ -41,8 +42,6 @@ class Parameters:
 
     def prefetch(self, names: Sequence[str]) -> list[str]:
         """Keep whole parameters on every rank of every pipeline stage.
-
-        Called on all ranks.
 
         Returns:
             The names that no stage has.
@@ -60,7 +59,7 @@ class Parameters:
         return missing
 
     def clear(self) -> None:
-        """Drop what was prefetched."""
+        """Drop prefetched parameters."""
         self._prefetched.clear()
 
     def _own(self, name: str) -> torch.Tensor | None:
@@ -74,7 +73,7 @@ class Parameters:
 
 
 def _gathered(own: torch.Tensor, vocab_rows: int | None) -> torch.Tensor:
-    """The whole of a parameter of which each tensor-parallel rank has a shard."""
+    """Gather a parameter of which each tensor-parallel rank has a shard."""
     whole = own.detach()
     dim = getattr(own, "output_dim", None)
     if dim is None:

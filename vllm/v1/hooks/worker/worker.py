@@ -22,7 +22,7 @@ from vllm.v1.residual.step_view import StepView
 logger = init_logger(__name__)
 
 MOST_KEPT = 256
-"""Ended requests whose results wait to be taken; older ones are dropped."""
+"""Most finished requests whose results are kept until taken; older ones are dropped."""
 
 HookFunction = Callable[[HookContext, torch.Tensor], torch.Tensor | None]
 Tap = tuple[int, str]
@@ -30,19 +30,19 @@ Tap = tuple[int, str]
 
 @dataclass(slots=True)
 class Running:
-    """A function of a request, and what it has saved."""
+    """A function of a request, and its saved values."""
 
     spec: HookSpec
     function: HookFunction | None
-    """None if it could not be loaded."""
+    """The function; None if it could not be loaded."""
     saved: dict[Any, Any] = field(default_factory=dict)
     error: str = ""
-    """What it raised; it is not called again."""
+    """Its error message; after an error it is not called again."""
 
 
 @dataclass(slots=True)
 class HookedRequest:
-    """A request with functions. `by_tap` has them in the order of their list."""
+    """A request with functions; `by_tap` keeps the order of their list."""
 
     req_id: str
     plan: HookPlan
@@ -54,7 +54,7 @@ class HookedRequest:
 class WorkerHooks:
     """Calls the functions of requests in their steps. Engine thread only.
 
-    All ranks of a pipeline stage call them alike; results are rank 0's.
+    All ranks of a pipeline stage make the same calls; the results are those of rank 0.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WorkerHooks:
 
         Args:
             model: the loaded model.
-            addresses: of the index of programs at each tap of this process.
+            addresses: address of the program index at each tap of this process.
             reports: whether this rank's results are taken.
 
         """
@@ -74,11 +74,11 @@ class WorkerHooks:
         self._reports = reports
         self._requests: dict[str, HookedRequest] = {}
         self._ended: dict[str, HookedRequest] = {}
-        """By the plan's key, in the order of their ends."""
+        """Finished requests by the plan's key, in the order of their ends."""
         self._calls: dict[int, list[HostCall]] = {}
         self._complained: set[str] = set()
         self.num_tokens = 0
-        """Rows of the planned step, padding excluded."""
+        """Number of rows of the planned step, without padding."""
 
     @property
     def is_idle(self) -> bool:
@@ -91,7 +91,7 @@ class WorkerHooks:
         return bool(self._calls)
 
     def add_request(self, req_id: str, plan: HookPlan, num_prompt_tokens: int) -> None:
-        """Load a request's functions; after a preemption it starts anew."""
+        """Load a request's functions; after a preemption the request starts again."""
         running = [self._loaded(spec) for spec in plan.hooks]
         by_tap: dict[Tap, list[Running]] = {}
         for one in running:
@@ -106,7 +106,7 @@ class WorkerHooks:
         self._requests[req_id] = request
 
     def end_requests(self, finished: Iterable[str]) -> None:
-        """Keep the results of requests that have ended until they are taken."""
+        """Keep the results of finished requests until they are taken."""
         for req_id in finished:
             request = self._requests.pop(req_id, None)
             if request is not None and self._reports:
@@ -115,7 +115,7 @@ class WorkerHooks:
             self._ended.pop(next(iter(self._ended)))
 
     def plan_step(self, view: StepView) -> frozenset[int]:
-        """Find the calls of a step; the addresses of the ops that make them."""
+        """Plan the calls of a step; returns the addresses of the ops that make them."""
         self._calls = {}
         if not self._requests:
             return frozenset()
@@ -140,18 +140,18 @@ class WorkerHooks:
         return frozenset(self._calls)
 
     def begin_step(self) -> None:
-        """The forward pass of the planned step comes next."""
+        """Prepare the forward pass of the planned step."""
         HostCalls.at = self._calls
 
     def end_step(self) -> None:
-        """The pass is over: dummy batches that follow call nothing."""
+        """End the step, so that following dummy batches call nothing."""
         HostCalls.at = {}
         self._calls = {}
 
     def take(self, key: str) -> bytes | None:
         """Remove and return a request's results; None on ranks that have none."""
         request = self._ended.pop(key, None)
-        if request is None:  # The engine may not have told of its end yet.
+        if request is None:  # The engine may not have reported its end yet.
             running = (r for r in self._requests.values() if r.plan.key == key)
             request = next(running, None)
         if request is None or not self._reports:
@@ -194,7 +194,7 @@ class WorkerHooks:
             return None
 
     def _described(self, spec: HookSpec, error: Exception) -> str:
-        """The error as its request gets it; logged once per function."""
+        """The error message for the request; logged once per function."""
         name = spec.name or f"number {spec.key}"
         if name not in self._complained:
             self._complained.add(name)
@@ -205,7 +205,7 @@ class WorkerHooks:
 def _changed(
     found: Any, rows: torch.Tensor, before: torch.Tensor
 ) -> torch.Tensor | None:
-    """The rows that a function returned or changed in place; None if it did neither."""
+    """The rows that a function returned or changed in place; None if unchanged."""
     if found is None:
         return None if torch.equal(rows, before) else rows
     if not isinstance(found, torch.Tensor) or found.shape != rows.shape:
@@ -242,6 +242,6 @@ def _encoded(request: HookedRequest) -> bytes:
             result.errors[one.spec.key] = one.error
     try:
         return encode(result, request.plan.pickles)
-    except Exception as error:  # What was saved may be anything.
+    except Exception as error:  # The saved values may be of any type.
         message = f"{type(error).__name__}: {error}"
         return encode(HookResult({}, {}, {"saved": message}), False)

@@ -20,12 +20,12 @@ logger = init_logger(__name__)
 GROUP = "vllm.readouts"
 
 MOST_FUNCTIONS = 64
-"""Functions of requests that are kept loaded."""
+"""Most functions of requests that are kept loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadoutContext:
-    """The facts about its rows that a custom readout is given."""
+    """The context of its rows that a custom readout receives."""
 
     request_id: str
     positions: range
@@ -45,14 +45,14 @@ class CustomReadouts:
     `ReadoutContext`; the result is a tensor `[tokens, ...]` on any device. `compute`
     runs on the engine's thread between steps, so it must not wait for the device.
 
-    A function that a request brought is called as `fn(rows, context)` instead.
+    A function sent with a request is called as `fn(rows, context)` instead.
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self._vllm_config = vllm_config
         self._made: dict[str, Any] = {}
         self._functions: dict[bytes, Any] = {}
-        """Functions of requests, by their code, the last used last."""
+        """Functions of requests by their code, least recently used first."""
         self._complained: set[str] = set()
 
     def compute(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.capture.consumers.arrow.params import ArrowParams
+from vllm.v1.capture.consumers.arrow.context_shard import ContextShard
+from vllm.v1.capture.consumers.arrow.params import WHERE, ArrowParams
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
 from vllm.v1.capture.consumers.arrow.shard import TableShard
 from vllm.v1.capture.consumers.storage.files import Workspace
@@ -24,6 +25,7 @@ from vllm.v1.capture.consumers.storage.sink import (
     default_threads,
 )
 from vllm.v1.capture.consumers.storage.threads import Task
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
@@ -44,6 +46,7 @@ class ArrowConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = ArrowParams.parse(params)
+        _refuse_stages(parsed, vllm_config)
         self._spec = global_spec(
             parsed.global_hooks,
             parsed.global_positions,
@@ -92,6 +95,7 @@ class _Tables:
         self._params = params
         self._tables = default_threads(params.writer_threads)
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
+        self._contexts: ShardSet[ContextShard] = ShardSet(params.shard_max_bytes)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
         """Append the rows of a request to a table, or write a file for it."""
@@ -101,6 +105,14 @@ class _Tables:
             return
         sidecar = finalizes[0].sidecar
         tag, name = place_of(sidecar, self._params.default_tag)
+        if self._params.layout == "saelens":
+            self._contexts.add(
+                # One at a time, so that few rows are left over.
+                [(tag, 0)],
+                partial(ContextShard, self._params, workspace, tag, finalizes),
+                lambda shard: shard.append(request, name, finalizes),
+            )
+            return
         if self._params.format == "safetensors":
             request.settle(
                 write_safetensors(
@@ -117,4 +129,15 @@ class _Tables:
 
     def due(self, now: float, closing: bool) -> Sequence[Task]:
         """Tasks that seal the tables that are due."""
-        return self._shards.due(now, closing)
+        return [*self._shards.due(now, closing), *self._contexts.due(now, closing)]
+
+
+def _refuse_stages(params: ArrowParams, config: "VllmConfig | None") -> None:
+    stages = 1 if config is None else config.parallel_config.pipeline_parallel_size
+    if params.layout == "saelens" and stages > 1:
+        raise CaptureValidationError(
+            f"{WHERE}.layout=saelens: the model has {stages} pipeline stages, and an "
+            "entry holds all layers; use layout=rows, or one stage",
+            parameter=f"{WHERE}.layout",
+            value=params.layout,
+        )

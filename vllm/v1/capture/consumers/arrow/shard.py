@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table with rows of many requests, in one Parquet or Arrow IPC file."""
+"""Files with rows of many requests: tables, in Parquet or Arrow IPC."""
 
 import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +25,78 @@ BATCH_BYTES = 16 << 20
 _ENDINGS = {"parquet": "parquet", "ipc": "arrow"}
 
 
-class TableShard(Shard):
+class ArrowShard(Shard):
+    """An open file in a shared folder, which `_writer` writes batches to."""
+
+    _writer: Any
+
+    def __init__(
+        self,
+        params: ArrowParams,
+        workspace: Workspace,
+        folder: Path,
+        name: str,
+        ending: str,
+    ) -> None:
+        """Open a file aside.
+
+        Args:
+            params: of the consumer.
+            workspace: the consumer's root.
+            folder: where the file appears when it is complete.
+            name: how its name begins.
+            ending: how it ends, without a dot.
+
+        Raises:
+            OSError: it cannot be written.
+
+        """
+        super().__init__()
+        self._params = params
+        # Random, because independent engines may share a directory.
+        self._final = str(folder / f"{name}-{uuid4().hex}.{ending}")
+        self._path, fd = workspace.create()
+        os.close(fd)
+        self._file = pa.OSFile(self._path, "wb")  # Writes without the GIL.
+
+    @contextlib.contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Give the file up, and fail all its requests, if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.sealed = self.written_out = True
+            for request, _ in self._waiting:
+                request.settle_error("the table it shared with others was not written")
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def write_out(self) -> None:
+        """Write the footer, and rename the file to its final name."""
+        try:
+            self._writer.close()
+            self._file.close()
+            if self._params.fsync:
+                fd = os.open(self._path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            publish(self._path, self._final, replace=False, fsync=self._params.fsync)
+        except BaseException:
+            self._drop()
+            raise
+
+
+class TableShard(ArrowShard):
     """An open table."""
 
     def __init__(
@@ -33,16 +106,10 @@ class TableShard(Shard):
         tag: str,
         sidecar: dict[str, Any],
     ) -> None:
-        super().__init__()
-        self._params = params
+        name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
+        folder = workspace.folder(tag)
+        super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
         self._schema = schema_of(sidecar, params.bfloat16 == "float32")
-        stage = sidecar["pipeline_parallel_rank"]
-        # Random, because independent engines may share a directory.
-        name = f"rows-pp{stage:02d}-{uuid4().hex}.{_ENDINGS[params.format]}"
-        self._final = str(workspace.folder(tag) / name)
-        self._path, fd = workspace.create()
-        os.close(fd)
-        self._file = pa.OSFile(self._path, "wb")  # Writes without the GIL.
         self._writer = self._open_writer()
 
     def _open_writer(self) -> Any:
@@ -75,13 +142,10 @@ class TableShard(Shard):
 
         The caller holds the lock.
         """
-        try:
+        with self.abandoned_on_failure():
             for finalize in finalizes:
                 self._append_key(request, name, finalize)
             request.commit()
-        except BaseException:
-            self._abandon()
-            raise
         self.num_bytes = self._file.tell()
         first, *others = (finalize.key for finalize in finalizes)
         self.wait_for_seal(
@@ -103,33 +167,3 @@ class TableShard(Shard):
             else:
                 self._writer.write_batch(batch)
             done += len(rows)
-
-    def _abandon(self) -> None:
-        self.sealed = self.written_out = True
-        for request, _ in self._waiting:
-            request.settle_error("the table it shared with others was not written")
-        self._drop()
-
-    def _drop(self) -> None:
-        with contextlib.suppress(Exception):
-            self._writer.close()
-        with contextlib.suppress(Exception):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-
-    def write_out(self) -> None:
-        """Write the footer, and rename the file to its final name."""
-        try:
-            self._writer.close()
-            self._file.close()
-            if self._params.fsync:
-                fd = os.open(self._path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-            publish(self._path, self._final, replace=False, fsync=self._params.fsync)
-        except BaseException:
-            self._drop()
-            raise

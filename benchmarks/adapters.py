@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each adapter in `vllm/interop` costs over our own call for the same rows.
+
+    python benchmarks/adapters.py --out benchmarks/results/adapters.md
+
+One process per adapter, with an environment of its peer library where the adapter
+needs it. Adapter and own call alternate on one engine (or on two alike, where what is
+measured is a setting of the engine); the order changes every turn. The cost is the CPU
+time of the process and its children, which a busy machine does not change.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "client")]
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.harness import reports  # noqa: E402
+
+MODEL = str(ROOT / "examples" / "demo_model" / "weights")
+LAYERS = [1, 3]
+PROMPTS, LENGTH, GENERATED = 16, 96, 8
+ENGINE: dict[str, Any] = {
+    "max_model_len": 128,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.2,
+}
+GOAL = 1.05
+PEERS = {"transformer_lens": "transformer_lens", "inspect_ai": "inspect_ai"}
+"""The environment that an adapter needs."""
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+"""The adapter's call and ours."""
+
+
+def tokens() -> list[list[int]]:
+    """The prompts."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (PROMPTS, LENGTH)
+    return torch.randint(3, 1000, shape, generator=generator).tolist()
+
+
+def inputs() -> list[Any]:
+    """The prompts as an engine takes them."""
+    from vllm.inputs import TokensPrompt
+
+    return [TokensPrompt(prompt_token_ids=ids) for ids in tokens()]
+
+
+def params(**more: Any) -> Any:
+    """Greedy, without text."""
+    from vllm import SamplingParams
+
+    chosen = {"max_tokens": 1, "temperature": 0, "detokenize": False}
+    return SamplingParams(**chosen | {"ignore_eos": True} | more)
+
+
+def inline(positions: str) -> dict[str, Any]:
+    """Our own request for rows."""
+    hooks = {"post_block": LAYERS}
+    return {"inline": {"hooks": hooks, "positions": positions}}
+
+
+def rows_in(outputs: list[Any]) -> int:
+    """Reads every row of our own outputs, and counts them."""
+    found = [output.capture_results["inline"].payload for output in outputs]
+    return sum(len(rows) for payload in found for rows in payload.values())
+
+
+@contextmanager
+def vllm_lens() -> Iterator[Pair]:
+    """`output_residual_stream` and `output.activations`."""
+    from vllm import LLM
+
+    options = {"vllm_lens_api": True, "capture_consumers": ["inline"]}
+    llm = LLM(MODEL, **ENGINE, **options)
+
+    def theirs() -> Any:
+        args = {"output_residual_stream": LAYERS}
+        asked = params(max_tokens=GENERATED, extra_args=args)
+        outputs = llm.generate(inputs(), asked, use_tqdm=False)
+        return [output.activations["residual_stream"] for output in outputs]
+
+    def ours() -> Any:
+        asked = params(max_tokens=GENERATED, capture=inline("all"))
+        return rows_in(llm.generate(inputs(), asked, use_tqdm=False))
+
+    yield theirs, ours
+
+
+@contextmanager
+def probe_hook() -> Iterator[Pair]:
+    """`vllm_probe_hook.LLM`, a row per output token."""
+    from vllm_probe_hook import LLM
+
+    from vllm import LLM as EngineLLM
+
+    llm = LLM(
+        MODEL, layers=LAYERS, dtype="float32", capture_consumers=["inline"], **ENGINE
+    )
+
+    def theirs() -> Any:
+        asked = params(max_tokens=GENERATED)
+        outputs = llm.generate(inputs(), asked, use_tqdm=False)
+        return [output.hidden_states for output in outputs]
+
+    def ours() -> Any:
+        asked = params(max_tokens=GENERATED, capture=inline("all_generated"))
+        return rows_in(EngineLLM.generate(llm, inputs(), asked, use_tqdm=False))
+
+    yield theirs, ours
+
+
+@contextmanager
+def activation_capture() -> Iterator[Pair]:
+    """`VLLM_ACT_CAPTURE=1` beside the filesystem consumer with the same codec."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        stored = {
+            "root": f"{folder}/own",
+            "codec": "rp8",
+            "global_hooks": {"post_block": "all"},
+            "global_positions": "all",
+        }
+        consumer = {"name": "filesystem", "params": stored}
+        own = LLM(MODEL, capture_consumers=[consumer], **ENGINE)
+        os.environ |= {"VLLM_ACT_CAPTURE": "1", "VLLM_ACT_OUTDIR": f"{folder}/theirs"}
+        llm = LLM(MODEL, **ENGINE)
+        asked = params(max_tokens=GENERATED)
+        yield (
+            lambda: llm.generate(inputs(), asked, use_tqdm=False),
+            lambda: own.generate(inputs(), asked, use_tqdm=False),
+        )
+
+
+@contextmanager
+def interp_engine() -> Iterator[Pair]:
+    """`EngineAPI.capture` beside `AsyncLLM.generate`."""
+    from vllm.interop.interp_engine.model import ServedModel
+    from vllm.sampling_params import RequestOutputKind
+
+    loop = asyncio.new_event_loop()
+
+    async def start() -> Any:
+        return ServedModel.load(MODEL, **ENGINE)
+
+    model = loop.run_until_complete(start())
+    points = [f"resid_post.{layer}" for layer in LAYERS]
+
+    async def last(number: int, prompt: Any) -> Any:
+        asked = params(capture=inline("all_prompt"))
+        asked.output_kind = RequestOutputKind.FINAL_ONLY
+        async for output in model.engine.generate(prompt, asked, f"own-{number}"):
+            found = output
+        return found
+
+    async def theirs() -> Any:
+        every = [model.capture(ids, points) for ids in tokens()]
+        return await asyncio.gather(*every)
+
+    async def ours() -> Any:
+        every = [last(number, prompt) for number, prompt in enumerate(inputs())]
+        return rows_in(await asyncio.gather(*every))
+
+    yield (
+        lambda: loop.run_until_complete(theirs()),
+        lambda: loop.run_until_complete(ours()),
+    )
+
+
+@contextmanager
+def transformer_lens() -> Iterator[Pair]:
+    """`Driver.forward` with `capture`."""
+    from vllm import LLM
+    from vllm.interop.transformer_lens import ENGINE as NEEDED
+    from vllm.interop.transformer_lens import boot
+
+    llm = LLM(MODEL, **ENGINE | NEEDED)
+    bridge = boot(llm)
+    names = tuple(f"blocks.{layer}.hook_out" for layer in LAYERS)
+    ids = torch.tensor(tokens())
+    asked = params(capture=inline("all_prompt"))
+    yield (
+        lambda: bridge._driver.forward(ids, capture=names, return_logits=False),
+        lambda: rows_in(llm.generate(inputs(), asked, use_tqdm=False)),
+    )
+
+
+@contextmanager
+def saelens() -> Iterator[Pair]:
+    """`run_with_cache`, as SAELens' store calls it."""
+    from vllm.interop.saelens import ServedModel
+
+    model = ServedModel.start(MODEL, **ENGINE)
+    names = [f"blocks.{layer}.hook_resid_post" for layer in LAYERS]
+    ids = torch.tensor(tokens())
+    asked = params(capture=inline("all_prompt"))
+    yield (
+        lambda: model.run_with_cache(ids, names_filter=names, prepend_bos=False),
+        lambda: rows_in(model.llm.generate(inputs(), asked, use_tqdm=False)),
+    )
+
+
+@contextmanager
+def inspect_ai() -> Iterator[Pair]:
+    """`clearbox/MODEL` beside the client of the distribution, over one server."""
+    from clearbox_client import Client
+    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+
+    from tests.support.server import Server
+
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    options = ["--enforce-eager", "--max-model-len", "1024", "--vllm-lens-api"]
+    options += ["--capture-consumers", "inline", "--chat-template", template]
+    options += ["--no-enable-prefix-caching", "--enable-readouts"]
+    text = "Anna went home and the dog was there. " * 24
+    with tempfile.TemporaryDirectory() as folder:
+        linked = Path(folder) / "model"
+        linked.symlink_to(MODEL)
+        server = Server(linked, *options)
+        try:
+            client = Client(server.url)
+            body = {"capture": inline("all_prompt")}
+            config = GenerateConfig(max_tokens=1, temperature=0, extra_body=body)
+            name = f"clearbox/{client.model}"
+            model = get_model(name, base_url=f"{server.url}/v1", memoize=False)
+            loop = asyncio.new_event_loop()
+
+            def theirs() -> Any:
+                for _ in range(PROMPTS):
+                    said = [ChatMessageUser(content=text)]
+                    loop.run_until_complete(model.generate(said, config=config))
+
+            def ours() -> Any:
+                for _ in range(PROMPTS):
+                    said = [{"role": "user", "content": text}]
+                    client.chat(said, max_tokens=1, temperature=0, **body)
+
+            yield theirs, ours
+        finally:
+            server.close()
+
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    one.__name__: one
+    for one in (
+        vllm_lens,
+        probe_hook,
+        activation_capture,
+        interp_engine,
+        transformer_lens,
+        saelens,
+        inspect_ai,
+    )
+}
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its children so far.
+
+    That of children comes in steps of 10 ms, which is why means are compared.
+    """
+    children = psutil.Process().children(recursive=True)
+    times = [one.cpu_times() for one in children]
+    return process_time() + sum(one.user + one.system for one in times)
+
+
+def measure(name: str, turns: int) -> dict[str, Any]:
+    """CPU seconds and elapsed seconds of both calls, turn by turn."""
+    taken: dict[str, list[tuple[float, float]]] = {"adapter": [], "own": []}
+    with ADAPTERS[name]() as pair:
+        calls = dict(zip(taken, pair))
+        for turn in range(turns + 2):
+            for side in sorted(calls, reverse=turn % 2 == 1):
+                began, cpu = perf_counter(), cpu_seconds()
+                calls[side]()
+                cost = cpu_seconds() - cpu, perf_counter() - began
+                if turn >= 2:  # the first warm up
+                    taken[side].append(cost)
+    return taken
+
+
+def child(name: str, turns: int) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    from tests.interop.environment import prepare
+
+    python = str(prepare(PEERS[name])) if name in PEERS else sys.executable
+    command = [python, __file__, "--one", name, "--turns", str(turns)]
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if name != "interp_engine" else {}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **alone}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def line(name: str, taken: dict[str, Any]) -> str:
+    """A row of the table."""
+    cells = []
+    for column in (0, 1):
+        theirs = statistics.fmean(cost[column] for cost in taken["adapter"])
+        ours = statistics.fmean(cost[column] for cost in taken["own"])
+        cells.append((theirs, ours, theirs / ours))
+    (cpu, own_cpu, ratio), (*_, elapsed) = cells
+    mark = "" if ratio <= GOAL else " (over the goal)"
+    return (
+        f"| `{name}` | {cpu * 1e3:.0f} | {own_cpu * 1e3:.0f} | **{ratio:.3f}**{mark} "
+        f"| {elapsed:.3f} |"
+    )
+
+
+HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
+# Adapters beside our own call
+
+`python benchmarks/adapters.py`, {date}, {cpu}, {cores} cores, one thread; demo model,
+{prompts} prompts of {length} tokens, layers {layers}; {turns} alternating turns,
+means. The goal is {goal} times the CPU time of our own call. Other jobs ran on the
+machine, which the elapsed times show.
+
+| adapter | CPU ms | own call, CPU ms | ratio, CPU time | ratio, elapsed |
+|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    """Measure all adapters, or one in this process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--adapters", nargs="+", default=list(ADAPTERS))
+    parser.add_argument("--one", choices=list(ADAPTERS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one, args.turns)))
+        return
+    lines = []
+    for name in args.adapters:
+        lines.append(line(name, child(name, args.turns)))
+        print(lines[-1], flush=True)
+    machine = reports.machine(os.getloadavg())
+    facts = {"prompts": PROMPTS, "length": LENGTH, "layers": LAYERS, "goal": GOAL}
+    head = HEAD.format(
+        date=reports.begun()["date"][:10],
+        cpu=machine["cpu"],
+        cores=machine["cores"],
+        turns=args.turns,
+        **facts,
+    )
+    if args.out:
+        args.out.write_text(head + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
