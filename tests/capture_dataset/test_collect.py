@@ -25,6 +25,7 @@ from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import begin
 from vllm.capture_dataset.formats import WRITERS
 from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt, TokenText
 from vllm.capture_dataset.shards import MAX_PROMPTS, groups
 from vllm.capture_dataset.survey import Entry
@@ -287,3 +288,15 @@ def test_shards_of_few_rows_have_not_endless_prompts() -> None:
     prompt = Prompt(entry, [1], TokenText(["a"], [0]), 1)
     made = groups([prompt] * (2 * MAX_PROMPTS + 1), lambda _: 1, 1 << 40)
     assert [len(group) for group in made] == [MAX_PROMPTS, MAX_PROMPTS, 1]
+
+
+def test_a_log_has_whole_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(3)
+    progress.skipped(1)
+    for _ in range(2):
+        progress.done(num_tokens=64, num_rows=128, num_bytes=1 << 20)
+    progress.close()
+    told = capsys.readouterr().err
+    assert "\r" not in told
+    last = told.splitlines()[-1]
+    assert "3/3" in last and "256 rows, 2 MiB" in last and "tokens/s" in last

@@ -1,22 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of a run: prompts, rows, bytes, tokens per second, time left."""
 
+import sys
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
+
+LOG_SECONDS = 10.0
+"""Seconds between lines where the output is not a terminal."""
+
+
+class LogLines:
+    """A file for `tqdm` in which each state of the bar is a line of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`."""
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write one state; the characters that overwrite an earlier one are removed."""
+        line = text.strip("\r\n ")
+        if line:
+            self._stream.write(line + "\n")
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
 
 
 class Progress:
     """A progress bar on a terminal; in a log, a line every ten seconds."""
 
     def __init__(self, num_prompts: int, disable: bool = False) -> None:
+        is_terminal = sys.stderr.isatty()
         self._bar: Any = tqdm(
             total=num_prompts,
             unit=" prompts",
             desc="Capture",
             dynamic_ncols=True,
-            mininterval=0.5,
+            mininterval=0.5 if is_terminal else LOG_SECONDS,
+            maxinterval=LOG_SECONDS,
+            file=sys.stderr if is_terminal else LogLines(sys.stderr),
             disable=disable,
         )
         self._began = monotonic()
