@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess test-hostile test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint type test test-soak test-multiprocess test-hostile test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -80,6 +80,22 @@ test-interop: venv  ## Other libraries on our engine, each in an environment of 
 
 test-real: venv  ## The rest of what is tested on the real model
 	$(BIN)/python -m pytest -m "real and not gpu"
+
+# Instruction sets that oneDNN and PyTorch may use, as ONEDNN_MAX_CPU_ISA:ATEN_CPU_CAPABILITY.
+PROCESSORS ?= SSE41:default AVX2:avx2 AVX512_CORE:avx512
+COMPARED := LlamaForCausalLM-plain or Gemma3ForCausalLM-plain \
+	or MixtralForCausalLM-plain or GPTJForCausalLM or GPTNeoXForCausalLM \
+	or test_operations or test_engine or test_kinds or real_model
+
+test-processors: venv  ## Tests that compare numbers, as on older processors
+	@for processor in $(PROCESSORS); do \
+		echo "ONEDNN_MAX_CPU_ISA:ATEN_CPU_CAPABILITY=$$processor"; \
+		ONEDNN_MAX_CPU_ISA=$${processor%:*} ATEN_CPU_CAPABILITY=$${processor#*:} \
+		$(BIN)/python -m pytest -q -m "not gpu and not real and not parity" \
+		-k "$(COMPARED)" tests/parity/test_hook_points.py \
+		tests/v1/steering/test_operations.py tests/v1/steering/test_engine.py \
+		tests/v1/readouts/engine/test_kinds.py tests/real_model || exit 1; \
+	done
 
 parity: venv  ## Every architecture against Transformers, recorded; about 6 minutes
 	PARITY_RECORD=1 $(BIN)/python -m pytest -m "not gpu" tests/parity

@@ -101,7 +101,7 @@ class Engine(Child):
             RuntimeError: the tokens changed.
         """
         if self.ask({}) != self.about["tokens"]:
-            raise RuntimeError(f"other tokens with graphs recorded anew: {self.log}")
+            raise RuntimeError(f"other tokens with graphs recorded again: {self.log}")
 
     def report(self) -> dict[str, Any]:
         """Facts about the engine's start."""

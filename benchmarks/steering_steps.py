@@ -7,8 +7,8 @@ Two processes with an engine each, one of them with steering, take turns at sing
 decode steps of the same batch. A turn is so short that both are equally affected by
 other programs. The figure of a round is the ratio of the median CPU times per step.
 Model, modes and the two starts in either order are those of `steering_cost.py`. Further
-modes use other operations: "one clamps at all layers" and the like show what one
-request costs the others. HTTP and other processes of a server are not included.
+modes use other operations: those such as "one clamps at all layers" show what
+one request costs the others. HTTP and other processes of a server are not included.
 """
 
 import argparse

@@ -39,6 +39,28 @@ FIELDS = {
         "post_block": {"0": {"vector": VECTOR, "scale": 0.1, "positions": {"last": 2}}}
     },
 }
+READOUTS = {
+    "readouts": {
+        "norms": {"kind": "norm", "hooks": {"post_block": [0, 1]}, "positions": "all"},
+        "own": {
+            "kind": "probe",
+            "vectors": [VECTOR],
+            "bias": [0.5],
+            "layer": 1,
+            "hook": "post_block",
+            "activation": "sigmoid",
+            "cosine": False,
+        },
+        "tokens": {"kind": "lens", "layers": [1], "top_k": 3, "tokens": [5, 6]},
+        "mean": {
+            "kind": "rows",
+            "hooks": {"pre_attn": [2]},
+            "reduce": "mean",
+            "positions": "all_prompt",
+        },
+    },
+    "stop_when": [{"readout": "own", "index": 0, "above": 2.0, "below": -1}],
+}
 SMALL = {"model": "tiny", "max_tokens": 2, "temperature": 0.0}
 MESSAGES = [{"role": "user", "content": "a story"}]
 NAMED = {"name": "mutated", "vectors": VECTORS, "metadata": {"origin": "here"}}
@@ -51,6 +73,11 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
         "/inference/v1/generate",
         {"token_ids": [20, 30], "sampling_params": {"max_tokens": 2, **FIELDS}},
     ),
+    ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **READOUTS}),
+    ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **READOUTS}),
+    ("/v1/readouts/modules/register", {"name": "m", "path": "/none", "replace": True}),
+    ("/v1/readouts/modules/unregister", {"name": "m"}),
+    ("/v1/sae/register", {"name": "m", "path": "/none", "layer": 1}),
     ("/v1/steering/set", {"vectors": VECTORS, "replace": True}),
     ("/v1/steering/modules/register", {**NAMED, "replace": True}),
     ("/v1/steering/modules/unregister", {"name": "mutated"}),

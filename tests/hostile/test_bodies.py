@@ -204,3 +204,15 @@ def test_large_vectors_as_numbers_still_steer(client: Client) -> None:
         r.body["choices"][0]["logprobs"]["token_logprobs"] for r in (plain, reply)
     ]
     assert logprobs[0] != logprobs[1]
+
+
+@pytest.mark.parametrize("path", ["A" * 5000, "é" * 300 + ".safetensors", "\x00", "/"])
+@pytest.mark.parametrize("routes", ["/v1/readouts/modules", "/v1/sae"])
+def test_a_path_that_no_file_can_have_is_refused(
+    client: Client, steerer: Client, routes: str, path: str
+) -> None:
+    body = {"name": "unreadable", "path": path}
+    reply = steerer.post(f"{routes}/register", body)
+    assert reply.status == 400 and "path" in str(reply.body), reply
+    assert len(str(reply.body)) < 4000
+    assert "unreadable" not in client.get(routes).body["modules"]

@@ -11,6 +11,7 @@ import pytest
 from tests.hostile.client import Client, Watch, watching
 from tests.hostile.mutations import SMALL, mutations
 from tests.support.server import Server
+from vllm.entrypoints.serve.steering.authority import MUTATING
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -23,7 +24,7 @@ def survive(server: Server, client: Client, steerer: Client, count: int) -> Watc
 
     def send(one: tuple[str, bytes]) -> None:
         path, raw = one
-        sender = steerer if path.startswith("/v1/steering") else client
+        sender = steerer if path in MUTATING else client
         reply = sender.send("POST", path, raw)
         assert reply.status < 500, (path, raw[:2000], reply)
         assert len(str(reply.body)) < 200_000, (path, raw[:500])

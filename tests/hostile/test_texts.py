@@ -55,7 +55,7 @@ def test_validation_errors_do_not_hold_what_was_sent() -> None:
     (route,) = [one for one in app.routes if isinstance(one, APIRoute)]
     from fastapi.routing import request_response
 
-    route.app = request_response(_bounded(route.get_route_handler()))
+    route.app = request_response(_bounded(route.get_route_handler(), (Body,)))
     client = TestClient(app)
     for body in ({"names": LONG}, {"names": [LONG] * 20}, {"other": [LONG] * 5}):
         assert client.post("/names", json=body).status_code == 400

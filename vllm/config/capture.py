@@ -2,6 +2,7 @@
 """Configuration of activation capture."""
 
 import json
+import os
 from ast import literal_eval
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -198,8 +199,9 @@ class CaptureConfig:
 
     @property
     def spill_folder(self) -> Path:
-        """The directory for the policy `spill`."""
-        return Path(self.spill_dir or Path(gettempdir()) / "vllm-capture-spill")
+        """The directory for the policy `spill`; by default one of the user's own."""
+        default = Path(gettempdir()) / f"vllm-capture-spill-{os.getuid()}"
+        return Path(self.spill_dir or default)
 
     def prepare_spill_folder(self) -> None:
         """Create the directory for `spill` and test that it is writable.

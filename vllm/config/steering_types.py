@@ -11,6 +11,12 @@ SteeringVectorSpec: TypeAlias = "Mapping[str, Mapping[int | str, LayerEntry]]"
 """`{hook: {layer: entry}}`."""
 
 
+SteeringClamps: TypeAlias = (
+    "Mapping[str, Mapping[int | str, Sequence[Mapping[str, Any]]]]"
+)
+"""`{hook: {layer: [{"vector", "min" and "max" or "value", "strength"}]}}`."""
+
+
 class SteeringHookPacked(TypedDict):
     """Vectors of several layers at one hook point, as bytes."""
 

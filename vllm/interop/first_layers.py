@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a model's first layers alone, where nothing that follows is read.
+"""Loads only the first layers of a model, if nothing reads the later ones.
 
 The activations up to a layer do not depend on the layers after it, so an engine that
 only serves them needs neither their weights nor their time. The tokens that such an
@@ -34,15 +34,15 @@ def engine_options(layers: int) -> dict[str, Any]:
 
 
 def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """A model's config with its first `layers` layers, changed in place.
+    """Limit a model's config to its first `layers` layers, in place.
 
     Args:
-        config: of a language model.
-        layers: how many remain, at most as many as there are.
+        config: a language model's config.
+        layers: the number of layers that remain.
 
     Raises:
-        ValueError: the model has fewer layers, or parts that are not a language model,
-            whose layers cannot be told from its own by their names.
+        ValueError: the model has fewer layers, or parts besides the language model, so
+            that layer names do not identify the language model's layers.
 
     """
     if type(config) is PretrainedConfig:
@@ -65,7 +65,7 @@ def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 class FirstLayersLoader(DefaultModelLoader):
-    """Loads weights as `auto` does, less those of layers that the config cuts off."""
+    """Loads weights like `auto`, without those of layers that the config omits."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="auto"))
@@ -73,7 +73,7 @@ class FirstLayersLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """The weights of the checkpoint that belong to no later layer."""
+        """Yield the checkpoint's weights, without those of later layers."""
         layers = model_config.hf_text_config.num_hidden_layers
         for name, weight in super().get_all_weights(model_config, model):
             found = _LAYER.search(name)

@@ -96,6 +96,7 @@ def config_of(folder: Path, **more: Any) -> LanguageModelSAERunnerConfig[Any]:
         store_batch_size_prompts=4,
         n_batches_in_buffer=16,
         checkpoint_path=str(folder),
+        output_path=str(folder / "output"),
         logger=LoggingConfig(log_to_wandb=False),
         device="cpu",
         **more,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,11 @@ def test_a_spill_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> Non
     assert folder in str(refused.value)
 
 
-def test_spilling_without_a_folder_uses_the_temporary_one() -> None:
+def test_spilling_without_a_folder_uses_a_temporary_one_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "vllm-capture-spill").write_text("of another user, who came first")
     assert configured("--capture-overload-policy", "spill").spill_folder.is_dir()
 
 

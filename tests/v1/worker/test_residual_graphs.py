@@ -173,7 +173,7 @@ def test_graphs_are_recorded_on_one_stream_as_what_they_launch(
     wanted = [replace(FULL, num_tokens=n, tapped=n) for n in (1, 3)]
     for one in wanted:
         record(one)
-        assert Launch.taps == STEERS, "the step under way does something else now"
+        assert Launch.taps == STEERS, "the current step does something else now"
     with pytest.raises(RuntimeError, match="out of memory"):
         record(replace(FULL, num_tokens=2, tapped=1))
     assert Launch.taps == STEERS

@@ -18,7 +18,7 @@ Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The request for every prompt."""
+    """What is requested of every prompt."""
 
     taps: tuple[Tap, ...]
     vectors: Vectors | None

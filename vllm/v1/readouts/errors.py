@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client errors for readouts (HTTP 400)."""
 
-import reprlib
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.residual.bounds import cut, shown
 
 
 class ReadoutValidationError(VLLMValidationError, ValueError):
@@ -16,7 +16,7 @@ class ReadoutValidationError(VLLMValidationError, ValueError):
 
 
 def fail(message: str, parameter: str, value: Any) -> ReadoutValidationError:
-    """The error for `parameter`; long values are shortened in the message."""
+    """The error for `parameter`; long texts and values are shortened."""
     return ReadoutValidationError(
-        message, parameter=parameter, value=reprlib.repr(value)
+        cut(message), parameter=cut(parameter), value=shown(value)
     )

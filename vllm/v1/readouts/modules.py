@@ -108,14 +108,17 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
         ReadoutValidationError: the file is invalid.
 
     """
-    if Path(path).suffix == ".safetensors" and Path(path).is_file():
-        module = _from_safetensors(name, Path(path))
-        if module is not None:
-            return module
     try:
+        if Path(path).suffix == ".safetensors" and Path(path).is_file():
+            module = _from_safetensors(name, Path(path))
+            if module is not None:
+                return module
         return load_sae(path, tap)
     except SteeringValidationError as error:
         raise fail(f"{name}: {error}", name, path) from None
+    except OSError as error:  # No permission, or no name that a file can have.
+        why = error.strerror or type(error).__name__
+        raise fail(f"path cannot be read: {why}", "path", path) from None
 
 
 def describe_module(

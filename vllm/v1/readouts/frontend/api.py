@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods of `LLM` and `AsyncLLM` that manage readout modules."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,10 @@ async def async_register(
     kind: str = "",
 ) -> dict[str, Any]:
     """As `register`; `kind` may restrict the module to `sae` or `module`."""
-    info = _checked(self, name, path, _tap(layer, hook), replace, kind)
+    # On a thread: a file may hold gigabytes.
+    info = await asyncio.to_thread(
+        _checked, self, name, path, _tap(layer, hook), replace, kind
+    )
     core = self.engine_core
     with _refused():
         await core.call_utility_async(

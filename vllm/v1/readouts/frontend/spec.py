@@ -82,6 +82,8 @@ class Spec:
 
     def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
         """The taps of a layer selector at one hook point."""
+        if not isinstance(hook, str):
+            raise self.fail("hook", "must be the name of a hook point")
         return self._hooks({hook: layers}, "layers" if "layers" in self.raw else "hook")
 
     def hooks(self) -> tuple[Tap, ...]:

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import Request
 
+WORKER_CALLS = {
+    "set_steering_vectors": "LLM.set_steering or POST /v1/steering/set",
+    "clear_steering_vectors": "LLM.clear_steering or POST /v1/steering/clear",
+    "get_steering_status": "LLM.get_steering or GET /v1/steering",
+    "register_steering_modules": "LLM(steering_modules=...) or "
+    "POST /v1/steering/modules/register",
+    "unregister_steering_modules": "POST /v1/steering/modules/unregister",
+}
+"""Methods of workers in an earlier public fork, and what to call instead."""
+
 MARK = "steering is refused: "
 """Prefix of the `stop_reason` of a refused request; the message follows."""
 
@@ -38,6 +48,28 @@ def refuse(core: "EngineCoreProc", request: "Request", message: str) -> None:
         outputs=[answer], finished_requests={request.request_id}
     )
     core.output_queue.put_nowait((request.client_index, outputs))
+
+
+def refuse_worker_call(method: object) -> None:
+    """Reject calls of workers' methods of an earlier public fork.
+
+    They would change vectors of which the scheduler and the prefix cache do not know.
+
+    Args:
+        method: the argument of `collective_rpc`.
+
+    Raises:
+        SteeringValidationError: it is the name of such a method.
+
+    """
+    remedy = WORKER_CALLS.get(method) if isinstance(method, str) else None
+    if remedy is not None:
+        raise SteeringValidationError(
+            f"collective_rpc({method!r}): workers have no such method, because the "
+            f"scheduler and the prefix cache must know what steers; use {remedy}",
+            parameter="method",
+            value=method,
+        )
 
 
 def is_refused(output: "RequestOutput") -> bool:

@@ -222,13 +222,13 @@ def _needless(args: "EngineArgs") -> list[str]:
 def _check_remote_code(lens_api: bool) -> None:
     if not lens_api:
         raise fail(
-            "--allow-remote-code-hooks needs --vllm-lens-api, whose hooks it is about",
+            "--allow-remote-code-hooks needs --vllm-lens-api, which sends such hooks",
             "allow_remote_code_hooks",
             True,
         )
     logger.warning(
-        "--allow-remote-code-hooks: whoever can send requests to this server can run "
-        "any code in its workers. Use it only where every client is trusted"
+        "--allow-remote-code-hooks: any client that can send requests to this server "
+        "can run any code in its workers. Use it only where every client is trusted"
     )
 
 

@@ -25,6 +25,10 @@ EDITS = [
         why="Implements the calls below.",
     ),
     add_import(
+        "from vllm.v1.steering.core import refusals as steering_refusals",
+        why="Implements the calls below.",
+    ),
+    add_import(
         "from vllm.v1.steering.core import name_log as named_steering",
         why="Implements the calls below.",
     ),
@@ -104,6 +108,11 @@ if method_name == "end_captures":
         call="EngineCoreReadyResponse",
         argument="lens_refusal=self.vllm_config.readout_config.lens_refusal",
         why="Sends it to the front ends.",
+    ),
+    first(
+        scope="EngineCore.collective_rpc",
+        insert="steering_refusals.refuse_worker_call(method)",
+        why="Names the remedy for calls that scripts of an earlier fork make.",
     ),
     after(
         scope="EngineCore._initialize_kv_caches",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shard of a data set that SAELens reads; rows of many requests fill its contexts.
+"""A shard of a SAELens data set, whose contexts hold rows of many requests.
 
-The rows of a request follow those of the one before it. What does not fill a context
-when the shard is sealed is left out, and the results of its requests say so.
+Each request's rows follow the previous request's. Rows that do not fill a context when
+the shard is sealed are left out, and the results of their requests report it.
 """
 
 import fcntl
@@ -43,7 +43,7 @@ class _Added:
     results: list[CaptureResult]
     num_rows: int
     stop: int
-    """How many rows the shard had with them."""
+    """Number of rows in the shard, up to and including these."""
 
 
 class ContextShard(ArrowShard):
@@ -85,7 +85,7 @@ class ContextShard(ArrowShard):
     def append(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
     ) -> None:
-        """Add the rows of a request; on failure the whole shard is lost.
+        """Add the rows of a request; if writing fails, the whole shard is lost.
 
         The caller holds the lock.
 
@@ -124,7 +124,7 @@ class ContextShard(ArrowShard):
             self._writer.write_batch(contexts_of(values, ids, self._size))
 
     def write_out(self) -> None:
-        """Give the file its name, and the data set one file more."""
+        """Rename the file to its final name, and add it to the data set's lists."""
         written = self._num_rows // self._size * self._size
         if written:
             super().write_out()
@@ -138,7 +138,7 @@ class ContextShard(ArrowShard):
 
 
 def _mark(added: _Added, lost: int, size: int) -> None:
-    """Say in a request's results that rows of it filled no context."""
+    """Report in a request's results that some of its rows filled no context."""
     added.results[:] = [
         replace(
             result,
@@ -167,7 +167,7 @@ def _stored(dtype: str) -> str:
 def _columns(request: StoredRequest, finalizes: list[CaptureFinalize]) -> Columns:
     sidecar = finalizes[0].sidecar
     if any(one.sidecar["positions"] != sidecar["positions"] for one in finalizes):
-        raise ValueError("layout=saelens needs the same positions everywhere")
+        raise ValueError("layout=saelens needs the same positions at every hook point")
     kind = getattr(torch, _stored(sidecar["dtype"]))
     empty = torch.empty(0, sidecar["hidden_size"], dtype=kind)
     columns: Columns = {
@@ -205,7 +205,7 @@ def _said(info: Mapping[str, Any]) -> str:
 
 
 def _list(folder: Path, info: dict[str, Any], file: str) -> None:
-    """Add a file to the data set, which other processes may be doing as well."""
+    """Add a file to a data set that other processes may also extend."""
     with open(folder / ".index.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _check(folder, info)

@@ -92,7 +92,7 @@ class ArrowParams:
 
 
 def _check_layout(options: Options, raw: dict[str, Any]) -> None:
-    """What a layout needs, and what it has no use for."""
+    """Refuse parameters that the layout lacks or cannot use."""
     size = options.values.get("context_size")
     if options.values.get("layout", "rows") == "rows":
         if size is not None:

@@ -38,7 +38,7 @@ class ArrowShard(Shard):
         name: str,
         ending: str,
     ) -> None:
-        """Open a file aside.
+        """Open a temporary file.
 
         Args:
             params: of the consumer.
@@ -61,7 +61,7 @@ class ArrowShard(Shard):
 
     @contextlib.contextmanager
     def abandoned_on_failure(self) -> Iterator[None]:
-        """Give the file up, and fail all its requests, if the block raises."""
+        """Drop the file and fail all its requests if the block raises."""
         try:
             yield
         except BaseException:

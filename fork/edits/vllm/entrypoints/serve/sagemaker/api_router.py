@@ -15,6 +15,6 @@ EDITS = [
         '    sagemaker_standards.inject_adapter_id(adapter_path="model"),\n'
         '    "X-Amzn-SageMaker-Adapter-Identifier",\n'
         ")",
-        why="The decorator writes the whole body anew, as text and as JSON.",
+        why="The decorator serializes the whole body again, as text and as JSON.",
     ),
 ]

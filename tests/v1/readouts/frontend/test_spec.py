@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any value at a key of a readout is parsed, or refused with a short message."""
+
+from typing import Any
+
+import pytest
+
+from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.readouts.errors import ReadoutValidationError
+from vllm.v1.readouts.frontend.admission import parse_stops
+from vllm.v1.readouts.frontend.spec import Server, parse_readout
+from vllm.v1.readouts.plan import Readout
+
+CONTEXT = CaptureContext(
+    VllmInternalRequestId("r"),
+    num_prompt_tokens=3,
+    num_computed_tokens=0,
+    num_hidden_layers=3,
+    hidden_size=4,
+    element_size_bytes=4,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    max_tokens=8,
+    hook_points=dict.fromkeys(range(3), ("pre_attn", "post_attn", "post_block")),
+)
+SERVER = Server({}, vocab_size=1280, max_top_k=64)
+RIGHT: dict[str, dict[str, Any]] = {
+    "probe": {"vectors": [[0.25] * 4], "bias": [0.5], "layer": 1, "hook": "post_block"},
+    "lens": {"layers": [1], "top_k": 3, "tokens": [5]},
+    "norm": {"hooks": {"post_block": [0]}},
+    "rows": {"hooks": {"post_block": [0]}, "reduce": "mean"},
+    "sae": {"sae": "x"},
+    "custom": {"name": "x"},
+}
+KEYS = (
+    *("kind", "hook", "hooks", "layer", "layers", "positions", "reduce", "vectors"),
+    *("bias", "activation", "cosine", "threshold", "top_k", "tokens", "translator"),
+    *("probe", "sae", "features", "name", "fn", "unknown"),
+)
+OTHERS: tuple[Any, ...] = (
+    *(None, True, 0, -1, 0.5, 2**31, 10**40, 1e308, float("nan"), "", "x", "all"),
+    *("\x00", "é" * 300, "x" * 5000, [], {}, [[]], [{}], [None], ["x" * 5000]),
+    *({"a": 1}, {"ranges": [[0, 1]]}, {"1": 1}, [10**40]),
+)
+
+
+def parsed(kind: str, key: str, value: Any) -> Readout | None:
+    try:
+        return parse_readout(
+            "n", {"kind": kind, **RIGHT[kind], key: value}, CONTEXT, SERVER
+        )
+    except ReadoutValidationError as error:
+        assert len(str(error)) < 3000
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", RIGHT)
+def test_whatever_a_key_says_is_read_or_refused(kind: str) -> None:
+    for key in KEYS:
+        for value in OTHERS:
+            parsed(kind, key, value)
+
+
+@pytest.mark.parametrize("key", ["readout", "index", "above", "below", "unknown"])
+def test_whatever_a_stop_condition_says_is_read_or_refused(key: str) -> None:
+    readout = parsed("probe", "positions", "all_generated")
+    assert readout is not None
+    for value in OTHERS:
+        rule = {"readout": "n", "index": 0, "above": 1, key: value}
+        try:
+            parse_stops([rule], [readout], CONTEXT, {})
+        except ReadoutValidationError as error:
+            assert len(str(error)) < 3000
