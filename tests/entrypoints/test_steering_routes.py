@@ -339,7 +339,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_size": 8}, "hidden_size", "vectors of 8 numbers.*has 4; extract"),
     ({"num_layers": 7}, "num_layers", "a model of 7 layers.*has 2; extract"),
     ({"architecture": "X"}, "architecture", "architecture X.*TinyForCausalLM"),
-    ({"weights": "def"}, "weights", "other weights.*leave model and weights out"),
+    ({"weights": "def"}, "weights", "other weights.*omit model and weights"),
     ({"weights": "", "model": "org/x"}, "model", "made with the model 'org/x'"),
     ({"layer_convention": "1-based"}, "layer_convention", "counts layers as '1-based'"),
     ({"norms": {"post_block.1": 9}}, "norms", "norm 9, but it is 5.4.*leave the norms"),
