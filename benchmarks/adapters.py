@@ -46,6 +46,9 @@ GOAL = 1.05
 PEERS = {"transformer_lens": "transformer_lens", "inspect_ai": "inspect_ai"}
 """The environment that an adapter needs."""
 
+MARK = "measured "
+"""How the line of a child begins that holds its result."""
+
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """The adapter's call and ours."""
 
@@ -310,7 +313,8 @@ def child(name: str, turns: int) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (said,) = [one for one in done.stdout.splitlines() if one.startswith(MARK)]
+    found: dict[str, Any] = json.loads(said.removeprefix(MARK))
     return found
 
 
@@ -351,7 +355,7 @@ def main() -> None:
     parser.add_argument("--one", choices=list(ADAPTERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one, args.turns)))
+        print(MARK + json.dumps(measure(args.one, args.turns)), flush=True)
         return
     lines = []
     for name in args.adapters:

@@ -68,11 +68,17 @@ def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
     # All values are equal: the value is (0 - zero) * scale.
     scale = np.where(scale > 0, scale, np.maximum(np.abs(low), 1.0))
     scale = scale.astype(np.float32)
+    finite = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore", over="ignore"):
         zero = (-low / scale).astype(np.float32)
-        whole = np.rint(values / scale.astype(np.float64) + zero)
-    finite = np.isfinite(low) & np.isfinite(high)
-    q = np.clip(np.nan_to_num(whole, nan=0.0), 0, 255).astype(np.uint8)
+        # In place and in float32: most of an encoding's time is spent here.
+        steps = values - low.astype(np.float32)
+        steps /= scale
+    np.rint(steps, out=steps)
+    np.clip(steps, 0, 255, out=steps)
+    if not (finite.all() and scale.all()):
+        np.nan_to_num(steps, copy=False, nan=0.0)
+    q = steps.astype(np.uint8)
     return q, np.where(finite, scale, np.float32(np.nan)), zero
 
 
