@@ -272,7 +272,10 @@ def drive(engine: Any, running: list[Running]) -> dict[str, Any]:
         assert steps < MOST_STEPS, "the requests do not come to their end"
     waiting: list[Any] = [
         SimpleNamespace(
-            request_id=one.name, capture_id=one.capture_id, capture_results=None
+            request_id=one.name,
+            capture_id=one.capture_id,
+            # Results that had come by the last step are in its output, and only there.
+            capture_results=getattr(finished.get(one.name), "capture_results", None),
         )
         for one in running
     ]
