@@ -53,7 +53,9 @@ IGNORED_NAMES = [
     "gen_steering",
     "activation_patching",
     "ablation",
-    "capture_consumers_config",  # for plug-ins of the earlier fork
+    "SteeringController",  # for plug-ins of the earlier fork, as the next two
+    "declared_graphsafe_keys",
+    "capture_consumers_config",
     "load_activation_manifest",  # for users of the loader
     "load_sequence_activations",
     "compute_layer_statistics",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes of steering on an engine core with real tables, without a server."""
 
+import base64
 import json
 import re
 from argparse import Namespace
@@ -31,7 +32,10 @@ KEYS = ["old", "new"]
 ONE = [1.0, 2.0, -3.0, 4.0]
 NORM = float(np.linalg.norm(ONE))
 VECTORS = {"post_block": {"1": {"vector": ONE, "scale": -2}}}
-POSTS = ("set", "clear", "modules/register", "modules/unregister")
+POSTS = (
+    *("set", "clear", "modules/register", "modules/unregister"),
+    *("vectors/register", "vectors/unregister"),
+)
 
 
 def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
@@ -109,6 +113,27 @@ def test_a_module_says_what_was_registered(client: TestClient) -> None:
     assert post(client, "modules/unregister", {"name": "calm"}).status_code == 200
     gone = post(client, "modules/unregister", {"name": "calm"})
     assert gone.status_code == 404 and "calm" in gone.text
+
+
+def test_vectors_of_gates_are_registered_by_kind(client: TestClient) -> None:
+    rows = np.array([ONE], dtype=np.float32)
+    packed = {"dtype": "float32", "shape": [1, 4], "layer_indices": [1]}
+    packed |= {"data": base64.b64encode(rows.tobytes()).decode()}
+    body = {"name": "calm", "kind": "steer", "packed": {"post_block": packed}}
+    names = {"probe": [], "steer": ["calm"]}
+    told = {"status": "ok", "name": "calm", "kind": "steer", "vectors": names}
+    for _ in range(2):  # A name that is there is replaced.
+        registered = post(client, "vectors/register", body)
+        assert registered.status_code == 200 and registered.json() == told
+    found = client.get("/v1/steering/vectors").json()
+    assert found == {"vectors": names, "count": 1}
+    short = body | {"packed": {"post_block": packed | {"shape": [1, 3]}}}
+    for bad in (body | {"kind": "clamp"}, body | {"name": ""}, short):
+        assert post(client, "vectors/register", bad).status_code == 400
+    assert post(client, "vectors/register", body, key="no").status_code == 401
+    gone = {"name": "calm", "kind": "steer"}
+    assert post(client, "vectors/unregister", gone).status_code == 200
+    assert post(client, "vectors/unregister", gone).status_code == 404
 
 
 def test_every_layer_of_every_rank_is_told(client: TestClient) -> None:
@@ -201,7 +226,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("set", {}, "at least one of"),
     ("set", [], "JSON object"),
     ("set", {"vector": ONE}, "no such field"),
-    ("set", {"vectors": VECTORS, "replace": "yes"}, "a boolean"),
+    ("set", {"vectors": VECTORS, "replace": "yes"}, "true or false"),
     ("set", {"vectors": {"middle": {"0": ONE}}}, "middle"),
     ("set", {"vectors": {"pre_attn": {"7": ONE}}}, "no layer 7"),
     ("set", {"vectors": {"pre_attn": {"1": ONE * 2}}}, "4 numbers"),
@@ -314,7 +339,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_size": 8}, "hidden_size", "vectors of 8 numbers.*has 4; extract"),
     ({"num_layers": 7}, "num_layers", "a model of 7 layers.*has 2; extract"),
     ({"architecture": "X"}, "architecture", "architecture X.*TinyForCausalLM"),
-    ({"weights": "def"}, "weights", "other weights.*leave model and weights out"),
+    ({"weights": "def"}, "weights", "other weights.*omit model and weights"),
     ({"weights": "", "model": "org/x"}, "model", "made with the model 'org/x'"),
     ({"layer_convention": "1-based"}, "layer_convention", "counts layers as '1-based'"),
     ({"norms": {"post_block.1": 9}}, "norms", "norm 9, but it is 5.4.*leave the norms"),
@@ -391,7 +416,9 @@ def test_a_request_is_checked_against_what_is_set_now(
 
     def admitted() -> bool:
         fields = dict.fromkeys(FIELDS) | {"prefill_steering_vectors": HUGE}
-        params: Any = Namespace(max_tokens=4, _steering=None, **fields)
+        params: Any = Namespace(
+            max_tokens=4, _steering=None, conversation_id=None, **fields
+        )
         try:
             frontend.admit(params, 5)
         except SteeringValidationError as error:

@@ -91,7 +91,7 @@ def test_a_field_that_stands_too_deep_is_refused() -> None:
     deep = {"extra_body": {"steering_vectors": {}}}
     with pytest.raises(VLLMValidationError, match="at the top level"):
         CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
-    for params in ({"steering": []}, {"extra_args": {"capture_layers": []}}):
+    for params in ({"steered": []}, {"extra_args": {"capture_layers": []}}):
         body = {"token_ids": [1], "sampling_params": params}
         with pytest.raises(VLLMValidationError, match="sampling_params"):
             GenerateRequest.model_validate(body)

@@ -165,6 +165,8 @@ class CaptureConfig:
     """Directory for `spill`; if empty, one in the system's temporary directory."""
     spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
     """Maximum bytes that a worker may spill; beyond that, `spill` acts as `block`."""
+    step_consumers: list[ConsumerConfig] = Field(default_factory=list)
+    """Consumers that run within each step, on the engine's thread."""
     readouts: bool = False
     """Whether requests can use readouts, which also need staged rows."""
     graphsafe_keys: list[str] = Field(default_factory=list)
@@ -229,4 +231,5 @@ class CaptureConfig:
 
             factors |= {"capture": self.staging_bytes, "form": form()}
             factors["readouts"] = self.readouts  # More staging memory.
+            factors["step_consumers"] = bool(self.step_consumers)  # More table rows.
         return hash_factors(factors)

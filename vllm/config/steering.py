@@ -26,6 +26,8 @@ class SteeringConfig:
     """Whether requests can have hook functions."""
     remote_code: bool = False
     """Whether such functions may come as code over HTTP."""
+    max_dynamic: int = Field(default=4, ge=0)
+    """Maximum number of requests that consumers steer by other vectors at a time."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of steering vectors: name -> file."""
 

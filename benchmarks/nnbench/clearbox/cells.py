@@ -60,7 +60,7 @@ def _mean_norm(model: Any, prompt: str, layer: int) -> float:
 def _added(
     model: Any, prompt: str, layer: int, target: str, alpha: float, scale_by: str
 ) -> dict[str, Any]:
-    """Steering fields of the addition, at prompt and generated tokens.
+    """Steering fields of the addition, at prompt and generated tokens; {} for alpha 0.
 
     The mean over the tokens of one forward pass is that of a single token in every
     decode step, which is `norm_match`; for the prompt it is measured first.
@@ -69,6 +69,9 @@ def _added(
         raise Unsupported(
             f"scale_by={scale_by!r}: mean_norm and token_norm are carried"
         )
+    if alpha == 0:
+        return {}
+    layer = _below_the_last(model, layer)
     vector = _direction(model, target)
     own = {STREAM: {layer: {"vector": vector, "scale": alpha, "norm_match": True}}}
     if scale_by == "token_norm":
@@ -109,9 +112,6 @@ def steering(
     scale_by: str = "mean_norm",
 ) -> torch.Tensor:
     """The target's direction is added at a layer of the prompt."""
-    if alpha == 0:
-        return _logits(model, prompts[0])
-    layer = _below_the_last(model, layer)
     fields = _added(model, prompts[0], layer, target, alpha, scale_by)
     return _logits(model, prompts[0], **fields)
 
@@ -129,10 +129,7 @@ def gen_steering(
     scale_by: str = "mean_norm",
 ) -> torch.Tensor:
     """The same at each generated token; the rows that each was sampled from."""
-    fields: dict[str, Any] = {}
-    if alpha != 0:
-        layer = _below_the_last(model, layer)
-        fields = _added(model, prompts[0], layer, target, alpha, scale_by)
+    fields = _added(model, prompts[0], layer, target, alpha, scale_by)
     last = [model.n_layers - 1]
     (rows,) = _run(model, prompts[0], last, "all", new_tokens=new_tokens, **fields)
     return decode_rows(model.llm, rows[-new_tokens:])

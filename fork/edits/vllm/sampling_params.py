@@ -50,6 +50,10 @@ prefill_steering_clamps: dict[str, Any] | None = None
 """Further clamps at prompt tokens."""
 decode_steering_clamps: dict[str, Any] | None = None
 """Further clamps at generated tokens."""
+steering: list[dict[str, Any]] | None = None
+"""Gates at generated tokens: when, scope and apply, as an earlier fork has them."""
+conversation_id: str | None = None
+"""Names the conversation that the request belongs to."""
 _steering: SteeringTiers | None = None
 _hooks: HookPlan | None = None
 ''',
@@ -196,6 +200,28 @@ _hooks: HookPlan | None = None
         scope="SamplingParams.from_optional",
         call="SamplingParams",
         argument="decode_steering_clamps=decode_steering_clamps",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering: list[dict[str, Any]] | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering=steering",
+        why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="conversation_id: str | None = None",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="conversation_id=conversation_id",
         why="Passes the request's steering on.",
     ),
 ]

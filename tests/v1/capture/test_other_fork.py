@@ -82,10 +82,32 @@ def test_what_is_to_run_within_a_step_is_refused(kind: type) -> None:
         check_consumer(kind, "plug_in")
 
 
-@pytest.mark.parametrize("name", ["SyncCaptureConsumer", "SteeringController"])
-def test_what_is_not_here_says_what_to_use(name: str) -> None:
-    with pytest.raises(ImportError, match="`when`"):
-        exec(f"from vllm.v1.capture import {name}")
+def test_its_names_are_here() -> None:
+    from vllm.v1 import capture
+    from vllm.v1.capture.controller import SteeringController
+    from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
+    from vllm.v1.worker import steering_action_queue as actions
+
+    assert capture.SteeringController is SteeringController
+    assert issubclass(SteeringController, capture.SyncCaptureConsumer)
+    assert StepCaptureView and StepRequestView
+    assert {"RequestSteeringOverride", "SteeringActionQueue"} <= set(actions.__all__)
+    assert actions.get_steering_action_queue() is None
+
+
+def test_a_consumer_within_the_step_needs_a_single_worker() -> None:
+    steps = [parse_consumer("logging")]
+    args: Any = SimpleNamespace(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        speculative_config=None,
+    )
+    with pytest.raises(CaptureValidationError, match="leave out tensor_parallel_size"):
+        engine_args._check_steps(args, steps)
+    args.tensor_parallel_size, args.speculative_config = 1, {"method": "ngram"}
+    with pytest.raises(CaptureValidationError, match="leave out speculative_config"):
+        engine_args._check_steps(args, steps)
 
 
 def test_the_configuration_has_its_other_names() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries with a condition act where the probe fires, like hooks in transformers."""
 
+import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -370,3 +371,33 @@ def test_bad_conditions_are_refused_before_anything_is_scheduled(steered: Any) -
     many = [{"vector": V, "when": {**good, "above": n}} for n in range(9)]
     with pytest.raises(ValueError, match="9 distinct conditions"):
         generate(llm, [PROMPT], [params(1, steering_vectors=at(*many))])
+
+
+def test_gates_of_the_earlier_fork_act_as_entries_with_conditions(
+    steered: Any,
+) -> None:
+    llm, reference = steered
+    case = CASES["here"]
+    threshold = case.threshold(reference)
+    layer, hook = case.tap
+
+    def packed(one: torch.Tensor) -> dict[str, Any]:
+        data = base64.b64encode(one.numpy().tobytes()).decode()
+        rows = {"dtype": "float32", "shape": [1, len(one)], "data": data}
+        return {"kind": "inline", "packed": {hook: rows | {"layer_indices": [layer]}}}
+
+    for scope, ours in (("this_token", "token"), ("rest_of_request", "rest")):
+        if ours == "rest":
+            threshold = -1e6  # The first generated token fires.
+        probe = {"kind": "probe", "probe": packed(PROBE), "threshold": threshold}
+        apply = {"kind": "add", "steer": packed(V), "strength": 2.0}
+        gate = {"when": probe, "scope": scope, "apply": apply}
+        when = case.when(threshold) | {"scope": ours}
+        if ours == "token":
+            when["sharpness"] = 1.0
+        entry = at({"vector": V, "scale": 2, "when": when})
+        asked = [params(steering=[gate]), params(decode_steering_vectors=entry)]
+        found = [generate(llm, [PROMPT], [one])[0] for one in asked]
+        assert torch.equal(logprobs(found[0]), logprobs(found[1]))
+        plain = generate(llm, [PROMPT], [params()])[0]
+        assert not torch.equal(logprobs(found[0]), logprobs(plain))

@@ -21,6 +21,8 @@ _EXPORTS = {
         _TYPES,
     ),
     "CaptureConsumer": "vllm.v1.capture.consumer",
+    "SteeringController": "vllm.v1.capture.controller",
+    "SyncCaptureConsumer": "vllm.v1.capture.sync",
     "CaptureSink": "vllm.v1.capture.sink",
     "CaptureValidationError": "vllm.v1.capture.errors",
     "UnknownCaptureConsumerError": "vllm.v1.capture.errors",
@@ -29,17 +31,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)  # noqa: PLE0605
 
 
-_IN_STEPS = ("SyncCaptureConsumer", "SteeringController")
-
-
 def __getattr__(name: str) -> Any:
-    if name in _IN_STEPS:
-        # With an `AttributeError`, `from ... import` would not show the message.
-        raise ImportError(
-            f"{name} does not exist here, because no consumer runs within a step. A "
-            "steering entry with `when` acts on rows in the same step; see "
-            "docs/upgrading.md"
-        )
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
-from vllm.config.capture import CaptureConfig, parse_consumer
+from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.capabilities import has_own_name, name_of, truncates
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
-from vllm.v1.capture.registry import check_consumer, consumer_class
+from vllm.v1.capture.registry import (
+    check_consumer,
+    consumer_class,
+    is_step_consumer,
+)
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
 
@@ -167,12 +171,15 @@ def capture_config(
         entries.append("vllm_lens")
     if args.interp_engine_api and not any(map(_is_inline, entries)):
         entries.append("inline")
+    steps, entries = _split(entries)
+    if steps:
+        _check_steps(args, steps)
     key = ""
     if ready:
         key = uuid4().hex
         _READY[key] = ready
     staging = args.capture_staging_bytes
-    reads = args.enable_readouts or args.interp_engine_api
+    reads = args.enable_readouts or args.interp_engine_api or bool(steps)
     reads = bool(reads or args.readout_modules)
     takes = bool(entries or ready or reads)
     if staging is None and takes and current_platform.is_cuda_alike():
@@ -194,6 +201,7 @@ def capture_config(
     }
     config = CaptureConfig(
         consumers=entries,
+        step_consumers=steps,
         driver_instances=list(ready),
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
@@ -214,6 +222,33 @@ def capture_config(
     _check_graphsafe_keys(config.graphsafe_keys)
     _check_spill(config, chosen)
     return config
+
+
+def _split(entries: list[Any]) -> tuple[list[ConsumerConfig], list[Any]]:
+    """Consumers that run within each step, and the others."""
+    parsed = [(one, parse_consumer(one)) for one in entries]
+    steps = [entry for _, entry in parsed if is_step_consumer(entry.name)]
+    return steps, [raw for raw, entry in parsed if entry not in steps]
+
+
+def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
+    """Refuse configurations in which no single worker has all rows of a step."""
+    names = [entry.instance_name for entry in steps]
+    sizes = {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+    }
+    wrong = [name for name, size in sizes.items() if size > 1]
+    if args.speculative_config is not None:
+        wrong.append("speculative_config")
+    if wrong:
+        raise CaptureValidationError(
+            f"capture consumers {names} run within each step, which needs one worker "
+            f"and no drafts; leave out {wrong[0]}, or steer by entries with `when`",
+            parameter="capture_consumers",
+            value=names,
+        )
 
 
 def _is_inline(entry: str | dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from vllm.v1.capture.errors import (
     UnknownCaptureConsumerError,
 )
 from vllm.v1.capture.sink import CaptureSink
+from vllm.v1.capture.sync import SyncCaptureConsumer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,11 +123,14 @@ def check_consumer(thing: Any, name: str) -> None:
             f"it requires the sidecar fields {sorted(unknown)}, which requests do not "
             f"always have; they have {sorted(REQUIRABLE_FIELDS)}"
         )
-    if runs_in_steps(kind):
+    if isinstance(thing, type) and issubclass(kind, SyncCaptureConsumer):
+        if isabstract(kind):
+            problem = "it leaves global_capture_spec, on_step or decide undefined"
+    elif runs_in_steps(kind):
         problem = (
-            'it expects to run within each step (execution = "sync", on_step), but '
-            "consumers receive rows after the step; to act on a row within the step "
-            "use a steering entry with `when`, see docs/upgrading.md"
+            'it expects to run within each step (execution = "sync", on_step): derive '
+            "its class from SyncCaptureConsumer, and name its entry point, as a ready "
+            "instance lives in another process than the worker"
         )
     elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
@@ -150,6 +154,12 @@ def check_consumer(thing: Any, name: str) -> None:
             parameter="capture_consumers",
             value=name,
         )
+
+
+def is_step_consumer(name: str) -> bool:
+    """Whether the consumer of an entry point runs within each step."""
+    kind = consumer_class(name)
+    return isinstance(kind, type) and issubclass(kind, SyncCaptureConsumer)
 
 
 def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:

@@ -53,6 +53,9 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     """Features of an SAE; empty means the `top_k` largest."""
     params: str = ""
     """Parameters of a custom readout, as JSON."""
+    step: bool = False
+    """Whether the rows are for a consumer that runs within the step (`module`), which
+    returns no result."""
     code: bytes = b""
     """The function of a custom readout that has no entry point, by cloudpickle."""
 

@@ -47,6 +47,7 @@ from vllm.v1.worker.residual_graphs import (
     without_graph,
 )
 from vllm.v1.worker.residual_hooks import open_hooks
+from vllm.v1.worker.step_consumers import StepConsumers
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class ResidualStream:
     """Set if steering is enabled."""
     readouts: WorkerReadouts | None = None
     """Set if readouts are enabled."""
+    steps: StepConsumers | None = None
+    """Set if consumers run within the step."""
     hooks: WorkerHooks | None = None
     """Set if requests can have hook functions."""
     modules: WorkerModules | None = None
@@ -195,6 +198,13 @@ class OpenResidualStream(ResidualStream):
                 params = new.sampling_params
                 if params is not None and params._hooks is not None:
                     self.hooks.add_request(new.req_id, params._hooks, new.prompt_len)
+        if self.steps is not None:
+            self.steps.end_requests(finished)
+            self.steps.begin_requests(
+                (new.req_id, new.prompt_token_ids, new.sampling_params.conversation_id)
+                for new in begun
+                if new.sampling_params is not None
+            )
         if self._capture is None:
             return
         for new in begun:
@@ -294,6 +304,8 @@ class OpenResidualStream(ResidualStream):
 
     def close(self) -> None:
         """Deliver pending rows and shut down the consumers."""
+        if self.steps is not None:
+            self.steps.close()
         if self._capture is not None:
             self._capture.close()
 
@@ -388,6 +400,9 @@ def _open(
         open_hooks(vllm_config, model, steering),
     )
     stream.modules = modules
+    if config.step_consumers and stream.readouts is not None:
+        stream.steps = StepConsumers(vllm_config, steering, device, dtype)
+        stream.readouts.on_rows = stream.steps.on_rows
     return stream
 
 
@@ -628,6 +643,21 @@ def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
 def commit_steering(worker: Any, keep: bool) -> None:
     """For `collective_rpc`: apply the staged global vectors, or drop them."""
     worker.model_runner.residual.steering.commit_global(keep)
+
+
+def dynamic_status(worker: Any) -> dict[str, Any]:
+    """For `collective_rpc`: what consumers have set, and how long they take."""
+    stream = worker.model_runner.residual
+    steering = stream.steering
+    told: dict[str, Any] = {
+        "tp_rank": get_tensor_model_parallel_rank(),
+        "pp_rank": get_pp_group().rank_in_group,
+        "steering_initialized": steering is not None,
+    }
+    if steering is not None and steering.dynamic is not None:
+        told |= steering.dynamic.status()
+    told["sync_consumers"] = {} if stream.steps is None else dict(stream.steps.status())
+    return told
 
 
 def eager_steps(worker: Any) -> dict[str, int]:

@@ -37,7 +37,7 @@ def admission(**modules: Any) -> SteeringAdmission:
 def admit(admission: SteeringAdmission, max_tokens: int = 4, **fields: Any) -> Any:
     names = FIELDS
     params: Any = SimpleNamespace(**dict.fromkeys(names), max_tokens=max_tokens)
-    params._steering = None
+    params._steering = params.conversation_id = None
     for name, value in fields.items():
         setattr(params, name, value)
     admission.admit(params, PROMPT, resumable=False)
@@ -233,6 +233,7 @@ def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
 
 def test_a_session_whose_prompt_comes_in_parts_is_refused_with_the_remedy() -> None:
     params: Any = SimpleNamespace(**{**dict.fromkeys(FIELDS), DECODE: at(ONE)})
+    params.conversation_id = None
     with pytest.raises(SteeringValidationError, match="in one piece") as caught:
         admission().admit(params, PROMPT, resumable=True)
     assert caught.value.parameter == DECODE

@@ -52,6 +52,11 @@ def test_modules_may_be_a_mapping() -> None:
         steering_bank_mib=256,
         vllm_lens_api=False,
         allow_remote_code_hooks=False,
+        max_dynamic_steering_configs=4,
+        enable_declarative_gates=False,
+        enable_cross_layer_monitor=False,
+        enable_row_monitor=False,
+        declarative_probe_sites=None,
         interp_engine_api=False,
         steering_modules={"a": "1.json"},
         steering_api_key=None,
@@ -72,6 +77,11 @@ def test_a_key_without_its_list_is_one_key() -> None:
         steering_bank_mib=256,
         vllm_lens_api=False,
         allow_remote_code_hooks=False,
+        max_dynamic_steering_configs=4,
+        enable_declarative_gates=False,
+        enable_cross_layer_monitor=False,
+        enable_row_monitor=False,
+        declarative_probe_sites=None,
         interp_engine_api=False,
         steering_modules=None,
         steering_api_key="abc",
@@ -108,6 +118,11 @@ def test_engines_that_join_later_are_refused() -> None:
         steering_bank_mib=256,
         vllm_lens_api=False,
         allow_remote_code_hooks=False,
+        max_dynamic_steering_configs=4,
+        enable_declarative_gates=False,
+        enable_cross_layer_monitor=False,
+        enable_row_monitor=False,
+        declarative_probe_sites=None,
         interp_engine_api=False,
         steering_modules=None,
         steering_api_key=None,
@@ -136,3 +151,13 @@ def test_the_front_end_that_drops_the_fields_is_refused(
     with pytest.raises(SteeringValidationError, match="Rust front end"):
         config("--enable-steering")
     assert not config().enabled
+
+
+def test_options_for_what_is_always_there_are_taken_where_it_is() -> None:
+    sites = ("--declarative-probe-sites", "15:post_block")
+    given = ("--enable-declarative-gates", "--enable-row-monitor", *sites)
+    assert config("--enable-steering", *given) == config("--enable-steering")
+    with pytest.raises(
+        ValueError, match="--enable-declarative-gates needs --enable-st"
+    ):
+        config(*given)

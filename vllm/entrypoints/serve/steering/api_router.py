@@ -49,6 +49,8 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
 @closed.post("/clear")
 @closed.post("/modules/register")
 @closed.post("/modules/unregister")
+@closed.post("/vectors/register")
+@closed.post("/vectors/unregister")
 async def not_open() -> None:
     """Tell the client how mutating routes are enabled."""
     raise HTTPException(
@@ -81,6 +83,55 @@ async def get_modules(request: Request) -> JSONResponse:
     control = _control(request)
     modules = await control.describe_modules()
     return JSONResponse({"modules": modules, "count": len(modules)})
+
+
+@reading.get("/dynamic")
+async def get_dynamic(request: Request) -> JSONResponse:
+    """What consumers that run within the step have set, and how long they take."""
+    _control(request).frontend.check_enabled()
+    core = request.app.state.engine_client.engine_core
+    workers = await core.call_utility_async("dynamic_steering")
+    # A single worker decides, so nothing can differ.
+    return JSONResponse({"workers": workers, "determinism": {"consistent": True}})
+
+
+@reading.get("/vectors")
+async def get_vectors(request: Request) -> JSONResponse:
+    """Names of the vectors that gates of requests may refer to, by kind."""
+    names = _control(request).frontend.gate_vectors().names()
+    return JSONResponse(
+        {"vectors": names, "count": sum(len(own) for own in names.values())}
+    )
+
+
+@mutating.post("/vectors/register", openapi_extra=schema.REGISTER_VECTOR)
+async def register_vector(request: Request) -> JSONResponse:
+    """Register, or replace, vectors that gates of requests refer to by name."""
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        vectors = control.gate_vectors_to_change()
+        name, kind = body.get("name"), body.get("kind")
+        vectors.register(name, kind, body.get("packed"))
+        told = {"name": name, "kind": kind, "vectors": vectors.names()}
+        return {"status": "ok", **told}
+
+    return await _change(request, ("name", "kind", "packed"), change)
+
+
+@mutating.post("/vectors/unregister", openapi_extra=schema.UNREGISTER_VECTOR)
+async def unregister_vector(request: Request) -> JSONResponse:
+    """Unregister vectors; requests in flight keep them."""
+
+    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
+        vectors = control.gate_vectors_to_change()
+        try:
+            vectors.unregister(body.get("name"), body.get("kind"))
+        except UnknownModuleError as error:
+            raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
+        told = {"name": body["name"], "kind": body["kind"]}
+        return {"status": "ok", **told, "vectors": vectors.names()}
+
+    return await _change(request, ("name", "kind"), change)
 
 
 @mutating.post("/set", openapi_extra=schema.SET)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 MUTATING = (
     frozenset(
         f"/v1/steering/{name}"
-        for name in ("set", "clear", "modules/register", "modules/unregister")
+        for name in (
+            *("set", "clear", "modules/register", "modules/unregister"),
+            *("vectors/register", "vectors/unregister"),
+        )
     )
     | {
         f"/v1/{place}/{name}"

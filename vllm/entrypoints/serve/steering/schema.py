@@ -199,3 +199,12 @@ SET = body(**TIERS, replace=FLAG)
 CLEAR = body()
 REGISTER = body("name", name=NAME, **TIERS, metadata=METADATA, replace=FLAG)
 UNREGISTER = body("name", name=NAME)
+KIND: Schema = {"enum": ["probe", "steer"]}
+BY_HOOK: Schema = {
+    "type": "object",
+    "properties": {hook: PACKED for hook in HOOKS},
+    "additionalProperties": False,
+    "minProperties": 1,
+}
+REGISTER_VECTOR = body("name", "kind", "packed", name=NAME, kind=KIND, packed=BY_HOOK)
+UNREGISTER_VECTOR = body("name", "kind", name=NAME, kind=KIND)

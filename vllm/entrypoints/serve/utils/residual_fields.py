@@ -28,6 +28,7 @@ FIELDS = (
     "readouts",
     "stop_when",
     *steering_admission.FIELDS,
+    "conversation_id",
 )
 """Fields of generation requests; other requests reject them."""
 
@@ -44,9 +45,6 @@ _LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
 FOREIGN: dict[str, str] = {
     # Fields of an earlier public fork that are not supported.
-    "steering": "conditional steering is not implemented; use steering_vectors",
-    "conversation_id": "conversations are not stored; send the steering with each "
-    "request",
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
     # Fields of our routes and Python API, and names easily mistaken for ours.

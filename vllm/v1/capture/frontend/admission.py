@@ -24,6 +24,7 @@ from vllm.v1.capture.plan import (
     group_taps,
     union,
 )
+from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import (
     check_size,
     check_text,
@@ -82,6 +83,10 @@ class Admission:
         self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
         self.readouts = ReadoutAdmission(vllm_config)
+        self.readouts.steps = tuple(
+            (one.instance_name, build_consumer(one, vllm_config).global_capture_spec())
+            for one in vllm_config.capture_config.step_consumers
+        )
 
     @property
     def captures_everything(self) -> list[str]:
@@ -146,7 +151,8 @@ class Admission:
         if params.capture == {}:
             params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when
-        if asks == (None, None, None) and not self._global_specs:
+        for_all = self._global_specs or self.readouts.steps
+        if asks == (None, None, None) and not for_all:
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.capture.plan import Ranges, union
-from vllm.v1.capture.selectors import plain
-from vllm.v1.capture.types import CaptureContext
+from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
+from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
@@ -38,6 +38,8 @@ class ReadoutAdmission:
         self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.steps: tuple[tuple[str, CaptureSpec], ...] = ()
+        """What consumers that run within the step see of every request, by name."""
         self._lock = threading.Lock()
         self._modules = {
             name: ModuleInfo(**info) for name, info in config.described.items()
@@ -70,8 +72,9 @@ class ReadoutAdmission:
             ReadoutValidationError: `readouts` or `stop_when` is invalid.
 
         """
+        steps = tuple(self._for_step(name, spec, ctx) for name, spec in self.steps)
         if params.readouts is None and params.stop_when is None:
-            return None
+            return ReadoutPlan(steps) if steps else None
         self._check_enabled(params)
         raw = plain(params.readouts)
         if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
@@ -89,7 +92,21 @@ class ReadoutAdmission:
         self._check_stages(readouts)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
-        return ReadoutPlan(tuple(readouts), stops)
+        return ReadoutPlan((*readouts, *steps), stops)
+
+    def _for_step(self, name: str, spec: CaptureSpec, ctx: CaptureContext) -> Readout:
+        """The rows of a consumer that runs within the step."""
+        where = f"capture consumer {name!r}"
+        hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
+        taps = parse_hooks(hooks, ctx, where)
+        return Readout(
+            f"step:{name}",
+            "custom",
+            tuple((layer, str(hook)) for hook, at in taps.items() for layer in at),
+            resolve_positions(spec.positions, ctx, where),
+            name,
+            step=True,
+        )
 
     def _server(self) -> Server:
         return Server(

@@ -18,8 +18,9 @@ class Collector:
     """Joins the parts that arrive with the outputs of one sample."""
 
     def __init__(self, plan: ReadoutPlan, num_prompt_tokens: int) -> None:
-        self._readouts = {one.name: one for one in plan.readouts}
-        self._joined = {one.name: Joined(one) for one in plan.readouts}
+        told = [one for one in plan.readouts if not one.step]
+        self._readouts = {one.name: one for one in told}
+        self._joined = {one.name: Joined(one) for one in told}
         self._num_prompt_tokens = num_prompt_tokens
 
     def add(self, part: ReadoutPart) -> None:
@@ -61,6 +62,8 @@ def collector_for(params: "SamplingParams | None") -> Collector | None:
     """A collector for a request; None if it has no readouts."""
     plan = params._capture_plan if params is not None else None
     if plan is None or plan.readouts is None:
+        return None
+    if all(one.step for one in plan.readouts.readouts):
         return None
     return Collector(plan.readouts, plan.num_prompt_tokens)
 

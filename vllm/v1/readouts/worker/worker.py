@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the readouts of a step from its staged rows in a worker process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,8 @@ class WorkerReadouts:
         # Collectives on two streams could run in different orders on different ranks.
         if device.type == "cuda" and not self._shared:
             self._beside = torch.cuda.Stream(device)
+        self.on_rows: Callable[[Job, torch.Tensor, int], None] | None = None
+        """Takes the rows of consumers that run within the step."""
         self.rows_read: dict[str, int] = {}
         """Rows by kind of readout, for metrics."""
         self.seconds: dict[str, float] = {}
@@ -130,6 +132,8 @@ class WorkerReadouts:
         """The key of a readout's job: the operation, then what its readouts share."""
         modules = self.modules
         match readout.kind:
+            case "custom" if readout.step:
+                return "step", readout.module, len(readout.taps)
             case "probe" if readout.probe is not None:
                 module = inline_probe(readout.probe, self._width, self._device)
                 same = len(module.bias), module.activation, module.cosine
@@ -180,6 +184,14 @@ class WorkerReadouts:
         if not jobs:
             return
         further = placed.shift - program.shift
+        for job in jobs:
+            if job.key[0] == "step" and self.on_rows is not None:
+                rows = self._gathered(job, staging, first_row)
+                assert isinstance(rows, torch.Tensor), "rows of a step are not reduced"
+                self.on_rows(job, rows, further)
+        jobs = [job for job in jobs if job.key[0] != "step"]
+        if not jobs:
+            return
         gathered = [self._gathered(job, staging, first_row) for job in jobs]
         results: list[JobResult] = []
         done = None

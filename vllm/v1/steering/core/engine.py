@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+def dynamic_steering(core: "EngineCore") -> list[dict[str, Any]]:
+    """What consumers that run within the step have set, by worker."""
+    from vllm.v1.worker import residual_stream
+
+    rpc = core.model_executor.collective_rpc
+    found: list[dict[str, Any]] = rpc(residual_stream.dynamic_status)
+    return found
+
+
 def set_steering(
     core: "EngineCore", change: SteeringTiers, replace: bool
 ) -> dict[str, Any]:

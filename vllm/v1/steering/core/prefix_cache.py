@@ -30,6 +30,8 @@ class EngineSteering:
     tiers: SteeringTiers = NO_STEERING
     prefill_digest: str = ""
     decode_digest: str = ""
+    dynamic: bool = False
+    """Whether consumers may change what steers generated tokens."""
 
     @classmethod
     def set(cls, tiers: SteeringTiers) -> None:
@@ -46,13 +48,16 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
     prompt of the next turn is found again if both turns steer it in the same way.
     """
     tiers = tiers_of(request)
-    if tiers is None and not EngineSteering.tiers:
-        return _salt(request)
     boundary = request.num_prompt_tokens
+    own_keys = _salt(request)
+    if EngineSteering.dynamic and stop > boundary:
+        own_keys.append(("steering-dynamic", request.request_id))
+    if tiers is None and not EngineSteering.tiers:
+        return own_keys
     own = NO_STEERING if tiers is None else tiers
     prefill = _joined(EngineSteering.prefill_digest, own.prefill_digest)
     decode = _joined(EngineSteering.decode_digest, own.decode_digest)
-    keys: list[tuple[str, ...]] = _salt(request)
+    keys: list[tuple[str, ...]] = own_keys
     if stop <= boundary or prefill == decode:
         keys += [("steering", prefill)] if prefill else []
     elif start >= boundary:

@@ -57,6 +57,11 @@ class SteeringScheduling:
         self._blocked = False
 
     @property
+    def changes_all(self) -> bool:
+        """Whether any request's stream may be changed without its asking."""
+        return bool(self.tiers) or EngineSteering.dynamic
+
+    @property
     def possible(self) -> tuple[SteeringTiers, ...]:
         """The sets of global vectors that every request must fit."""
         if self.held is None:
@@ -127,5 +132,6 @@ def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """Create the scheduler's steering state."""
     check_external_caches(vllm_config)
     EngineSteering.set(NO_STEERING)
+    EngineSteering.dynamic = bool(vllm_config.capture_config.step_consumers)
     config = vllm_config.steering_config
     return SteeringScheduling(config.max_configs, config.bank_bytes)

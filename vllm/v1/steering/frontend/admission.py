@@ -9,11 +9,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
 from vllm.v1.steering.spec import describe
 from vllm.v1.steering.spec.clamps import as_entries
+from vllm.v1.steering.spec.gates import Gate, parse_gates
 from vllm.v1.steering.spec.limits import (
     check_bank,
     check_operations,
@@ -56,7 +58,12 @@ GLOBAL_FIELDS = {
 
 _TIER_OF_CLAMPS = {f"{tier}_clamps": tier for tier in describe.FIELDS}
 
-FIELDS = (*REQUEST_FIELDS.values(), "steering_name", "steering_module_ref")
+FIELDS = (
+    *REQUEST_FIELDS.values(),
+    "steering_name",
+    "steering_module_ref",
+    "steering",
+)
 """All request fields of steering."""
 
 
@@ -67,6 +74,9 @@ class SteeringAdmission:
         self.model = model
         self.modules = modules
         self.shared = SharedVectors()
+        self.gate_vectors = GateVectors(model)
+        self.keeps_conversations = True
+        """Whether this front end has all requests of a conversation."""
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
         """Replace the user's steering fields by resolved vectors, in place.
@@ -81,10 +91,11 @@ class SteeringAdmission:
 
         """
         raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
-        if all(getattr(params, name) is None for name in FIELDS):
+        gates = self._gates(params)
+        if not gates and all(getattr(params, name) is None for name in FIELDS):
             return
         if resumable:
-            name = next(n for n in FIELDS if getattr(params, n) is not None)
+            name = _first_of(params)
             raise fail(
                 f"{name}: a session whose prompt comes in parts cannot be steered, as "
                 "its prompt has no end; send the prompt in one piece",
@@ -100,7 +111,9 @@ class SteeringAdmission:
         if names:
             tiers = self._with_named(names, tiers)
             tiers = for_prompt(tiers, num_prompt, names[0].parameter)
-        first = next(name for name in FIELDS if getattr(params, name) is not None)
+        if gates:
+            tiers = for_prompt(self._with_gates(gates, tiers), num_prompt, "steering")
+        first = _first_of(params)
         check_operations(tiers, self.model.max_operations, first)
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         taken = max((one.bank_bytes for one in self.shared.possible), default=0)
@@ -108,6 +121,49 @@ class SteeringAdmission:
         for name in FIELDS:
             setattr(params, name, None)
         params._steering = tiers or None
+        if gates and params.conversation_id is not None:
+            self.gate_vectors.keep(params.conversation_id, gates)
+
+    def _gates(self, params: "SamplingParams") -> list[Gate]:
+        """The request's gates, after those that its conversation has kept."""
+        conversation, raw = params.conversation_id, params.steering
+        if conversation is not None and not isinstance(conversation, str):
+            raise fail("conversation_id must be text", "conversation_id", conversation)
+        given = [] if raw is None else parse_gates(raw, self.gate_vectors.resolve)
+        staying = [gate for gate in given if gate.stays]
+        if staying and not (conversation and self.keeps_conversations):
+            raise fail(
+                f"{staying[0].where}.scope: rest_of_conversation needs a "
+                "conversation_id, and a server with a single API server process",
+                f"{staying[0].where}.scope",
+                conversation,
+            )
+        if conversation is None:
+            return given
+        kept = self.gate_vectors.kept(conversation)
+        kept = [one for one in kept if all(one != gate.raw for gate in given)]
+        if not kept:
+            return given
+        where = f"steering kept for the conversation {conversation[:60]!r}"
+        return parse_gates(kept, self.gate_vectors.resolve, where) + given
+
+    def _with_gates(self, gates: Sequence[Gate], tiers: SteeringTiers) -> SteeringTiers:
+        """What a request is steered by, with its gates at generated tokens."""
+        own = total([tiers.base, tiers.decode])
+        for gate in gates:
+            if gate.steer is None and tiers.decode_operations:
+                raise fail(
+                    f"{gate.where}.apply: only additions can be attenuated, and the "
+                    "request has operations at generated tokens; leave one of them out",
+                    f"{gate.where}.apply",
+                    gate.raw["apply"],
+                )
+        for gate in gates:
+            if entries := gate.entries(own):
+                parsed = {"decode": self._parsed(entries, gate.where, False)}
+                tiers = _add(tiers, packed(parsed))
+        check_sums(tiers, self.model.dtype, "steering")
+        return tiers
 
     def _with_named(
         self, names: Sequence[NamedScale], tiers: SteeringTiers
@@ -201,6 +257,12 @@ class SteeringAdmission:
                 sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
             )
         return self.parse({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+
+
+def _first_of(params: "SamplingParams") -> str:
+    """The first field that steers a request, for messages."""
+    given = (name for name in FIELDS if getattr(params, name) is not None)
+    return next(given, "conversation_id")
 
 
 def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTiers:

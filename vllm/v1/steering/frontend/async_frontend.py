@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.sampling_params import SamplingParams
 from vllm.v1.residual.bounds import count_values
 from vllm.v1.steering.core.refusals import refusal_in
+from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.admission import FIELDS, REQUEST_FIELDS
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
@@ -26,6 +27,7 @@ from vllm.v1.steering.frontend.frontend import (
     SteeringFrontend,
     open_frontend,
 )
+from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.name_sync import FollowedNames
 
 if TYPE_CHECKING:
@@ -145,6 +147,24 @@ class AsyncSteeringControl:
         else:
             await self._names.register(name, module, replace)
         return told
+
+    def gate_vectors_to_change(self) -> GateVectors:
+        """The vectors that gates name, to be changed in this process.
+
+        Raises:
+            SteeringValidationError: the engine does not steer, or other API servers
+                would not know of the change.
+
+        """
+        vectors = self.frontend.gate_vectors()
+        if self._names is not None:
+            raise fail(
+                "name: with several API server processes the vectors of gates cannot "
+                "be named; send them inline, or start one process",
+                "name",
+                None,
+            )
+        return vectors
 
     async def unregister(self, name: Any) -> dict[str, Any]:
         """Unregister a named module; returns `{"name": name}`."""

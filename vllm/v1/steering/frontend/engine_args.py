@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+ALWAYS_THERE = (
+    "--enable-declarative-gates",
+    "--enable-cross-layer-monitor",
+    "--enable-row-monitor",
+)
+"""Options of an earlier fork for what every server that steers can do here."""
+
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
 
 
@@ -58,6 +65,27 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "further requests wait.",
     )
     group.add_argument(
+        "--max-dynamic-steering-configs",
+        type=int,
+        default=4,
+        help="How many requests consumers that run within the step may steer by other "
+        "vectors at a time.",
+    )
+    for option in ALWAYS_THERE:
+        group.add_argument(
+            option,
+            action="store_true",
+            default=False,
+            help="Accepted for compatibility: gates need no option.",
+        )
+    group.add_argument(
+        "--declarative-probe-sites",
+        action="append",
+        default=None,
+        metavar="LAYER:HOOK",
+        help="Accepted for compatibility: probes read at any hook point.",
+    )
+    group.add_argument(
         "--steering-modules",
         nargs="+",
         action="extend",
@@ -89,8 +117,7 @@ def steering_config(
 
     """
     enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
-    if args.allow_remote_code_hooks:
-        _check_remote_code(args.vllm_lens_api)
+    _check_switches(args, enabled)
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
     if not enabled:
@@ -148,9 +175,48 @@ def steering_config(
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,
+        max_dynamic=_at_least_0(args.max_dynamic_steering_configs),
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
+
+
+def _check_switches(args: "EngineArgs", enabled: bool) -> None:
+    """Check the options that need steering, and say what they change."""
+    if needless := _needless(args):
+        if not enabled:
+            raise fail(
+                f"{needless[0]} needs --enable-steering",
+                needless[0].lstrip("-").replace("-", "_"),
+                True,
+            )
+        logger.info(
+            "%s: changes nothing, as requests may have gates at every hook point",
+            ", ".join(needless),
+        )
+    if args.allow_remote_code_hooks:
+        _check_remote_code(args.vllm_lens_api)
+
+
+def _at_least_0(number: int) -> int:
+    if number < 0:
+        raise fail(
+            "--max-dynamic-steering-configs must not be negative",
+            "max_dynamic_steering_configs",
+            number,
+        )
+    return number
+
+
+def _needless(args: "EngineArgs") -> list[str]:
+    """The options given for what is always there."""
+    given = {
+        "--enable-declarative-gates": args.enable_declarative_gates,
+        "--enable-cross-layer-monitor": args.enable_cross_layer_monitor,
+        "--enable-row-monitor": args.enable_row_monitor,
+        "--declarative-probe-sites": bool(args.declarative_probe_sites),
+    }
+    return [name for name, is_given in given.items() if is_given]
 
 
 def _check_remote_code(lens_api: bool) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.steering.frontend.admission import (
     SteeringAdmission,
 )
 from vllm.v1.steering.frontend.early_files import about_module
+from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.global_vectors import SharedVectors
@@ -99,6 +100,10 @@ class NoSteering:
         """The layers with their hook points."""
         return {}
 
+    def gate_vectors(self) -> GateVectors:
+        """Refuse."""
+        raise fail(f"steering: {DISABLED}", "enable_steering", False)
+
     def describe_modules(self) -> dict[str, Any]:
         """The named sets with the norms of their vectors."""
         return {}
@@ -140,6 +145,8 @@ class SteeringFrontend(NoSteering):
         self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)
         self.shared = self.admission.shared
+        servers = vllm_config.parallel_config._api_process_count
+        self.admission.keeps_conversations = servers == 1
         self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
             with about_module(name, path):
@@ -188,6 +195,10 @@ class SteeringFrontend(NoSteering):
 
     def check_enabled(self) -> None:
         """Do nothing, because this engine steers."""
+
+    def gate_vectors(self) -> GateVectors:
+        """The vectors that gates of requests name."""
+        return self.admission.gate_vectors
 
     def describe_model(self) -> dict[str, Any]:
         """The layers with their hook points."""

@@ -14,8 +14,16 @@ import torch
 from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
-from vllm.v1.steering.plan import SteeringTiers, Tap, conditions_of
+from vllm.v1.steering.plan import (
+    NO_STEERING,
+    SteeringTiers,
+    Tap,
+    conditions_of,
+    pack,
+    total,
+)
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
@@ -24,6 +32,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.dynamic import DynamicSteering
 from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.held import HeldGates
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
@@ -80,7 +89,10 @@ class WorkerSteering:
         device: torch.device,
         saes: SAEs | None = None,
     ) -> None:
-        rows = vllm_config.steering_config.num_rows
+        config = vllm_config.steering_config
+        acts = bool(vllm_config.capture_config.step_consumers)
+        more = config.max_dynamic if acts else 0
+        rows = config.num_rows + 2 * more
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
@@ -106,6 +118,16 @@ class WorkerSteering:
         }
         """The identifier of each tap's op that runs programs."""
         self._staged: tuple[SteeringTiers, Rows] | None = None
+        self._tiers = NO_STEERING
+        """The global vectors of the engine core, without those of consumers."""
+        self._staged_tiers = NO_STEERING
+        self.dynamic: DynamicSteering | None = None
+        """What consumers set, if there are some that run within the step."""
+        if acts:
+            slots = range(config.max_configs, config.max_configs + more)
+            self.dynamic = DynamicSteering(
+                self.tables, taps, width, slots, self._admitted
+            )
         self.eager_steps: Counter[str] = Counter()
         """Number of steps that could run neither compiled nor as CUDA graphs, by
         reason; empty, because steering allows both."""
@@ -152,7 +174,10 @@ class WorkerSteering:
             step: changes of slots, if any.
 
         """
+        finished = list(finished)
         self._held.forget(finished)
+        if self.dynamic is not None:
+            self.dynamic.forget(finished)
         for req_id in finished:
             self._prompt_lengths.pop(req_id, None)
             self._slots.pop(req_id, None)
@@ -167,7 +192,8 @@ class WorkerSteering:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is set, neither globally nor for a request."""
-        return self.tables.is_empty and not self._slots
+        acts = self.dynamic is not None and self.dynamic.of_request
+        return self.tables.is_empty and not self._slots and not acts
 
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Assign a row to each token; returns the ops that must launch."""
@@ -301,9 +327,16 @@ class WorkerSteering:
         plain = ZERO_ROW, ZERO_ROW
         if not self.tables.is_empty:
             plain = GLOBAL_PREFILL_ROW, GLOBAL_DECODE_ROW
-        return [
+        pairs = [
             plain if slot is None else (prefill_row(slot), decode_row(slot))
             for slot in map(self._slots.get, req_ids)
+        ]
+        if self.dynamic is None or not self.dynamic.of_request:
+            return pairs
+        overrides = map(self.dynamic.of_request.get, req_ids)
+        return [
+            pair if slot is None else (pair[0], decode_row(slot))
+            for pair, slot in zip(pairs, overrides, strict=True)
         ]
 
     def begin_step(self) -> None:
@@ -320,6 +353,8 @@ class WorkerSteering:
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""
+        self._staged_tiers = tiers
+        tiers = self._with_dynamic(tiers)
         self._staged = tiers, self.tables.rows_with(tiers)
 
     def commit_global(self, keep: bool) -> None:
@@ -330,7 +365,39 @@ class WorkerSteering:
             self._decoding = None
             if conditions_of(staged[0]) != conditions_of(self.tables.tiers):
                 self._held.forget_engines()
+            self._tiers = self._staged_tiers
             self.tables.set_global(*staged)
+
+    def act(self, actions: Iterable[Action]) -> None:
+        """Carry out what consumers want, from the next step on."""
+        assert self.dynamic is not None, "no consumer runs within the step"
+        for action in actions:
+            self.dynamic.queue.submit(action)
+        if not self.dynamic.apply(self.dynamic.queue.drain()):
+            return
+        self._decoding = None
+        tiers = self._with_dynamic(self._tiers)
+        if tiers.digest != self.tables.tiers.digest:
+            self.tables.set_global(tiers, self.tables.rows_with(tiers))
+
+    def _with_dynamic(self, tiers: SteeringTiers) -> SteeringTiers:
+        """The global vectors with those that consumers set for generated tokens."""
+        own = {} if self.dynamic is None else self.dynamic.for_all
+        if not own:
+            return tiers
+        decode = tiers.decode
+        vectors = total([decode])
+        for tap, one in own.items():
+            vectors[tap] = vectors[tap] + one if tap in vectors else one
+        operations = () if decode is None else decode.operations
+        return SteeringTiers(tiers.base, tiers.prefill, pack(vectors, operations))
+
+    def _admitted(self, req_id: str) -> SteeringTiers:
+        """What a running request asked for."""
+        if req_id not in self._prompt_lengths:
+            raise KeyError(f"no request {req_id!r} is running")
+        slot = self._slots.get(req_id)
+        return NO_STEERING if slot is None else self.tables.loaded[slot]
 
 
 def token_rows(

@@ -55,6 +55,7 @@ unload_readout_module = readouts_engine.unload_module
 readout_status = readouts_engine.status
 decoded_rows = readouts_engine.decoded_rows
 unembedding_rows = readouts_engine.unembedding_rows
+dynamic_steering = steering_engine.dynamic_steering
 set_steering = steering_engine.set_steering
 get_steering = steering_engine.get_steering
 hold_steering = steering_engine.hold_steering

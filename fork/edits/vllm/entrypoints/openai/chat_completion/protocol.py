@@ -61,6 +61,16 @@ decode_steering_clamps: dict[str, Any] | None = Field(
     default=None,
     description="Further clamps at generated tokens.",
 )
+steering: list[dict[str, Any]] | None = Field(
+    default=None,
+    description="Gates at generated tokens: objects with when, scope and apply.",
+)
+conversation_id: str | None = Field(
+    default=None,
+    min_length=1,
+    max_length=256,
+    description="Names the conversation that the request belongs to.",
+)
 """,
         why="Clients request capture and steering per request.",
     ),
@@ -188,5 +198,17 @@ prefill_steering_clamps: dict[str, Any] | None = None
 decode_steering_clamps: dict[str, Any] | None = None
 """,
         why="All conversations of a batch have the same steering.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering=self.steering",
+        why="Passes the field on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="conversation_id=self.conversation_id",
+        why="Passes the field on.",
     ),
 ]

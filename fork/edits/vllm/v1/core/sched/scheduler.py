@@ -230,7 +230,7 @@ self.lost_streams = LostStreams(self.suspects, self.kv_cache_manager.get_block_i
     before(
         scope="Scheduler.schedule",
         anchor="if num_computed_tokens + num_new_tokens < request.num_tokens:",
-        insert="self.suspects.begin(request, bool(self.steering.tiers))",
+        insert="self.suspects.begin(request, self.steering.changes_all)",
         why="Vectors and embeddings may make the request's stream overflow.",
     ),
     add_argument(

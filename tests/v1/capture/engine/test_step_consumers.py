@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consumers that run within the step see its rows, and steer from the next one on."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.captured import CapturedEngine, prompt
+from tests.support.models import llama
+from tests.support.plugins import install
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.worker.steering_action_queue import (
+    RequestSteeringOverride,
+    SteeringMonitorUpdate,
+    SteeringScaleUpdate,
+    SteeringVectorUpdate,
+    get_steering_action_queue,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TAP = (1, "post_block")
+VECTOR = np.random.default_rng(3).normal(size=64).astype(np.float32) * 3
+PROMPT = prompt(9, 5)
+
+SOURCE = """
+from vllm.v1.capture import CaptureSpec, SteeringController, SyncCaptureConsumer
+
+SEEN, ACTIONS, VECTORS = [], [], {}
+
+
+class Watcher(SyncCaptureConsumer):
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={"post_block": [1], "pre_attn": [0]}, positions="all")
+
+    def on_step(self, view):
+        for one in view.requests:
+            rows = view.tensors[1, "post_block"][one.start : one.end].clone()
+            SEEN.append((one, rows))
+        found, ACTIONS[:] = list(ACTIONS), []
+        if "raise" in found:
+            raise RuntimeError("it is meant to")
+        return found
+
+
+class Latch(SteeringController):
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={"post_block": [1]}, positions="all")
+
+    def decide(self, request_view, residual):
+        from vllm.v1.worker.steering_action_queue import RequestSteeringOverride
+
+        assert residual.shape == (1, 64)
+        return RequestSteeringOverride(request_view.req_id, VECTORS, source="latch")
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    folder = tmp_path_factory.mktemp("plugin")
+    classes = {"watcher": "step_plugin:Watcher", "latch": "step_plugin:Latch"}
+    install(folder, "step_plugin", SOURCE, **classes)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("step_plugin")
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plugin: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CapturedEngine]:
+    plugin.VECTORS["post_block"] = {1: VECTOR}
+    opened = CapturedEngine(
+        llama(tmp_path_factory.mktemp("llama")),
+        capture_consumers=["watcher", "latch"],
+        enable_steering=True,
+        max_num_batched_tokens=64,
+        max_dynamic_steering_configs=2,
+    )
+    yield opened
+    opened.close()
+
+
+def run(
+    engine: CapturedEngine, *asked: dict[str, Any], tokens: int = 6
+) -> list[RequestOutput]:
+    params = [
+        SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=tokens, logprobs=3, **one
+        )
+        for one in asked
+    ]
+    return engine.run([PROMPT] * len(params), params)
+
+
+def logprobs(output: RequestOutput) -> torch.Tensor:
+    rows = output.outputs[0].logprobs
+    assert rows is not None
+    best = [sorted(one.logprob for one in row.values())[-3:] for row in rows]
+    return torch.tensor(best)
+
+
+def same(found: RequestOutput, expected: RequestOutput) -> None:
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def steered_from(position: int) -> dict[str, Any]:
+    entry = {"vector": VECTOR, "positions": list(range(position, len(PROMPT) + 5))}
+    return {"decode_steering_vectors": {"post_block": {1: entry}}}
+
+
+def status(engine: CapturedEngine) -> dict[str, Any]:
+    (found,) = engine.llm.llm_engine.engine_core.engine_core.dynamic_steering()
+    return found
+
+
+def test_a_step_shows_the_rows_of_its_requests(
+    engine: CapturedEngine, plugin: ModuleType
+) -> None:
+    plugin.SEEN.clear()
+    (output,) = run(engine, {})
+    assert output.readouts == {}
+    fed = [*PROMPT, *output.outputs[0].token_ids][:-1]
+    views = [view for view, _ in plugin.SEEN]
+    assert [view.phase for view in views] == ["prefill"] + ["decode"] * 5
+    assert views[0].token_ids.tolist() == PROMPT and views[1].token_ids.tolist() == [-1]
+    rows = torch.cat([rows for _, rows in plugin.SEEN])
+    expected = engine.reference.stream(fed)[TAP]
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-4)
+    assert status(engine)["sync_consumers"]["watcher"]["steps"] >= 6
+
+
+def test_a_controller_steers_its_conversation_from_its_decision_on(
+    engine: CapturedEngine,
+) -> None:
+    plain, late, whole = run(
+        engine, {}, steered_from(len(PROMPT) + 1), steered_from(len(PROMPT))
+    )
+    assert late.outputs[0].token_ids != plain.outputs[0].token_ids
+    before = status(engine)["sync_consumers"]["latch"]["triggers"]
+    first, other = run(engine, {"conversation_id": "a"}, {})
+    same(first, late)
+    same(other, plain)
+    (second,) = run(engine, {"conversation_id": "a"})
+    same(second, whole)
+    (again,) = run(engine, {})
+    same(again, plain)  # Nothing of it is left in the prefix cache.
+    told = status(engine)
+    assert told["sync_consumers"]["latch"]["triggers"] == before + 1
+    assert told["sync_consumers"]["latch"]["bridges"] >= 1
+    assert told["dynamic_pool"] == {"capacity": 2, "in_use": 0, "overrides": []}
+
+
+def test_actions_for_all_hold_from_the_next_step_on(
+    engine: CapturedEngine, plugin: ModuleType
+) -> None:
+    plain, late, whole = run(
+        engine, {}, steered_from(len(PROMPT) + 1), steered_from(len(PROMPT))
+    )
+    vectors = {"post_block": {1: VECTOR}}
+    plugin.ACTIONS[:] = [SteeringVectorUpdate(vectors)]
+    (found,) = run(engine, {})  # Its prompt is the step that brings the action.
+    same(found, whole)
+    assert status(engine)["dynamic_tier"]["hooks"] == {"post_block": [1]}
+    plugin.ACTIONS[:] = [SteeringScaleUpdate(0.0, tier_gain=True)]
+    same(run(engine, {})[0], plain)
+    plugin.ACTIONS[:] = [SteeringScaleUpdate(1.0, tier_gain=True)]
+    same(run(engine, {})[0], whole)
+    queue = get_steering_action_queue()
+    assert queue is not None
+    assert queue.submit(SteeringVectorUpdate({"post_block": {1: 0 * VECTOR}}))
+    same(run(engine, {})[0], plain)
+    assert late.outputs[0].token_ids != plain.outputs[0].token_ids
+
+
+def test_what_cannot_be_done_is_rejected_and_changes_nothing(
+    engine: CapturedEngine, plugin: ModuleType
+) -> None:
+    (plain,) = run(engine, {})
+    before = status(engine)["action_queue"]
+    bad = [
+        RequestSteeringOverride("nobody", {"post_block": {1: VECTOR}}),
+        SteeringVectorUpdate({"post_block": {9: VECTOR}}),
+        SteeringVectorUpdate({"post_block": {1: VECTOR[:3]}}),
+        SteeringVectorUpdate({"post_block": {1: VECTOR}}, phase="prefill"),
+        SteeringMonitorUpdate("post_block", 1, VECTOR),
+        "no action",
+    ]
+    plugin.ACTIONS[:] = bad
+    same(run(engine, {})[0], plain)
+    after = status(engine)
+    rejected = after["action_queue"]["rejected"] - before["rejected"]
+    assert rejected == len(bad)
+    assert any("no request 'nobody'" in one for one in after["rejections"])
+    plugin.ACTIONS[:] = ["raise"]
+    same(run(engine, {})[0], plain)

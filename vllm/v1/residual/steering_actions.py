@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of steering that a consumer makes while the engine runs.
+
+`on_step` returns them; other threads of the worker's process submit them to the queue.
+They are applied between two steps.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+VectorsByHook: TypeAlias = Mapping[str, Mapping[int, Any]]
+"""`{hook: {layer: vector [hidden_size]}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringVectorUpdate:
+    """Add vectors at generated tokens of all requests; zeros remove one."""
+
+    vectors: VectorsByHook
+    phase: str = "decode"
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSteeringOverride:
+    """Steer one request by other vectors at its generated tokens from now on."""
+
+    req_id: str
+    vectors: VectorsByHook | None
+    """None goes back to what the request asked for."""
+    compose_admitted: bool = False
+    """Whether the vectors are added to what the request asked for."""
+    clamps: Any = None
+    """Refused: a request's own clamps are part of its steering."""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringScaleUpdate:
+    """Scale what `SteeringVectorUpdate` adds (`tier_gain`), or a request's override."""
+
+    scale: float
+    config_hash: Any = None
+    dyn_id: Any = None
+    req_id: str | None = None
+    tier_gain: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringMonitorUpdate:
+    """Refused: a gate is an entry with `when`, or the field `steering` of a request."""
+
+    hook: str
+    layer: int
+    probe: Any
+    threshold: float = 0.0
+    sharpness: float = 1.0
+    gate_rows: bool = False
+    req_id: str | None = None
+    config_hash: Any = None
+    dyn_id: Any = None
+    source: str = ""
+
+
+Action: TypeAlias = (
+    SteeringVectorUpdate
+    | RequestSteeringOverride
+    | SteeringScaleUpdate
+    | SteeringMonitorUpdate
+)
+
+
+class SteeringActionQueue:
+    """Actions that wait for the end of the step; may be used from any thread."""
+
+    current: ClassVar["SteeringActionQueue | None"] = None
+
+    def __init__(self, maxsize: int = 1024) -> None:
+        """Start empty; `maxsize` actions may wait."""
+        self._maxsize = maxsize
+        self._lock = threading.Lock()
+        self._waiting: deque[Action] = deque()
+        self._counts = dict.fromkeys(("submitted", "dropped", "applied", "rejected"), 0)
+
+    def submit(self, action: Action) -> bool:
+        """Add an action; False, and counted as dropped, if the queue is full."""
+        with self._lock:
+            fits = len(self._waiting) < self._maxsize
+            self._counts["submitted" if fits else "dropped"] += 1
+            if fits:
+                self._waiting.append(action)
+            return fits
+
+    def drain(self) -> list[Action]:
+        """Remove and return all actions, in their order."""
+        with self._lock:
+            found = list(self._waiting)
+            self._waiting.clear()
+            return found
+
+    def count(self, outcome: str) -> None:
+        """Count an action as `applied` or `rejected`."""
+        with self._lock:
+            self._counts[outcome] += 1
+
+    def stats(self) -> dict[str, int]:
+        """How many actions were submitted, dropped, applied and rejected."""
+        with self._lock:
+            return dict(self._counts)
+
+
+def get_steering_action_queue() -> SteeringActionQueue | None:
+    """The queue of this worker; None where nothing takes actions."""
+    return SteeringActionQueue.current

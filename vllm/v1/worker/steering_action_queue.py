@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of steering by consumers, under the name that plug-ins import."""
+
+from vllm.v1.residual.steering_actions import (
+    RequestSteeringOverride,
+    SteeringActionQueue,
+    SteeringMonitorUpdate,
+    SteeringScaleUpdate,
+    SteeringVectorUpdate,
+    get_steering_action_queue,
+)
+
+__all__ = [
+    "RequestSteeringOverride",
+    "SteeringActionQueue",
+    "SteeringMonitorUpdate",
+    "SteeringScaleUpdate",
+    "SteeringVectorUpdate",
+    "get_steering_action_queue",
+]

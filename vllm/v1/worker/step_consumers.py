@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the consumers that are called within each step."""
+
+from collections.abc import Iterable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.capture.registry import build_consumer
+from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
+from vllm.v1.readouts.worker.program import Job
+from vllm.v1.residual.steering_actions import SteeringActionQueue
+from vllm.v1.steering.worker.worker import WorkerSteering
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+BUDGET_SECONDS = 0.002
+"""A step in which a consumer takes longer is counted as over budget."""
+
+
+class StepConsumers:
+    """The consumers of one worker. Engine thread only."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        steering: WorkerSteering | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Create the consumers of the configuration."""
+        self._consumers: dict[str, Any] = {}
+        self._stats: dict[str, dict[str, float]] = {}
+        for entry in vllm_config.capture_config.step_consumers:
+            name = entry.instance_name
+            consumer = self._consumers[name] = build_consumer(entry, vllm_config)
+            consumer.warmup(device, dtype)
+            names = ("steps", "total_ms", "max_ms", "over_budget_steps")
+            self._stats[name] = dict.fromkeys(names, 0)
+        self._steering = steering
+        self._prompts: dict[str, tuple[list[int], str | None]] = {}
+        if steering is not None and steering.dynamic is not None:
+            SteeringActionQueue.current = steering.dynamic.queue
+        self._complained: set[str] = set()
+        self._step = 0
+
+    def begin_requests(
+        self, begun: Iterable[tuple[str, list[int] | None, str | None]]
+    ) -> None:
+        """Note the prompt and the conversation of requests that begin."""
+        for req_id, prompt, conversation in begun:
+            self._prompts[req_id] = (list(prompt or ()), conversation)
+
+    def end_requests(self, finished: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        ended = [one for one in finished if self._prompts.pop(one, None) is not None]
+        for consumer in self._consumers.values():
+            if ended and hasattr(consumer, "end_requests"):
+                consumer.end_requests(ended)
+
+    def on_rows(self, job: Job, rows: torch.Tensor, further: int) -> None:
+        """Call the consumer of a job.
+
+        Args:
+            job: the rows of a step, of all requests.
+            rows: `[R, hidden_size]`; those of a token's taps are adjacent.
+            further: added to the positions of the job's entries.
+
+        """
+        name = job.entries[0].readout.module
+        taps = job.entries[0].readout.taps
+        by_tap = rows.view(-1, len(taps), rows.shape[-1])  # [tokens, taps, H]
+        view = StepCaptureView(
+            self._step,
+            {tap: by_tap[:, number] for number, tap in enumerate(taps)},
+            [
+                self._request(one, one.first // len(taps), further)
+                for one in job.entries
+            ],
+        )
+        self._step += 1
+        began = perf_counter()
+        try:
+            actions = self._consumers[name].on_step(view) or ()
+        except Exception:  # Plug-in code may raise anything.
+            actions = ()
+            if name not in self._complained:
+                self._complained.add(name)
+                logger.exception("The consumer %r failed in on_step", name)
+        self._count(name, 1000 * (perf_counter() - began))
+        if self._steering is not None:
+            self._steering.act(actions)
+        elif actions and name not in self._complained:
+            self._complained.add(name)
+            logger.error(
+                "The consumer %r returns actions, and this engine does not steer; "
+                "start it with --enable-steering",
+                name,
+            )
+
+    def _request(self, entry: Any, start: int, further: int) -> StepRequestView:
+        prompt, conversation = self._prompts.get(entry.req_id, ([], None))
+        first = entry.start + further
+        tokens = prompt[first : first + entry.count]
+        tokens += [-1] * (entry.count - len(tokens))
+        return StepRequestView(
+            req_id=entry.req_id,
+            start=start,
+            end=start + entry.count,
+            phase="prefill" if first < len(prompt) else "decode",
+            token_ids=np.asarray(tokens, dtype=np.int64),
+            conversation_id=conversation,
+        )
+
+    def _count(self, name: str, ms: float) -> None:
+        stats = self._stats[name]
+        stats["steps"] += 1
+        stats["total_ms"] += ms
+        stats["max_ms"] = max(stats["max_ms"], ms)
+        stats["over_budget_steps"] += ms > 1000 * BUDGET_SECONDS
+
+    def status(self) -> Mapping[str, Any]:
+        """By consumer: time and steps, and what it tells itself."""
+        return {
+            name: {**self._stats[name], **consumer.status()}
+            for name, consumer in self._consumers.items()
+        }
+
+    def close(self) -> None:
+        """Shut the consumers down."""
+        SteeringActionQueue.current = None
+        for name, consumer in self._consumers.items():
+            try:
+                consumer.shutdown()
+            except Exception:  # Plug-in code may raise anything.
+                logger.exception("The consumer %r failed to shut down", name)
