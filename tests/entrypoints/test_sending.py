@@ -125,7 +125,7 @@ def tracker() -> RequestTracker:
         PathLocks({}, None), 1, answered=lambda *_: None, forgotten=lambda _: None
     )
     with tracker.changed:
-        tracker.begin("r", 0, "r-0", ("inline",)).held = SIZES
+        tracker.hold(tracker.begin("r", 0, "r-0", ("inline",)), SIZES)
     return tracker
 
 

@@ -342,7 +342,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"weights": "def"}, "weights", "other weights.*omit model and weights"),
     ({"weights": "", "model": "org/x"}, "model", "made with the model 'org/x'"),
     ({"layer_convention": "1-based"}, "layer_convention", "counts layers as '1-based'"),
-    ({"norms": {"post_block.1": 9}}, "norms", "norm 9, but it is 5.4.*leave the norms"),
+    ({"norms": {"post_block.1": 9}}, "norms", "norm 9, but it is 5.4.*omit the norms"),
     ({"norms": {"post_block.0": 9}}, "norms", "it is missing"),
     ({"norms": [1]}, "norms", "object of numbers"),
     ({"hidden_size": "wide"}, "hidden_size", "a count"),
