@@ -51,7 +51,9 @@ READS_NO_FIELDS = {
 """Upstream routes that generate nothing that our fields could change."""
 
 OURS = {f"/v1/steering/{name}" for name in ("set", "clear")} | {
-    f"/v1/steering/modules/{name}" for name in ("register", "unregister")
+    f"/v1/steering/{kind}/{name}"
+    for kind in ("modules", "vectors")
+    for name in ("register", "unregister")
 }
 
 

@@ -86,7 +86,7 @@ def test_keys_for_extensions_are_looked_at_too(name: str, inside: str) -> None:
 
 def test_a_field_that_stands_too_deep_is_refused() -> None:
     deep = {"vllm_xargs": {"capture": "x"}}
-    with pytest.raises(VLLMValidationError, match="put it beside vllm_xargs"):
+    with pytest.raises(VLLMValidationError, match="put it next to vllm_xargs"):
         CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
     deep = {"extra_body": {"steering_vectors": {}}}
     with pytest.raises(VLLMValidationError, match="at the top level"):
