@@ -127,6 +127,6 @@ def test_a_spec_without_its_consumer_is_told_so(client: Client) -> None:
     spec = {"hooks": {"post_block": [0]}, "positions": "all"}
     refused = client.post("/v1/completions", body | {"capture": spec})
     assert refused.status == 400
-    assert "name the consumer: {'filesystem': {'hooks': ...}}" in str(refused.body)
+    assert "consumer's name: {'filesystem': {'hooks': ...}}" in str(refused.body)
     nothing = client.post("/v1/completions", body | {"capture": {}})
     assert nothing.status == 200, "an empty capture asks for nothing"
