@@ -63,6 +63,7 @@ def upstream(folder: Path) -> Path:
     return python
 
 
+@pytest.mark.timeout(1200)
 def test_a_killed_server_leaves_what_upstreams_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
