@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,17 @@ def test_what_was_read_out_is_counted(server: Server) -> None:
     told = server.get("/v1/readouts").body
     assert told["enabled"] is True
     assert told["counters"]["probe"]["rows"] > 0
+    assert told["counters"]["rows"]["rows"] > 0, "reduced rows count as well"
     assert "direction" in told["modules"]
+    deadline, exported = monotonic() + 60, 0.0
+    while not exported and monotonic() < deadline:  # Workers report every second.
+        lines = server.get("/metrics").body.splitlines()
+        exported = sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("vllm:readout_rows_total") and 'kind="probe"' in line
+        )
+    assert exported == told["counters"]["probe"]["rows"]
 
 
 def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> None:

@@ -552,8 +552,10 @@ def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
     readouts = worker.model_runner.residual.readouts
     if readouts is None:
         return {}
-    rows, seconds = readouts.rows_read, readouts.seconds
-    return {kind: {"rows": rows[kind], "seconds": seconds[kind]} for kind in rows}
+    return {
+        kind: {"rows": one.rows, "seconds": one.seconds}
+        for kind, one in readouts.counters.items()
+    }
 
 
 def decode_rows(worker: Any, rows: bytes, count: int) -> Any:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters
+from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters, ReadoutCounters
 
 Place: TypeAlias = tuple[int, str]
 """`(engine, consumer instance)`."""
@@ -62,6 +62,15 @@ class CaptureMetrics:
             "Cached prompt tokens that were recomputed for their rows.",
             labels[:2],
         )
+        readouts = ["model_name", "engine", "kind"]
+        self._readout_rows = Counter(
+            "vllm:readout_rows", "Rows that were read out on the device.", readouts
+        )
+        self._readout_seconds = Counter(
+            "vllm:readout_seconds",
+            "CPU seconds that workers spent on queueing readouts.",
+            readouts,
+        )
         for engine in engines:
             self._reforwarded.labels(model, str(engine))
             for instance in instances:
@@ -83,6 +92,12 @@ class CaptureMetrics:
     def add_reforwarded(self, engine: int, tokens: int) -> None:
         """Count `tokens` more prompt tokens as recomputed."""
         self._reforwarded.labels(self._model, str(engine)).inc(tokens)
+
+    def add_readouts(self, engine: int, kind: str, grown: ReadoutCounters) -> None:
+        """Increase the totals of a kind of readout by the fields of `grown`."""
+        labels = self._model, str(engine), kind
+        self._readout_rows.labels(*labels).inc(grown.rows)
+        self._readout_seconds.labels(*labels).inc(grown.seconds)
 
     def finalized(self, place: Place, seconds: float) -> None:
         """Record the time from the end of a request to the consumer's result."""

@@ -9,7 +9,13 @@ import msgspec
 
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.plan import LIVE
-from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
+from vllm.v1.capture.stats import (
+    TOTALS,
+    LaneCounters,
+    MemoryCounters,
+    ReadoutCounters,
+    added,
+)
 from vllm.v1.capture.transport.zmq_channel import CountersMessage
 
 Source = tuple[int, int]
@@ -34,6 +40,7 @@ class CaptureStatus:
         self._workers: dict[Source, dict[str, LaneCounters]] = {}
         self._reforwarded: dict[Source, int] = {}
         self._memory: dict[Source, MemoryCounters] = {}
+        self._readouts: dict[Source, dict[str, ReadoutCounters]] = {}
         self._failed_here: dict[str, int] = {}
         self._metrics: CaptureMetrics | None = None
         self._lock = threading.Lock()
@@ -52,6 +59,7 @@ class CaptureStatus:
             self._workers[source] = message.counters
             self._reforwarded[source] = message.reforwarded
             self._memory[source] = message.memory
+            self._readouts[source] = message.readouts
             if self._metrics is not None and message.adds:
                 self._set_levels(self._metrics, message.engine)
 
@@ -117,6 +125,11 @@ class CaptureStatus:
         metrics.add_reforwarded(
             message.engine, message.reforwarded - self._reforwarded.get(source, 0)
         )
+        read = self._readouts.get(source, {})
+        for kind, now in message.readouts.items():
+            was = read.get(kind, ReadoutCounters())
+            more = ReadoutCounters(now.rows - was.rows, now.seconds - was.seconds)
+            metrics.add_readouts(message.engine, kind, more)
         for name, own in self._here().items():
             failed = own.failed_rows - self._failed_here.get(name, 0)
             self._failed_here[name] = own.failed_rows

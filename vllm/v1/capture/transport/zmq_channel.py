@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.memory.reclaim import collect_from
 from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.stats import LaneCounters, MemoryCounters
+from vllm.v1.capture.stats import LaneCounters, MemoryCounters, ReadoutCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
@@ -181,6 +181,8 @@ class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
     adds: bool = False
     """Whether the receiving front end adds the counters to its metrics."""
     memory: MemoryCounters = msgspec.field(default_factory=MemoryCounters)
+    readouts: dict[str, ReadoutCounters] = msgspec.field(default_factory=dict)
+    """By kind."""
 
 
 Message: TypeAlias = ResultMessage | ChunksMessage | EndMessage | CountersMessage

@@ -12,7 +12,7 @@ from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.reclaim import collect_all
-from vllm.v1.capture.stats import MemoryCounters
+from vllm.v1.capture.stats import MemoryCounters, ReadoutCounters
 from vllm.v1.capture.transport.zmq_channel import CountersMessage, Outbox
 
 logger = init_logger(__name__)
@@ -37,6 +37,7 @@ class Reporter:
         lanes: Mapping[str, SinkLane],
         outbox: Outbox,
         trim: Callable[[], None] = lambda: None,
+        readouts: Mapping[str, ReadoutCounters] | None = None,
     ) -> None:
         """Start the reporting thread.
 
@@ -46,9 +47,11 @@ class Reporter:
             lanes: the lanes of this worker, by instance.
             outbox: sends the reports.
             trim: returns unused memory to the system.
+            readouts: counters of readouts by kind, which the engine's thread updates.
 
         """
         self._trim = trim
+        self._readouts = {} if readouts is None else readouts
         self._engine = engine
         self._stage = stage
         self._lanes = lanes
@@ -86,6 +89,7 @@ class Reporter:
             counters,
             self._reforwarded,
             memory=self._memory(),
+            readouts=dict(self._readouts),
         )
         now = msgspec.msgpack.encode(message)
         changed, self._said = now != self._said, now

@@ -152,6 +152,7 @@ class WorkerCapture:
             self._lanes,
             self._outbox,
             self._staging.trim,
+            None if readouts is None else readouts.counters,
         )
 
     def tensors(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -249,10 +250,11 @@ class WorkerCapture:
             self.readouts.add_request(
                 req_id, plan.readouts, groups, plan.num_prompt_tokens
             )
+        if self._takes_rows:
+            self._reporter.know(plan.reply_to)
         if self._takes_rows and (lanes or plan.readouts is None):
             if client_specs and self._remembering:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
-            self._reporter.know(plan.reply_to)
             for name in lanes:
                 sink = self._lanes[name].sink
                 if isinstance(sink, ForwardingSink):

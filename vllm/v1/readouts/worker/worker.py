@@ -16,6 +16,7 @@ from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import PlacedStep
+from vllm.v1.capture.stats import ReadoutCounters
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.plan import Readout, ReadoutPlan
 from vllm.v1.readouts.worker.custom import CustomReadouts
@@ -91,10 +92,8 @@ class WorkerReadouts:
             self._beside = torch.cuda.Stream(device)
         self.on_rows: Callable[[Job, torch.Tensor, int], None] | None = None
         """Takes the rows of consumers that run within the step."""
-        self.rows_read: dict[str, int] = {}
-        """Rows by kind of readout, for metrics."""
-        self.seconds: dict[str, float] = {}
-        """CPU seconds by kind of readout, for metrics."""
+        self.counters: dict[str, ReadoutCounters] = {}
+        """By kind of readout; read by the thread that reports them."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
@@ -219,7 +218,9 @@ class WorkerReadouts:
     ) -> torch.Tensor | Arrays:
         """A job's rows `[R, hidden_size]`, or its result if it reduces rows."""
         if job.key[0] == "reduce":
+            began = perf_counter()
             found = reduce_rows(job, staging, first_row)
+            self._count(job, sum(entry.num_rows for entry in job.entries), began)
             for entry in job.entries:
                 until = entry.start + entry.count
                 self._requests[entry.req_id].reduced[entry.readout.name] = until
@@ -252,9 +253,9 @@ class WorkerReadouts:
 
     def _count(self, job: Job, rows: int, began: float) -> None:
         kind = job.entries[0].readout.kind
-        self.rows_read[kind] = self.rows_read.get(kind, 0) + rows
-        spent = perf_counter() - began
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + spent
+        counters = self.counters.setdefault(kind, ReadoutCounters())
+        counters.rows += rows
+        counters.seconds += perf_counter() - began
 
     def _answer(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
         match job.key:
