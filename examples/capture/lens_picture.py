@@ -3,9 +3,8 @@
 
     python examples/capture/lens_picture.py MODEL "The capital of France is" lens.png
 
-The rows after each layer are captured in one pass; the model's own final norm and
-unembedding (with Llama's weight names) decode them. MODEL must be a folder; needs
-matplotlib.
+The rows after each layer are captured in one pass; the model's own final norm and head
+(with Llama's weight names) decode them. MODEL is a folder. Needs matplotlib.
 """
 
 import sys

@@ -95,7 +95,7 @@ def test_a_request_by_the_served_description_is_served_or_refused(
             return
         assert isinstance(case.body, dict)
         asked = [name for name in FIELDS if case.body.get(name)]
-        how = {"capture_wait", "capture_stream"}  # these name no rows
+        how = {"capture_wait", "capture_stream", "conversation_id"}  # name no rows
         assert set(asked) <= how, "what is asked for was not refused"
 
     check()

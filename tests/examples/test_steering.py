@@ -79,7 +79,7 @@ def test_offline_steering_says_other_things_and_takes_it_back(run: Any) -> None:
 @pytest.mark.slow
 def test_a_mixed_batch_leaves_the_unsteered_alone(run: Any) -> None:
     printed = run("mixed_batch")
-    assert "the same as alone: True" in printed
+    assert "equals its text alone: True" in printed
     tones = [float(line.split()[3]) for line in printed.splitlines() if "tone" in line]
     assert len(tones) == 5 and tones[0] < 0 < tones[-1] and tones == sorted(tones)
 

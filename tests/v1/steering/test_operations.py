@@ -521,7 +521,7 @@ def test_several_modules_at_their_scales(steered: Any) -> None:
             ({"steering_name": [{"name": "one", "scale": "x"}]}, "finite number"),
             ({"steering_name": {"name": "turn", "scale": 2}}, "no strength"),
             ({"steering_module_ref": ("none", 1.0)}, "steering_module_ref: there is"),
-            ({"steering_module_ref": "one"}, "is .name, scale."),
+            ({"steering_module_ref": "one"}, "must be .name, scale."),
             ({"steering_clamps": {"post_block": {1: [[1.0]]}}}, "a clamp is an object"),
             ({"steering_clamps": {"post_block": {1: [{"vector": V}]}}}, "min or max"),
         ):
