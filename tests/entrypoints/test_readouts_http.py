@@ -211,15 +211,18 @@ def test_what_was_read_out_is_counted(server: Server) -> None:
     assert told["counters"]["probe"]["rows"] > 0
     assert told["counters"]["rows"]["rows"] > 0, "reduced rows count as well"
     assert "direction" in told["modules"]
-    deadline, exported = monotonic() + 60, 0.0
-    while not exported and monotonic() < deadline:  # Workers report every second.
-        lines = server.get("/metrics").body.splitlines()
-        exported = sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith("vllm:readout_rows_total") and 'kind="probe"' in line
-        )
-    assert exported == told["counters"]["probe"]["rows"]
+    deadline = monotonic() + 60
+    while exported_rows(server, "probe") != told["counters"]["probe"]["rows"]:
+        assert monotonic() < deadline, "workers report every second"
+
+
+def exported_rows(server: Server, kind: str) -> float:
+    """What Prometheus gets for a kind of readout."""
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in server.get("/metrics").body.splitlines()
+        if line.startswith("vllm:readout_rows_total") and f'kind="{kind}"' in line
+    )
 
 
 def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> None:
