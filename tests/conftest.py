@@ -57,30 +57,16 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     EarlyAdditions.begun.clear()
 
 
-SERVERS = ("capture_server", "attacked")
-"""Fixtures of servers that tests of several files share."""
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests, and group those that one process should run.
+    """Order the tests: long ones first.
 
-    Long tests come first, so that parallel processes end at about the same time. A
-    process runs whole files, and all files that share a server, which is then started
-    once.
+    Parallel processes then end at about the same time. `make test` gives each process
+    one test after another (`--dist loadgroup`, without groups): that starts some servers
+    twice, and still takes less time than whole files, of which the longest end last.
     """
     items.sort(
         key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
     )
-    shared = {
-        item.path: name
-        for item in items
-        for name in SERVERS
-        if name in getattr(item, "fixturenames", ())
-    }
-    for item in items:
-        group = shared.get(item.path, str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _is_apart(item: pytest.Item) -> bool:
