@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests: long ones first.
 
     Parallel processes then end at about the same time. `make test` gives each process
-    one test after another (`--dist loadgroup`, without groups): that starts some servers
-    twice, and still takes less time than whole files, of which the longest end last.
+    one test after another (`--dist loadgroup`, without groups). That starts some
+    servers twice, and still takes less time than whole files, the longest of which
+    would end last.
     """
     items.sort(
         key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
