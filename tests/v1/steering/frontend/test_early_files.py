@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.v1.readouts.modules import save_probe
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.engine_args import steering_config
@@ -23,21 +24,8 @@ def model(width: int = 4, layers: int = 3) -> Any:
 
 
 def arguments(path: str) -> Any:
-    return SimpleNamespace(
-        enable_steering=True,
-        max_steering_configs=1,
-        max_steering_ops=8,
-        steering_bank_mib=256,
-        vllm_lens_api=False,
-        allow_remote_code_hooks=False,
-        max_dynamic_steering_configs=4,
-        enable_declarative_gates=False,
-        enable_cross_layer_monitor=False,
-        enable_row_monitor=False,
-        declarative_probe_sites=None,
-        interp_engine_api=False,
+    return steering_arguments(
         steering_modules={"calm": path},
-        steering_api_key=None,
         enable_readouts=False,
         readout_modules=None,
         sae=None,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.v1.steering.errors import SteeringValidationError
@@ -45,23 +46,8 @@ def test_every_option_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_modules_may_be_a_mapping() -> None:
-    arguments = SimpleNamespace(
-        enable_steering=True,
-        max_steering_configs=1,
-        max_steering_ops=8,
-        steering_bank_mib=256,
-        vllm_lens_api=False,
-        allow_remote_code_hooks=False,
-        max_dynamic_steering_configs=4,
-        enable_declarative_gates=False,
-        enable_cross_layer_monitor=False,
-        enable_row_monitor=False,
-        declarative_probe_sites=None,
-        interp_engine_api=False,
-        steering_modules={"a": "1.json"},
-        steering_api_key=None,
-    )
-    assert steering_config(arguments).modules == {"a": "1.json"}  # type: ignore[arg-type]
+    arguments = steering_arguments(steering_modules={"a": "1.json"})
+    assert steering_config(arguments).modules == {"a": "1.json"}
 
 
 def test_modules_may_be_the_object_of_a_configuration_file() -> None:
@@ -70,24 +56,9 @@ def test_modules_may_be_the_object_of_a_configuration_file() -> None:
 
 
 def test_a_key_without_its_list_is_one_key() -> None:
-    arguments = SimpleNamespace(
-        enable_steering=True,
-        max_steering_configs=1,
-        max_steering_ops=8,
-        steering_bank_mib=256,
-        vllm_lens_api=False,
-        allow_remote_code_hooks=False,
-        max_dynamic_steering_configs=4,
-        enable_declarative_gates=False,
-        enable_cross_layer_monitor=False,
-        enable_row_monitor=False,
-        declarative_probe_sites=None,
-        interp_engine_api=False,
-        steering_modules=None,
-        steering_api_key="abc",
-    )
-    assert steering_config(arguments).enabled  # type: ignore[arg-type]
-    keys = steering_keys(arguments)  # type: ignore[arg-type]
+    arguments = steering_arguments(steering_api_key="abc")
+    assert steering_config(arguments).enabled
+    keys = steering_keys(arguments)
     assert may_change(keys, "Bearer abc") and not may_change(keys, "Bearer a")
 
 

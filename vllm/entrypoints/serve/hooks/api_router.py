@@ -10,7 +10,8 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
-from vllm.entrypoints.serve.steering.authority import may_change
+from vllm.entrypoints.serve.steering.authority import refusal
+from vllm.entrypoints.serve.utils.json_object import read_object
 from vllm.interop.vllm_lens import hook_wire
 from vllm.v1.hooks.errors import fail
 
@@ -103,13 +104,8 @@ async def _answer(
     names: tuple[str, ...] = (),
 ) -> JSONResponse:
     """Check the key and the body's fields, then run `work`."""
-    keys = request.app.state.steering_keys
-    if not may_change(keys, request.headers.get("Authorization")):
-        return JSONResponse(
-            {"error": "Unauthorized"},
-            status_code=HTTPStatus.UNAUTHORIZED,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+    if (refused := refusal(request)) is not None:
+        return refused
     engine = getattr(request.app.state, "engine_client", None)
     if not hasattr(engine, "register_hooks"):
         raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
@@ -119,16 +115,4 @@ async def _answer(
 async def _body(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
     if not await request.body():
         return {}
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise fail(f"body: not JSON: {error}", "body", None) from None
-    if not isinstance(body, dict):
-        raise fail("body: must be a JSON object", "body", type(body).__name__)
-    if unknown := sorted(body.keys() - set(names)):
-        raise fail(
-            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
-            unknown[0],
-            body[unknown[0]],
-        )
-    return body
+    return await read_object(request, names, fail)

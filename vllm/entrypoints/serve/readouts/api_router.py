@@ -8,7 +8,8 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
-from vllm.entrypoints.serve.steering.authority import may_change
+from vllm.entrypoints.serve.steering.authority import refusal
+from vllm.entrypoints.serve.utils.json_object import read_object
 from vllm.v1.readouts.errors import fail
 
 reading = APIRouter(prefix="/v1")
@@ -78,9 +79,9 @@ async def _modules(request: Request, saes: bool) -> Answer:
 
 
 async def _register(request: Request, kind: str) -> JSONResponse:
-    if refusal := _refusal(request):
-        return refusal
-    body = await _body(request, FIELDS)
+    if (refused := refusal(request)) is not None:
+        return refused
+    body = await read_object(request, FIELDS, fail)
     replace = body.get("replace", False)
     if not isinstance(replace, bool):
         raise fail("replace must be true or false", "replace", replace)
@@ -96,39 +97,11 @@ async def _register(request: Request, kind: str) -> JSONResponse:
 
 
 async def _unregister(request: Request) -> JSONResponse:
-    if refusal := _refusal(request):
-        return refusal
-    body = await _body(request, ("name",))
+    if (refused := refusal(request)) is not None:
+        return refused
+    body = await read_object(request, ("name",), fail)
     await _engine(request).unregister_readout_module(body.get("name"))
     return JSONResponse({"status": "ok", "name": body["name"]})
-
-
-def _refusal(request: Request) -> JSONResponse | None:
-    """The 401 response to a request without a valid key, sent before reading a body."""
-    keys = request.app.state.steering_keys
-    if may_change(keys, request.headers.get("Authorization")):
-        return None
-    return JSONResponse(
-        {"error": "Unauthorized"},
-        status_code=HTTPStatus.UNAUTHORIZED,
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
-async def _body(request: Request, names: tuple[str, ...]) -> Answer:
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise fail(f"body: not JSON: {error}", "body", None) from None
-    if not isinstance(body, dict):
-        raise fail("body: must be a JSON object", "body", type(body).__name__)
-    if unknown := sorted(body.keys() - set(names)):
-        raise fail(
-            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
-            unknown[0],
-            body[unknown[0]],
-        )
-    return body
 
 
 def _engine(request: Request) -> Any:

@@ -11,7 +11,8 @@ from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering import schema
-from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.entrypoints.serve.steering.authority import refusal, steering_keys
+from vllm.entrypoints.serve.utils.json_object import checked_object
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
@@ -218,13 +219,8 @@ async def _change(
     change: Callable[[AsyncSteeringControl, Answer], Awaitable[Answer]],
 ) -> JSONResponse:
     """Check the key, read the body, then run `change`."""
-    keys = request.app.state.steering_keys
-    if not may_change(keys, request.headers.get("Authorization")):
-        return JSONResponse(
-            {"error": "Unauthorized"},
-            status_code=HTTPStatus.UNAUTHORIZED,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+    if (refused := refusal(request)) is not None:
+        return refused
     body = await _read_body(request, names)
     return JSONResponse(await change(_control(request), body))
 
@@ -237,16 +233,7 @@ async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, BodyError) else f"not JSON: {error}"
         raise fail(f"body: {why}", "body", bytes(raw[:40])) from None
-    if not isinstance(body, dict):
-        raise fail("body: must be a JSON object", "body", type(body).__name__)
-    unknown = sorted(body.keys() - set(names))
-    if unknown:
-        raise fail(
-            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
-            unknown[0],
-            body[unknown[0]],
-        )
-    return body
+    return checked_object(body, names, fail)
 
 
 def _flag(body: Answer, name: str) -> bool:

@@ -7,12 +7,15 @@ import secrets
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
 
 from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
 
 MUTATING = (
     frozenset(
@@ -107,3 +110,15 @@ def _forms(key: str) -> set[bytes]:
         with suppress(UnicodeEncodeError):
             forms.add(key.encode(encoding))
     return forms
+
+
+def refusal(request: "Request") -> JSONResponse | None:
+    """The 401 response to a request without a valid key, sent before reading a body."""
+    keys = request.app.state.steering_keys
+    if may_change(keys, request.headers.get("Authorization")):
+        return None
+    return JSONResponse(
+        {"error": "Unauthorized"},
+        status_code=HTTPStatus.UNAUTHORIZED,
+        headers={"WWW-Authenticate": "Bearer"},
+    )

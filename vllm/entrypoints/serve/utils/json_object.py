@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that are a JSON object with known fields, for routes that read their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from fastapi import Request
+
+Fail: TypeAlias = Callable[[str, str, Any], Exception]
+"""Makes the error (HTTP 400) of a message, a parameter and its value."""
+
+
+async def read_object(
+    request: Request, names: Sequence[str], fail: Fail
+) -> dict[str, Any]:
+    """The request's JSON object, which may have only the fields `names`."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise fail(f"body: not JSON: {error}", "body", None) from None
+    return checked_object(body, names, fail)
+
+
+def checked_object(body: Any, names: Sequence[str], fail: Fail) -> dict[str, Any]:
+    """`body`, which must be an object with only the fields `names`."""
+    if not isinstance(body, dict):
+        raise fail("body: must be a JSON object", "body", type(body).__name__)
+    if unknown := sorted(body.keys() - set(names)):
+        raise fail(
+            f"{unknown[0]}: there is no such field; the fields are {list(names)}",
+            unknown[0],
+            body[unknown[0]],
+        )
+    return body
