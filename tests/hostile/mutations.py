@@ -65,6 +65,49 @@ SMALL = {"model": "tiny", "max_tokens": 2, "temperature": 0.0}
 MESSAGES = [{"role": "user", "content": "a story"}]
 NAMED = {"name": "mutated", "vectors": VECTORS, "metadata": {"origin": "here"}}
 
+HOOKED = [{"fn": {"name": "none", "params": {"a": 1}}, "layer_indices": [0]}]
+LENS = {
+    "output_residual_stream": [0, 2],
+    "apply_steering_vectors": json.dumps(
+        [{"activations": [VECTOR], "layer_indices": [1], "scale": 2.0}]
+    ),
+    "apply_hooks": json.dumps(HOOKED),
+}
+GATE = {"post_block": {key: PACKED[key] for key in PACKED if key != "scales"}}
+GATED = {
+    "conversation_id": "mutated",
+    "steering": [
+        {
+            "when": {
+                "kind": "probe",
+                "probe": {"kind": "inline", "packed": GATE},
+                "threshold": 0.5,
+                "sharpness": 1.0,
+            },
+            "scope": "next_step",
+            "apply": {
+                "kind": "add",
+                "steer": {"kind": "inline", "packed": GATE},
+                "strength": 1.0,
+            },
+        }
+    ],
+}
+TOKENS = {"prompt_token_ids": [20, 30, 40]}
+AT = "resid_post.1"
+OPERATION = {"method": "additive", "vector": VECTOR, "scale": 1.0}
+SITE = [{"point": "resid_post", "layers": {"1": [OPERATION]}}]
+INTERP: dict[str, dict[str, Any]] = {
+    "tokenize": {"messages": MESSAGES, "template_kwargs": {"a": 1}},
+    "serves": {"points": [AT, "z.1"]},
+    "capture": {**TOKENS, "points": ["resid_pre.1"], "rows": [0, 2], "steering": SITE},
+    "project": {**TOKENS, "directions": [{"point": AT, "vectors": [VECTOR]}]},
+    "lens": {**TOKENS, "lenses": [{"layers": [0, 2]}], "max_tokens": 2, "top_n": 3},
+    "generate": {**TOKENS, "max_tokens": 2, "seed": 1, "top_k": 3, "steering": SITE},
+    "unembed_rows": {"token_ids": [5, 6]},
+    "decode_residuals": {"residuals": [VECTOR], "top_k": 3},
+}
+
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **FIELDS}),
     ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **FIELDS}),
@@ -78,6 +121,14 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/readouts/modules/register", {"name": "m", "path": "/none", "replace": True}),
     ("/v1/readouts/modules/unregister", {"name": "m"}),
     ("/v1/sae/register", {"name": "m", "path": "/none", "layer": 1}),
+    ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], "vllm_xargs": LENS}),
+    ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **GATED}),
+    ("/v1/steering/vectors/register", {"name": "m", "kind": "steer", "packed": GATE}),
+    ("/v1/steering/vectors/unregister", {"name": "m", "kind": "steer"}),
+    ("/v1/hooks/register", {"hooks": HOOKED, "prefetch_params": ["lm_head.weight"]}),
+    ("/v1/hooks/prefetch", {"params": ["lm_head.weight"]}),
+    ("/v1/hooks/collect", {}),
+    *((f"/v1/interp-engine/{route}", body) for route, body in INTERP.items()),
     ("/v1/steering/set", {"vectors": VECTORS, "replace": True}),
     ("/v1/steering/modules/register", {**NAMED, "replace": True}),
     ("/v1/steering/modules/unregister", {"name": "mutated"}),

@@ -162,6 +162,11 @@ class ServedModel(ModelFacts):
                 "or 'relu', or register a probe with jumprelu"
             )
         bias = torch.zeros(len(matrix)) if one.bias is None else decode_tensor(one.bias)
+        if bias.shape != (len(matrix),):
+            raise ValueError(
+                f"directions {number}: bias must be [{len(matrix)}], not "
+                f"{list(bias.shape)}"
+            )
         layer, hook = self._tap(one.point, vectors)
         common = {"kind": "probe", "layer": layer, "hook": hook}
         common |= {"positions": "all_prompt", "activation": one.nonlinearity}
@@ -205,9 +210,10 @@ class ServedModel(ModelFacts):
         if not detach:
             raise ValueError("detach=False: an engine keeps no gradients; leave it out")
         rows = decode_tensor(residuals)
-        if rows.dim() != 2 or rows.shape[1] != self.d_model:
+        if rows.dim() != 2 or rows.shape[1] != self.d_model or not len(rows):
             raise ValueError(
-                f"residuals must be [rows, {self.d_model}], not {list(rows.shape)}"
+                f"residuals must be [1 or more rows, {self.d_model}], not "
+                f"{list(rows.shape)}"
             )
         sent = rows.contiguous().numpy().tobytes()
         return await self._asked("decoded_rows", sent, len(rows))
