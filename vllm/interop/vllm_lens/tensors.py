@@ -58,11 +58,12 @@ def decode(raw: Mapping[str, Any], most_bytes: int = MOST_BYTES) -> torch.Tensor
     import pyarrow
 
     name = str(raw.get("original_dtype", raw.get("dtype"))).removeprefix("torch.")
-    dtype, shape = getattr(torch, name, None), raw.get("shape")
-    if dtype not in DTYPES:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         names = sorted(str(one).removeprefix("torch.") for one in DTYPES)
         raise ValueError(f"original_dtype={name[:80]!r}: use one of {names}")
-    size = prod(_checked(shape)) * dtype.itemsize
+    shape = _checked(raw.get("shape"))
+    size = prod(shape) * dtype.itemsize
     if size > most_bytes:
         raise ValueError(f"a tensor of {size} bytes; at most {most_bytes} are allowed")
     if not size:
