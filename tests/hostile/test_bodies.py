@@ -82,6 +82,9 @@ REFUSED: dict[str, Callable[[], bytes]] = {
             }
         }
     ),
+    "a bound that no float32 holds": lambda: steered(
+        {"post_block": {"0": {"vector": ONE, "op": "clamp", "max": 1e39}}}
+    ),
     "a long unknown name": lambda: json.dumps(
         BASE | {"steering_name": "n" * 20_000_000}
     ).encode(),

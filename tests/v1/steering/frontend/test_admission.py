@@ -161,6 +161,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "steering_vectors.post_attn.1.max",
     ),
     (
+        {BASE: at({"vector": ONE, "op": "clamp", "min": -1e39})},
+        "finite number",
+        "steering_vectors.post_attn.1.min",
+    ),
+    (
+        {BASE: at({"vector": ONE, "op": "project_out", "scale": 1e39})},
+        "finite number",
+        "steering_vectors.post_attn.1.scale",
+    ),
+    (
         {BASE: at({"vector": ONE, "op": "spin"})},
         "not one of",
         "steering_vectors.post_attn.1.op",
