@@ -365,11 +365,15 @@ def test_a_hook_that_raises_is_an_error_of_its_request(llm) -> None:
     def raises(ctx, h):
         raise RuntimeError("not this one")
 
+    def leaves(ctx, h):
+        raise SystemExit(3)
+
     def widens(ctx, h):
         return h.repeat(1, 2)
 
     for hook, message in (
         (raises, "not this one"),
+        (leaves, "SystemExit"),
         (widens, r"not a tensor \(\d+, 64"),
     ):
         with pytest.raises(ValueError, match=message):

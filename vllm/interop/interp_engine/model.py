@@ -25,6 +25,7 @@ from vllm.interop.interp_engine.types import (
 from vllm.interop.interp_engine.wire import decode_tensor
 from vllm.interop.prompt_rows import capture_spec, rows_of
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.residual.bounds import shown
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -158,8 +159,8 @@ class ServedModel(ModelFacts):
             )
         if one.nonlinearity not in ("none", "relu"):
             raise ValueError(
-                f"directions {number}: nonlinearity={one.nonlinearity!r}; use 'none' "
-                "or 'relu', or register a probe with jumprelu"
+                f"directions {number}: nonlinearity={shown(one.nonlinearity)}; use "
+                "'none' or 'relu', or register a probe with jumprelu"
             )
         bias = torch.zeros(len(matrix)) if one.bias is None else decode_tensor(one.bias)
         if bias.shape != (len(matrix),):

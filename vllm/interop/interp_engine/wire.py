@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual.bounds import shown
+
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_DIMENSIONS = 8
 
@@ -45,7 +47,7 @@ def decode_tensor(value: Any) -> torch.Tensor:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"a tensor must be lists of numbers: {error}") from error
     if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
-        raise ValueError(f"a tensor has no field {unknown[0]!r}")
+        raise ValueError(f"a tensor has no field {shown(unknown[0])}")
     dtype, shape = _dtype(value.get("dtype")), value.get("shape")
     if (
         not isinstance(shape, list)
@@ -70,7 +72,7 @@ def decode_tensor(value: Any) -> torch.Tensor:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r}: use one of {list(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype={shown(name)}: use one of {list(DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -29,6 +29,7 @@ from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
 from vllm.interop.interp_engine.wire import decode_tensor, encode_tensor
 from vllm.logger import init_logger
+from vllm.v1.residual.bounds import cut
 
 logger = init_logger(__name__)
 
@@ -47,7 +48,7 @@ class _Route(APIRoute):
                 response: Response = await handler(request)
             except ValueError as error:
                 status = HTTPStatus.UNPROCESSABLE_ENTITY
-                return JSONResponse({"detail": str(error)}, status_code=status)
+                return JSONResponse({"detail": cut(str(error))}, status_code=status)
             return response
 
         return answered
