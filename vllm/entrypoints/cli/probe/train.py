@@ -11,6 +11,7 @@ from vllm.entrypoints.cli.steer.options import (
     start_engine,
 )
 from vllm.v1.readouts.errors import fail
+from vllm.v1.steering.spec.model_identity import digest_of_weights
 from vllm.v1.steering.spec.parse import HOOKS
 
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
         activation="sigmoid" if args.method == "logistic" else "none",
         metadata={
             "model": str(args.model),
+            "weights": digest_of_weights(str(args.model)),
             "origin": f"{args.method} probe of {len(texts)} texts, {args.position}",
             "held_out_accuracy": f"{found.accuracy:.4f}",
             "held_out_auroc": f"{found.auroc:.4f}",

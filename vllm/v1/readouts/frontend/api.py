@@ -220,8 +220,8 @@ def _checked(
             "name",
             name,
         )
-    width = engine.vllm_config.model_config.get_hidden_size()
-    info = ModuleInfo(**described_file(name, path, width, kind, tap))
+    model = engine.vllm_config.model_config
+    info = ModuleInfo(**described_file(name, path, model, kind, tap))
     points = engine.vllm_config.capture_config.hook_points or {}
     if info.tap is not None and info.tap[1] not in points.get(info.tap[0], ()):
         raise fail(
