@@ -398,11 +398,16 @@ def test_conditions_act_over_http_and_firings_are_counted(client: httpx.Client) 
     (fired,) = receipt(client, **when(above=-1e6))["fired"].values()
     assert fired["first"] == 0 and fired["tokens"] == fired["decided"]
     assert counted() == before + fired["tokens"] > before
+    shared = when(above=1.0, scope="prompt", reduce="mean")["steering_vectors"]
+    url, body = "/v1/steering/set", {"vectors": shared}
+    refused = client.post(url, json=body, headers=by(ENV_KEY))
+    assert refused.status_code == 400 and "mean over the prompt" in refused.text
     for bad, said in (
         (when(above=1.0, layer=4), "layer 4"),
         (when(above=1.0, probe=[1.0] * 7), "192 numbers"),
         (when(above=1.0, probe="nobody"), "nobody"),
         (when(), "above"),
+        (when(above=1.0, reduce="mean"), "scope"),
     ):
         refused = complete(client, **bad)
         assert refused.status_code == 400 and said in refused.text, refused.text

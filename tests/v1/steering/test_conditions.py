@@ -199,6 +199,7 @@ def entry_of(case: str, reference: Any, **entry: Any) -> dict[str, Any]:
 
 SCOPED = {
     "prompt": ("steering_vectors", {"scope": "prompt"}, None),
+    "prompt, mean": ("steering_vectors", {"scope": "prompt", "reduce": "mean"}, None),
     "prompt, soft": ("decode_steering_vectors", {"scope": "prompt"}, 0.7),
     "rest": ("decode_steering_vectors", {"scope": "rest"}, None),
 }
@@ -220,7 +221,10 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
 
     def look(stream: torch.Tensor) -> torch.Tensor:
         values = case.values(stream.double())
-        deciding.append(values[size:].max() if name == "rest" else values[size - 1])
+        if name == "prompt, mean":
+            deciding.append(values[:size].mean())
+        else:
+            deciding.append(values[size:].max() if name == "rest" else values[size - 1])
         return stream
 
     for prompt, output in zip(prompts, plain, strict=True):
@@ -240,7 +244,10 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
 
         def decide(stream: torch.Tensor, size: int = size, gates: Any = gates) -> Any:
             here = case.gate(stream, threshold)
-            if name == "rest":
+            if name == "prompt, mean":
+                mean = case.values(stream.double())[:size].mean()
+                here = (mean > threshold).double().expand(len(stream) - size, 1)
+            elif name == "rest":
                 here = here[size:].cummax(dim=0).values
             else:
                 here = here[size - 1].expand(len(stream) - size, 1)
@@ -356,7 +363,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"treshold": 1}, "unknown key 'treshold'"),
     ({"scope": "rest"}, "acts on generated tokens"),
     ({"scope": "rest", "sharpness": 1}, "0 or 1"),
-    ({"scope": "prompt", "reduce": "mean"}, "not by a mean"),
+    ({"scope": "token", "reduce": "mean"}, 'needs "scope": "prompt"'),
+    ({"scope": "prompt", "reduce": "median"}, "is not one of"),
 ]
 
 

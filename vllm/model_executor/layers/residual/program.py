@@ -15,7 +15,7 @@ instruction's gate (1 if it has none) and n the norm of x that was saved last:
   norm and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (divided by |x| with `COSINE`) + c0, z = c3 (v - c2); the gate
   becomes 1 if z > 0 and else 0, or sigmoid(c1 z) if c1 is not 0; with `KEEP` it does
-  not decrease;
+  not decrease; with `VALUE` it becomes v itself;
 - `MEASURE`: changes nothing; u has been added to the stream before.
 
 An instruction with `doses` also stores, for each token, the norm of its change over the
@@ -69,6 +69,8 @@ class Flag(IntFlag):
     values."""
     DOSE = 256
     """The instruction stores its dose."""
+    VALUE = 1024
+    """The probe stores v, from which the gate is decided later."""
     COUNT = 512
     """The probe counts the tokens whose gate is above one half."""
 
@@ -202,7 +204,7 @@ def run(
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
         if one.kind == Kind.PROBE:
-            decided = _gate(one, stream)
+            decided = _probed(one, stream)
             if one.flags & Flag.KEEP:
                 decided = torch.maximum(decided, gates[tokens, one.gate])
             gates[tokens, one.gate] = decided
@@ -346,13 +348,15 @@ _STEPS = {
 }
 
 
-def _gate(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
-    """The gate that a probe decides for each row, `[n]`."""
+def _probed(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
+    """The gate that a probe decides for each row, or the value, `[n]`."""
     # Computed row by row: the rounding of a matrix product may depend on its shape, and
     # a decision must not depend on the number of tokens in the step.
     value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
         value = value / stream.norm(dim=-1).clamp(min=SMALLEST)
+    if one.flags & Flag.VALUE:
+        return value + one.c0
     beyond = one.c3 * (value + one.c0 - one.c2)
     if one.c1:
         return torch.sigmoid(one.c1 * beyond)

@@ -34,6 +34,7 @@ if HAS_TRITON:
     _KEEP = tl.constexpr(int(Flag.KEEP))
     _STANDARD = tl.constexpr(int(Flag.STANDARD))
     _DOSE = tl.constexpr(int(Flag.DOSE))
+    _VALUE = tl.constexpr(int(Flag.VALUE))
     _COUNT = tl.constexpr(int(Flag.COUNT))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
@@ -228,6 +229,8 @@ if HAS_TRITON:
                 decided = tl.where(beyond > 0.0, 1.0, 0.0)
                 if c1 != 0.0:
                     decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
+                if (flags & _VALUE) != 0:
+                    decided = value + c0
                 if (flags & _KEEP) != 0:
                     decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)

@@ -14,7 +14,13 @@ from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
+from vllm.v1.steering.plan import (
+    PackedVectors,
+    SteeringTiers,
+    conditions_of,
+    pack,
+    total,
+)
 from vllm.v1.steering.spec import describe
 from vllm.v1.steering.spec.clamps import as_entries
 from vllm.v1.steering.spec.gates import Gate, parse_gates
@@ -125,7 +131,9 @@ class SteeringAdmission:
             setattr(params, name, None)
         if receipt:
             tiers = structs.replace(tiers, receipt=True)
-            # Tokens of cached blocks are not computed, so they would have no doses.
+        if receipt or any(one.mean for one in conditions_of(tiers)):
+            # Tokens of cached blocks are not computed: they would have neither doses
+            # nor a part in the mean.
             params.skip_reading_prefix_cache = True
         params._steering = tiers if tiers or receipt else None
         if gates and params.conversation_id is not None:

@@ -32,7 +32,7 @@ KEYS = (
 )
 FORM = (
     'it is {"probe": a vector or the name of one, "layer", "hook", "above" or "below": '
-    'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "index"?}'
+    'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "reduce"?, "index"?}'
 )
 
 
@@ -81,6 +81,13 @@ def parse_when(
     model.placement.check(tap, entry, at)
     above, threshold = _threshold(raw, probe, at)
     sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
+    mean = _one_of(raw, "reduce", ("last", "mean"), at) == "mean"
+    if mean and scope != "prompt":
+        raise fail(
+            f'{at}.reduce: a mean over the prompt needs "scope": "prompt"',
+            f"{at}.reduce",
+            "mean",
+        )
     return Condition(
         *tap,
         probe.vector.astype("<f4").tobytes(),
@@ -91,6 +98,7 @@ def parse_when(
         sharpness,
         scope,
         probe.name,
+        mean,
     )
 
 
@@ -241,13 +249,6 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
 
 def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
     scope: Scope = _one_of(raw, "scope", SCOPES, at)
-    if raw.get("reduce") not in (None, "last"):
-        raise fail(
-            f"{at}.reduce: a prompt decides by its last token here, not by a mean; "
-            "leave it out",
-            f"{at}.reduce",
-            raw["reduce"],
-        )
     if scope == "rest" and raw.get("sharpness") is not None:
         raise fail(
             f"{at}.sharpness: with this scope the gate opens at the first token that "

@@ -42,6 +42,10 @@ class FiredCounts:
         """Count decisions: places `[n]` int64, gates `[n]`, both on the device."""
         self._counts.index_add_(0, places, (gates > FIRES_ABOVE).long())
 
+    def add_one(self, place: int, gate: torch.Tensor) -> None:
+        """Count one decision: its gate `[1]` is on the device."""
+        self._counts[place : place + 1] += (gate > FIRES_ABOVE).long()
+
     def send(self) -> None:
         """Start the copy to the host, after a pass with conditions is queued."""
         count = len(self._places)

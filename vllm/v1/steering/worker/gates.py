@@ -32,6 +32,25 @@ class Gate(NamedTuple):
     column: int
 
 
+class Deciding(NamedTuple):
+    """A gate for generated tokens that the prompt decides."""
+
+    gate: Gate
+    count: int = 0
+    """Index of the condition's count in `FiredCounts`."""
+    doses: torch.Tensor | None = None  # [T]
+    """The doses of the condition, if they are measured."""
+
+
+def decided(condition: Condition, value: torch.Tensor) -> torch.Tensor:
+    """The gate of a probe's value, in its shape; see `Condition`."""
+    beyond = value - condition.threshold
+    beyond = beyond if condition.above else -beyond
+    if condition.sharpness:
+        return torch.sigmoid(condition.sharpness * beyond)
+    return (beyond > 0).to(value.dtype)
+
+
 Gated: TypeAlias = tuple[Operation, Gate | None]
 """An operation with the gate on which it depends, if any."""
 
@@ -78,6 +97,8 @@ def probe_of(
     flags = Flag.COSINE if condition.cosine else Flag.NONE
     if condition.scope == "rest":
         flags |= Flag.KEEP
+    if condition.mean:
+        flags |= Flag.VALUE
     # One decision counts, which `HeldGates` selects.
     is_held = condition.scope == "prompt"
     return Instruction(

@@ -37,6 +37,7 @@ from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     GATES,
+    Deciding,
     Gate,
     column_of,
     in_columns,
@@ -377,11 +378,14 @@ class Phase:
         )
         """The numbers of operations with one row per position."""
         self.deciding = tuple(
-            (gate.column, 0 if fired is None else fired.place(gate.condition))
+            Deciding(
+                gate,
+                0 if fired is None else fired.place(gate.condition),
+                self._probes[gate].doses,
+            )
             for gate in self._deciding
         )
-        """Gate columns that the last prompt token decides for later tokens, with their
-        places in `FiredCounts`."""
+        """The gates that the prompt decides for later tokens."""
         held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
         self.held = tuple(gate.column for gate in held)
         """Gate columns that hold decisions of earlier tokens."""

@@ -119,6 +119,10 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
             ),
             Instruction(Kind.REPLACE, v, c0=3.0, gate=2),
         ),
+        "by the probe's value": (
+            Instruction(Kind.PROBE, u, flags=Flag.VALUE, c0=0.3, c3=1.0, gate=1),
+            Instruction(Kind.LINEAR, v, c0=3.0, gate=1),
+        ),
         "many": (
             Instruction(Kind.REPLACE, v, c0=2.0, alpha=0.5),
             matched,
@@ -156,6 +160,8 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
             v = dot / x.norm() if one.flags & Flag.COSINE else dot
             z = one.c3 * (v + one.c0 - one.c2)
             gates[one.gate] = torch.sigmoid(one.c1 * z) if one.c1 else (z > 0).double()
+            if one.flags & Flag.VALUE:
+                gates[one.gate] = v + one.c0
         else:
             y, size = wide(one.read) @ x, 1.0
             if one.flags & Flag.COSINE:
