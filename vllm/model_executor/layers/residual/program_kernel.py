@@ -147,6 +147,7 @@ if HAS_TRITON:
             doses = (flags & _DOSE) != 0
             base = tl.full([], 1.0, tl.float32)  # |x|^2 before the instruction
             moved = tl.full([], 0.0, tl.float32)  # |change|^2
+            dose = tl.full([], 0.0, tl.float32)
             if doses:
                 base = tl.sum(x * x)
             if kind <= _REPLACE:
@@ -236,8 +237,7 @@ if HAS_TRITON:
                 tl.store(gate_at, decided)
                 # Later instructions of this program may read the gate.
                 tl.debug_barrier()
-                base = tl.full([], 1.0, tl.float32)
-                moved = decided * decided
+                dose = decided
                 if ((flags & _COUNT) != 0) & (decided > 0.5):
                     fired_at = tl.cast(tl.load(longs + 6), tl.pointer_type(tl.int64))
                     tl.atomic_add(fired_at, 1)
@@ -247,8 +247,9 @@ if HAS_TRITON:
             if doses:
                 dose_at = tl.cast(tl.load(longs + 15), tl.pointer_type(tl.float32))
                 dose_at += (token + first) * tl.load(at + 5)
-                least = tl.maximum(tl.sqrt(base), 1.1754944e-38)
-                tl.store(dose_at, tl.sqrt(moved) / least)
+                if kind != _PROBE:
+                    dose = tl.sqrt(moved) / tl.maximum(tl.sqrt(base), 1.1754944e-38)
+                tl.store(dose_at, dose)
             # Load the next instruction's fields while this one is executed.
             kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
                 words, number + 1, token + first, count

@@ -6,6 +6,7 @@ following ones, so a change of the global vectors does not move the request's co
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -32,7 +33,8 @@ class Gate(NamedTuple):
     column: int
 
 
-class Deciding(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Deciding:
     """A gate for generated tokens that the prompt decides."""
 
     gate: Gate
