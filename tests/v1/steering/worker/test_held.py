@@ -16,7 +16,7 @@ from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
 PROMPT, REST = 3, 9
 """Columns of a condition of the engine and of one of a request."""
 PHASES: Any = {
-    1: SimpleNamespace(deciding=(PROMPT,), held=(), latched=()),
+    1: SimpleNamespace(deciding=((PROMPT, 0),), held=(), latched=()),
     2: SimpleNamespace(deciding=(), held=(PROMPT, REST), latched=(REST,)),
 }
 

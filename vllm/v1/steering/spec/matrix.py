@@ -123,7 +123,8 @@ def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> Steerin
             )
             part = structs.replace(part, operations=operations)
         parts.append(part)
-    return SteeringTiers(*parts)
+    base, prefill, decode = parts
+    return SteeringTiers(base, prefill, decode)
 
 
 def _is_whole(one: Operation) -> bool:

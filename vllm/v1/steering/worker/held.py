@@ -17,6 +17,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import MAX_CONDITIONS
+from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import GATES
 from vllm.v1.steering.worker.programs import Phase
 
@@ -29,8 +30,16 @@ FIRST_ROOM = 16
 class HeldGates:
     """The decisions of each request. Used on the engine's thread only."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fired: FiredCounts | None = None) -> None:
+        """Start without decisions.
+
+        Args:
+            device: of the gates.
+            fired: counts the decisions; None to count none.
+
+        """
         self._device = device
+        self._fired = fired
         self._value = torch.zeros(FIRST_ROOM, GATES, device=device)
         """Gate values `[requests, columns]`, float32, valid from the positions in
         `_since`."""
@@ -42,11 +51,11 @@ class HeldGates:
         self._decided: set[str] = set()
         self._reads: list[tuple[int, int, int]] = []
         """For the planned step: row of a token, row of its request, its position."""
-        self._decides: list[tuple[int, int, int, int]] = []
-        """Token row, request row, column, and the position from which the decision
-        holds."""
+        self._decides: list[tuple[int, int, int, int, int]] = []
+        """Token row, request row, column, the position from which the decision holds,
+        and the place of the condition's count."""
         self._fires: list[tuple[int, int, int, int]] = []
-        """The same for gates that stay as they are unless the token opens them."""
+        """The first four, for gates that stay closed unless the token opens them."""
 
     @property
     def is_used(self) -> bool:
@@ -101,7 +110,9 @@ class HeldGates:
             if start < length <= stop and req_id not in self._decided:
                 self._decided.add(req_id)
                 row = offset + length - 1
-                self._decides += [(row, place, column, length) for column in deciding]
+                self._decides += [
+                    (row, place, column, length, count) for column, count in deciding
+                ]
             if stop <= length or decode is None or not held:
                 continue
             generated = range(max(start, length), stop)
@@ -137,9 +148,11 @@ class HeldGates:
     def save(self, gates: torch.Tensor) -> None:
         """Store the decisions that the pass has made."""
         if self._decides:
-            rows, places, columns, since = self._indices(self._decides)
+            rows, places, columns, since, counts = self._indices(self._decides)
             self._value[places, columns] = gates[rows, columns]
             self._since[places, columns] = since.int()
+            if self._fired is not None:
+                self._fired.add(counts, gates[rows, columns])
         if self._fires:
             rows, places, columns, since = self._indices(self._fires)
             before = self._since[places, columns]
