@@ -13,8 +13,8 @@ else the machine does hits all of them:
 
 A ratio is the seconds of either plain side over those of `capture`, which is the ratio
 of throughputs; `cpu_ratio` is the same from the processes' CPU time. `--plain generate`
-leaves the third process out. `rss_mib` is a process's resident memory after its turn; the
-report is saved after each turn.
+leaves the third process out. `rss_mib` is a process's resident memory after its turn.
+The report is saved after each turn.
 
 Memory: then the command itself takes all prompts in one run, and its resident memory is
 read after each shard.
