@@ -231,7 +231,7 @@ def inspect_ai() -> Iterator[Pair]:
     from tests.support.server import Server
 
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    options = ["--enforce-eager", "--max-model-len", "1024", "--vllm-lens-api"]
+    options = ["--enforce-eager", "--max-model-len", "512", "--vllm-lens-api"]
     options += ["--capture-consumers", "inline", "--chat-template", template]
     options += ["--no-enable-prefix-caching", "--enable-readouts"]
     text = "Anna went home and the dog was there. " * 24
