@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
@@ -179,6 +180,8 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
     layer, hook = raw.get("layer"), raw.get("hook")
     if layer is None and hook is None and probe.tap is not None:
         layer, hook = probe.tap
+    if isinstance(hook, str):  # It may be another library's name, or an address.
+        layer, hook = resolve_tap(layer, hook) or (layer, hook)
     points: Sequence[str] = ()
     if isinstance(layer, int) and not isinstance(layer, bool):
         points = model.hook_points.get(layer, ())
