@@ -43,7 +43,11 @@ ENGINE: dict[str, Any] = {
     "gpu_memory_utilization": 0.2,
 }
 GOAL = 1.05
-PEERS = {"transformer_lens": "transformer_lens", "inspect_ai": "inspect_ai"}
+PEERS = {
+    "transformer_lens": "transformer_lens",
+    "inspect_ai": "inspect_ai",
+    "inspect_ai_alone": "inspect_ai",
+}
 """The environment that an adapter needs."""
 
 MARK = "measured "
@@ -226,40 +230,65 @@ def saelens() -> Iterator[Pair]:
 def inspect_ai() -> Iterator[Pair]:
     """`clearbox/MODEL` beside the client of the distribution, over one server."""
     from clearbox_client import Client
-    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 
+    with inspect_server() as url, Client(url) as client:
+
+        def ours() -> Any:
+            for _ in range(PROMPTS):
+                said = [{"role": "user", "content": CHAT}]
+                client.chat(said, max_tokens=1, temperature=0, **ASKED)
+
+        yield inspect_calls("clearbox", url, client.model), ours
+
+
+@contextmanager
+def inspect_ai_alone() -> Iterator[Pair]:
+    """`clearbox/MODEL` beside Inspect's own `vllm/MODEL`, which decodes no rows."""
+    from clearbox_client import Client
+
+    with inspect_server() as url, Client(url) as client:
+        name = client.model
+        yield inspect_calls("clearbox", url, name), inspect_calls("vllm", url, name)
+
+
+CHAT = "Anna went home and the dog was there. " * 24
+ASKED = {"capture": inline("all_prompt")}
+
+
+@contextmanager
+def inspect_server() -> Iterator[str]:
+    """The URL of a server for Inspect."""
     from tests.support.server import Server
 
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    options = ["--enforce-eager", "--max-model-len", "1024", "--vllm-lens-api"]
+    options = ["--enforce-eager", "--max-model-len", "512", "--vllm-lens-api"]
     options += ["--capture-consumers", "inline", "--chat-template", template]
     options += ["--no-enable-prefix-caching", "--enable-readouts"]
-    text = "Anna went home and the dog was there. " * 24
     with tempfile.TemporaryDirectory() as folder:
         linked = Path(folder) / "model"
         linked.symlink_to(MODEL)
         server = Server(linked, *options)
         try:
-            client = Client(server.url)
-            body = {"capture": inline("all_prompt")}
-            config = GenerateConfig(max_tokens=1, temperature=0, extra_body=body)
-            name = f"clearbox/{client.model}"
-            model = get_model(name, base_url=f"{server.url}/v1", memoize=False)
-            loop = asyncio.new_event_loop()
-
-            def theirs() -> Any:
-                for _ in range(PROMPTS):
-                    said = [ChatMessageUser(content=text)]
-                    loop.run_until_complete(model.generate(said, config=config))
-
-            def ours() -> Any:
-                for _ in range(PROMPTS):
-                    said = [{"role": "user", "content": text}]
-                    client.chat(said, max_tokens=1, temperature=0, **body)
-
-            yield theirs, ours
+            yield server.url
         finally:
             server.close()
+
+
+def inspect_calls(provider: str, url: str, served: str) -> Callable[[], Any]:
+    """A function that generates through one of Inspect's providers."""
+    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+
+    config = GenerateConfig(max_tokens=1, temperature=0, extra_body=ASKED)
+    name = f"{provider}/{served}"
+    model = get_model(name, base_url=f"{url}/v1", memoize=False)
+    loop = asyncio.new_event_loop()
+
+    def call() -> None:
+        for _ in range(PROMPTS):
+            said: list[Any] = [ChatMessageUser(content=CHAT)]
+            loop.run_until_complete(model.generate(said, config=config))
+
+    return call
 
 
 ADAPTERS: dict[str, Callable[[], Any]] = {
@@ -272,6 +301,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
         transformer_lens,
         saelens,
         inspect_ai,
+        inspect_ai_alone,
     )
 }
 

@@ -12,7 +12,9 @@ else the machine does hits all of them:
 - `generate_kept`: as `generate`, with the same settings of the allocator.
 
 A ratio is the seconds of either plain side over those of `capture`, which is the ratio
-of throughputs; `cpu_ratio` is the same from the processes' CPU time.
+of throughputs; `cpu_ratio` is the same from the processes' CPU time. `--plain generate`
+leaves the third process out. `rss_mib` is a process's resident memory after its turn.
+The report is saved after each turn.
 
 Memory: then the command itself takes all prompts in one run, and its resident memory is
 read after each shard.
@@ -47,6 +49,7 @@ ENVIRONMENT = {
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model" / "weights"
 TOKENS, LAYERS, HIGHEST_ID = 64, (1, 4), 900
 SHARD_BYTES = 16 << 20
+PLAIN = ("generate", "generate_kept")
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
 
 
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--turns-only", action="store_true", help="leave the whole run out"
     )
+    parser.add_argument("--plain", nargs="+", choices=PLAIN, default=list(PLAIN))
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     report = reports.begun() | {
@@ -77,7 +81,7 @@ def main() -> None:
         for _ in range(args.prompts)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        report |= turns(args, prompts, Path(folder))
+        turns(args, prompts, Path(folder), report)
         if not args.turns_only:
             report["whole_run"] = whole_run(args, prompts, Path(folder))
     report["machine"] = reports.machine(load)
@@ -86,27 +90,30 @@ def main() -> None:
 
 
 def turns(
-    args: argparse.Namespace, prompts: list[list[int]], folder: Path
-) -> dict[str, Any]:
+    args: argparse.Namespace,
+    prompts: list[list[int]],
+    folder: Path,
+    report: dict[str, Any],
+) -> None:
     """All sides in turn over parts of the prompts."""
-    size, found = len(prompts) // args.turns, []
-    sides = {name: Side(name, args.model, folder) for name in SIDES}
+    size, names = len(prompts) // args.turns, ("capture", *args.plain)
+    found: list[dict[str, float]] = []
+    report["turns"] = found
+    sides = {name: Side(name, args.model, folder) for name in names}
     for side in sides.values():
         side.take(prompts[: min(64, size)])  # Warms up.
     for turn in range(args.turns):
         part = prompts[turn * size : (turn + 1) * size]
-        first = turn % len(SIDES)
+        first = turn % len(names)
         found.append({})
-        for name in SIDES[first:] + SIDES[:first]:
+        for name in names[first:] + names[:first]:
             found[-1] |= sides[name].take(part)
+        report["prompts"] = size * len(found)
+        report |= {f"over_{plain}": summary(found, plain) for plain in args.plain}
+        reports.save(report, args.out)
         print(found[-1], flush=True)
     for side in sides.values():
         side.end()
-    over = ("generate", "generate_kept")
-    return {"turns": found} | {f"over_{name}": summary(found, name) for name in over}
-
-
-SIDES = ("generate", "capture", "generate_kept")
 
 
 class Side:
@@ -123,10 +130,10 @@ class Side:
         self._pipe.recv()
 
     def take(self, part: list[list[int]]) -> dict[str, float]:
-        """Run prompts; seconds on the clock, and of the process's threads."""
+        """Run prompts; seconds, CPU time of all threads, resident memory."""
         self._pipe.send(part)
-        seconds, used = self._pipe.recv()
-        return {f"{self._name}_seconds": seconds, f"{self._name}_cpu": used}
+        figures: dict[str, float] = self._pipe.recv()
+        return {f"{self._name}_{what}": value for what, value in figures.items()}
 
     def end(self) -> None:
         """Stop the process."""
@@ -146,7 +153,8 @@ def serve(name: str, model: str, folder: Path, pipe: Connection) -> None:
         began, used = time.perf_counter(), time.process_time()
         run(part)
         seconds, used = time.perf_counter() - began, time.process_time() - used
-        pipe.send((round(seconds, 3), round(used, 3)))
+        figures = {"seconds": round(seconds, 3), "cpu": round(used, 3)}
+        pipe.send(figures | {"rss_mib": resident_mib(os.getpid())})
 
 
 def generating(model: str) -> Callable[[list[list[int]]], None]:

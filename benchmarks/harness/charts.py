@@ -225,6 +225,8 @@ def _dataset(report: Report) -> list[Panel]:
     }
     panels = []
     for side, label in sides.items():
+        if f"over_{side}" not in report:
+            continue
         rows = []
         for clock, told in (("seconds", "on the clock"), ("cpu", "by CPU time")):
             ratios = [

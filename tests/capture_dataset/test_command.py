@@ -121,6 +121,15 @@ def test_options_choose_prompts_rows_and_types(call: Call, tmp_path: Path) -> No
     assert data.columns.column("is_prompt").to_pylist()[:2] == [True, False]
 
 
+def test_a_hook_may_be_an_address(call: Call, tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    words = [source, "--model", MODEL, "--out", out, "--limit", 2, "--hook"]
+    for wrong in (["resid_post.1", "--layers", 1], ["resid_post.1,post_block"]):
+        assert "addresses include the layers" in call(*words, *wrong, status=1)
+    call(*words, "blocks.4.hook_resid_post,resid_post.1")
+    assert load_dataset(out).taps == [(1, "post_block"), (4, "post_block")]
+
+
 def test_chats_and_limits(call: Call, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl")
     for name, chat in (("plain", ()), ("chat", ("--chat",))):

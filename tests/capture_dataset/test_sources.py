@@ -88,14 +88,19 @@ def test_a_source_of_several_splits_asks_for_one(tmp_path: Path) -> None:
 BAD = {
     "no file": ("x.jsonl", None, {}, "no file or folder"),
     "unknown kind": ("x.doc", "a", {}, "unknown kind"),
-    "not JSON": ("x.jsonl", '{"text": "a"}\n{"text": \n', {}, "line 2 is not JSON"),
+    "not JSON": (
+        "x.jsonl",
+        '{"text": "a"}\n{"text": \n',
+        {},
+        "line 2 is not JSON.*remove it",
+    ),
     "a number": ("x.jsonl", "5\n", {}, "line 1 is neither"),
     "not UTF-8": ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}', {}, "line 2.*UTF-8"),
     "no column": (
         "x.jsonl",
         '{"text": "a"}',
         {"column": "body"},
-        "line 1 has no column 'body'",
+        "line 1 has no column 'body'.*with --column",
     ),
     "no usual column": ("x.csv", "a,b\n1,2\n", {}, "name one with --column"),
     "a carried column missing later": (

@@ -34,6 +34,24 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 KEY = {"Authorization": "Bearer secret"}
 
 
+GUARD = """
+from vllm.v1.capture import CaptureSpec, SteeringController
+
+
+class Guard(SteeringController):
+    '''Steers conversations from their first generated token on.'''
+
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={"post_block": [1]}, positions="all_generated")
+
+    def decide(self, request_view, residual):
+        from vllm.v1.worker.steering_action_queue import RequestSteeringOverride
+
+        vectors = {"post_block": {1: [30.0, -30.0] * 32}}
+        return RequestSteeringOverride(request_view.req_id, vectors, source="guard")
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readouts")
@@ -44,10 +62,12 @@ def server(folder: Path) -> Iterator[Server]:
     write_modules(folder)
     named = {"scale": "lens_hooks:scale", "fails": "lens_hooks:fails"}
     install(folder, "lens_hooks", HOOKS, group="vllm.hooks", **named)
+    install(folder, "guard_plugin", GUARD, guard="guard_plugin:Guard")
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     opened = Server(
         llama(folder / "llama"),
         *("--capture-consumers", "inline", "--enable-steering"),
+        *("--capture-consumers", "guard", "--enable-scale-out"),
         *("--readout-modules", f"direction={folder / 'direction.safetensors'}"),
         *("--sae", f"jump={folder / 'jump'}", "--steering-api-key", "secret"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
@@ -192,6 +212,13 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
     assert server.post("/v1/completions", asked).status == 200
     assert server.post(f"{route}/unregister", {"name": "later"}, **KEY).status == 200
     assert server.post("/v1/completions", asked).status == 400
+    foreign = str(folder / "foreign.safetensors")
+    save_probe(foreign, draw(1, HIDDEN), layer=0, metadata={"model": "org/other"})
+    for added in ({}, {"replace": True}):
+        named = {"name": "foreign", "path": foreign, **added}
+        refused = server.post(f"{route}/register", named, **KEY)
+        assert refused.status == 400 and "org/other" in str(refused.body)
+    assert set(server.get(route).body["modules"]) == {"direction"}
 
 
 def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
@@ -203,6 +230,53 @@ def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
     sae = {"s": {"kind": "sae", "sae": "topk", "top_k": 3}}
     assert server.post("/v1/completions", body(readouts=sae)).status == 200
     assert server.post("/v1/sae/unregister", {"name": "topk"}, **KEY).status == 200
+
+
+def test_what_a_consumer_sets_while_serving_is_told(server: Server) -> None:
+    def told() -> dict[str, Any]:
+        found = server.get("/v1/steering/dynamic").body
+        assert found["determinism"] == {"consistent": True}
+        (worker,) = found["workers"]
+        assert worker["steering_initialized"] and worker["tp_rank"] == 0
+        return dict(worker)
+
+    def text(**more: Any) -> str:
+        reply = server.post("/v1/completions", body(**more))
+        assert reply.status == 200, reply
+        return str(reply.body["choices"][0]["text"])
+
+    before, plain = told(), text()
+    assert before["sync_consumers"]["guard"]["triggers"] == 0
+    assert text(conversation_id="a") != plain
+    assert text(conversation_id="a") != plain
+    assert text() == plain
+    after = told()
+    guard = after["sync_consumers"]["guard"]
+    assert (guard["triggers"], guard["latched_conversations"]) == (1, 1)
+    assert guard["bridges"] == 1
+    applied = after["action_queue"]["applied"] - before["action_queue"]["applied"]
+    assert applied == 2 and not after["rejections"]
+    assert after["dynamic_tier"]["active"] is False
+    assert after["dynamic_pool"]["overrides"] == []
+
+
+def test_token_in_responses_carry_readouts_and_receipts(server: Server) -> None:
+    vector = {"post_block": {"1": [1.0] * HIDDEN}}
+    fields: dict[str, Any] = {"readouts": {"p": PROBE}, "steering_vectors": vector}
+    fields["steering_receipt"] = True
+    whole = server.post("/v1/completions", body(**fields)).body
+    sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **fields}
+    asked = {"token_ids": body()["prompt"], "sampling_params": sampling}
+    reply = server.post("/inference/v1/generate", asked)
+    assert reply.status == 200, reply
+    assert (
+        reply.body["readouts"]["p"]["positions"] == whole["readouts"]["p"]["positions"]
+    )
+    (entry,) = reply.body["steering"]["applied"]
+    assert entry["tokens"] == whole["steering"]["applied"][0]["tokens"] == 9
+    chunks = list(server.stream("/inference/v1/generate", {**asked, "stream": True}))
+    assert [one["steering"] for one in chunks if "steering" in one]
+    assert sum("readouts" in one for one in chunks) > 2
 
 
 def test_what_was_read_out_is_counted(server: Server) -> None:

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from examples.demo import serving
+from tests.steering.sae import _layouts
 from vllm.steering.vectors import load_vectors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -335,6 +336,151 @@ def test_a_number_that_is_none_is_refused(client: httpx.Client) -> None:
         headers = {"Content-Type": "application/json"}
         response = client.post("/v1/completions", content=broken, headers=headers)
         assert response.status_code == 400, response.text
+
+
+CLAMP = {"vector": VECTOR.tolist(), "min": -0.5, "max": 0.5, "strength": 0.75}
+PROBE = {"probe": VECTOR.tolist(), "layer": 1, "hook": "post_attn"}
+
+
+def receipt(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = complete(client, steering_receipt=True, **fields)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["steering"]
+    return found
+
+
+def test_clamps_do_the_same_as_entries_as_fields_and_packed(
+    client: httpx.Client,
+) -> None:
+    entry = {"post_block": {"2": [{**CLAMP, "op": "clamp"}]}}
+    expected = answer(complete(client, steering_vectors=entry))
+    assert not same(expected, answer(complete(client)))
+    as_packed = packed(bounds=[[-0.5, 0.5]], strengths=[0.75])
+    half = {"post_block": {"2": [{**CLAMP, "strength": 0.5}, CLAMP]}}
+    for clamps in ({"post_block": {"2": [CLAMP]}}, as_packed):
+        assert same(answer(complete(client, steering_clamps=clamps)), expected)
+        both = {"prefill_steering_clamps": clamps, "decode_steering_clamps": clamps}
+        assert same(answer(complete(client, **both)), expected)
+    assert not same(answer(complete(client, steering_clamps=half)), expected)
+    bad = packed(bounds=[[0.5, -0.5]])
+    refused = complete(client, steering_clamps=bad)
+    assert refused.status_code == 400 and "min" in refused.text
+    url = "/v1/steering/set"
+    made = client.post(url, json={"clamps": as_packed}, headers=by(ENV_KEY))
+    assert made.status_code == 200, made.text
+    try:
+        assert same(answer(complete(client)), expected)
+    finally:
+        client.post("/v1/steering/clear", json={}, headers=by(ENV_KEY))
+
+
+def test_conditions_act_over_http_and_firings_are_counted(client: httpx.Client) -> None:
+    def when(**more: Any) -> dict[str, Any]:
+        entry = {"vector": VECTOR.tolist(), "when": {**PROBE, **more}}
+        return {"steering_vectors": {"post_block": {"2": [entry]}}}
+
+    def counted() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        name = "vllm:steering_fired_tokens_total{"
+        own = [ln for ln in lines if ln.startswith(name) and 'hook="post_attn"' in ln]
+        return float(own[0].rsplit(" ", 1)[1]) if own else 0.0
+
+    plain = answer(complete(client))
+    always = answer(complete(client, steering_vectors=spec()))
+    before = counted()
+    assert same(answer(complete(client, **when(below=-1e6))), plain)
+    assert counted() == before
+    assert same(answer(complete(client, **when(above=-1e6))), always)
+    assert counted() > before
+    soft = answer(complete(client, **when(above=-1e6, sharpness=1e-9)))
+    assert not same(soft, plain) and not same(soft, always)
+    before = counted()
+    (fired,) = receipt(client, **when(above=-1e6))["fired"].values()
+    assert fired["first"] == 0 and fired["tokens"] == fired["decided"]
+    assert counted() == before + fired["tokens"] > before
+    shared = when(above=1.0, scope="prompt", reduce="mean")["steering_vectors"]
+    url, body = "/v1/steering/set", {"vectors": shared}
+    refused = client.post(url, json=body, headers=by(ENV_KEY))
+    assert refused.status_code == 400 and "mean over the prompt" in refused.text
+    for bad, said in (
+        (when(above=1.0, layer=4), "layer 4"),
+        (when(above=1.0, probe=[1.0] * 7), "192 numbers"),
+        (when(above=1.0, probe="nobody"), "nobody"),
+        (when(), "above"),
+        (when(above=1.0, reduce="mean"), "scope"),
+    ):
+        refused = complete(client, **bad)
+        assert refused.status_code == 400 and said in refused.text, refused.text
+
+
+def test_a_feature_is_set_over_http(client: httpx.Client, tmp_path: Path) -> None:
+    parts = _layouts.parts(5, HIDDEN, 64)
+    names = ("W_enc", "W_dec", "b_enc", "b_dec")
+    place = {"hook_name": "blocks.2.hook_resid_post"}
+    folder = _layouts.saelens(
+        tmp_path / "sae",
+        _layouts.chosen(parts, *names),
+        architecture="standard",
+        metadata=place,
+        d_in=HIDDEN,
+        d_sae=64,
+    )
+    body = {"name": "small", "path": str(folder)}
+    made = client.post("/v1/sae/register", json=body, headers=by(NEW_KEY))
+    assert made.status_code == 200, made.text
+
+    def feature(**more: Any) -> dict[str, Any]:
+        entry = {"op": "feature", "sae": "small", "feature": 3, "value": 40.0, **more}
+        return {"steering_vectors": {"post_block": {"2": [entry]}}}
+
+    plain = answer(complete(client))
+    assert not same(answer(complete(client, **feature())), plain)
+    (entry,) = receipt(client, **feature())["applied"]
+    assert entry["op"] == "feature" and entry["dose"]["mean"] > 0
+    for bad in (feature(feature=64), feature(sae="large"), feature(mode="square")):
+        assert complete(client, **bad).status_code == 400
+    gone = client.post(
+        "/v1/sae/unregister", json={"name": "small"}, headers=by(NEW_KEY)
+    )
+    assert gone.status_code == 200
+
+
+def test_a_receipt_comes_with_the_response_and_the_last_chunk(
+    client: httpx.Client,
+) -> None:
+    entry = {"post_block": {"2": [{**CLAMP, "op": "clamp"}]}}
+    told = receipt(client, steering_vectors=entry, steering_name="loud")
+    assert [one["op"] for one in told["applied"]] == ["add", "clamp"]
+    added, clamped = told["applied"]
+    assert added["hook"] == "post_block" and added["layer"] == 2
+    assert 0 < clamped["tokens"] <= added["tokens"]
+    assert added["dose"]["max"] >= added["dose"]["mean"] > 0
+    plain = complete(client, steering_vectors=entry).json()
+    assert not plain.get("steering")
+    assert receipt(client) == {"applied": [], "fired": {}}
+    fields = {"steering_vectors": entry, "steering_name": "loud"}
+    *early, last = events(
+        complete(client, stream=True, steering_receipt=True, **fields)
+    )
+    assert last["steering"] == told
+    assert not any(one.get("steering") for one in early)
+    several = receipt(client, prompt=["The dog went"] * 2, **fields)
+    assert list(several) == ["0", "1"]
+    for one in several.values():
+        for entry, expected in zip(one["applied"], told["applied"], strict=True):
+            assert entry["tokens"] == expected["tokens"]
+            assert entry["dose"] == pytest.approx(expected["dose"], rel=1e-4)
+    chat = {"model": "m", "max_tokens": 4, "temperature": 0, "steering_name": "loud"}
+    chat["messages"] = [{"role": "user", "content": "Tell me about the dog."}]
+    chat["steering_receipt"] = True
+    found = client.post("/v1/chat/completions", json=chat).json()["steering"]
+    assert [one["op"] for one in found["applied"]] == ["add"]
+    streamed = events(
+        client.post("/v1/chat/completions", json={**chat, "stream": True})
+    )
+    assert [one["steering"] for one in streamed if one.get("steering")] == [found]
+    refused = complete(client, steering_receipt="yes please")
+    assert refused.status_code == 400 and "steering_receipt" in refused.text
 
 
 def test_the_example_of_openais_client_runs(client: httpx.Client, capsys: Any) -> None:

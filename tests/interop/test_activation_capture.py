@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm-activation-capture's scripts and formulas, without the package."""
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 
 from tests.support.models import llama
 from vllm import LLM, SamplingParams
@@ -17,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
 from vllm.interop.activation_capture import analysis
 from vllm.interop.activation_capture.encoding import Encoding, dequantize, restore
+from vllm.interop.activation_capture.npz import npz_bytes
 from vllm.interop.activation_capture.variables import consumer_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
@@ -117,6 +123,28 @@ def test_a_value_is_within_half_a_step_of_its_scale() -> None:
         apart = np.abs(dequantize(arrays) - rows().numpy())
         assert np.all(apart <= arrays["scale"] * 0.501)
         assert arrays["scale"].shape == ((1, 32) if per_dim else (20, 1))
+
+
+@given(
+    arrays=st.dictionaries(
+        st.sampled_from(["q", "scale", "zero", "indices", "values"]),
+        arrays(
+            st.sampled_from([np.uint8, np.float32, np.int16, np.int32]),
+            array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=9),
+        ),
+        min_size=1,
+    )
+)
+def test_files_are_archives_that_numpy_reads(arrays: dict[str, np.ndarray]) -> None:
+    data = npz_bytes(arrays)
+    assert data == npz_bytes(arrays)
+    assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
+    with np.load(io.BytesIO(data)) as found:
+        assert list(found) == list(arrays)
+        for name, array in arrays.items():
+            assert found[name].dtype == array.dtype
+            assert found[name].shape == array.shape
+            assert found[name].tobytes() == array.tobytes()
 
 
 def test_rows_of_one_value_are_exact() -> None:

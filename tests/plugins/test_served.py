@@ -15,6 +15,7 @@ import torch
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.models import llama
 from tests.support.server import Server
+from vllm.interop.vllm_lens import Hook, VLLMLensClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,6 +50,8 @@ class Plugged:
             *options,
             *("--served-model-name", "tiny", "--dtype", "bfloat16", "--enforce-eager"),
             *("--max-model-len", "128", "--max-num-seqs", "4"),
+            *("--vllm-lens-api", "--allow-remote-code-hooks"),
+            *("--steering-api-key", "secret"),
             PYTHONPATH=str(installed),
         )
 
@@ -171,3 +174,70 @@ def test_a_stream_of_rows_can_be_read_while_it_is_served(plugged: Plugged) -> No
         text = plugged.lines.read_text() if plugged.lines.exists() else ""
         seen.append(text[before:].count('"data"'))
     assert 0 < seen[len(seen) // 2] < 59
+
+
+def test_functions_of_clients_run_where_the_operator_allows_it(
+    plugged: Plugged,
+) -> None:
+    client = VLLMLensClient(plugged.server.url, api_key="secret")
+    assert "can run any code in its workers" in plugged.server.log.read_text()
+    direction = torch.nn.functional.normalize(torch.arange(64.0), dim=0)
+
+    def ablate(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        along = h.float() @ direction
+        ctx.saved.setdefault("along", []).append(along)
+        ctx.saved["kinds"] = [type(ctx.model).__name__, complex(1, 2)]
+        return (h.float() - along[:, None] * direction).to(h.dtype)
+
+    def look(ctx: Any, h: torch.Tensor) -> None:
+        ctx.saved.setdefault("left", []).append(h.float() @ direction)
+
+    hooks = [Hook(ablate, [1]), Hook(look, [2], pre=True)]
+    found = client.generate(
+        PROMPT, max_tokens=4, ignore_eos=True, capture_layers=[1], hooks=hooks
+    )
+    results = found.hook_results
+    assert results is not None and found.activations is not None
+    assert results["0"]["kinds"] == ["LlamaForCausalLM", complex(1, 2)]
+    before, after = results["0"]["along"], results["1"]["left"]
+    assert len(before[0]) == len(after[0]) == len(PROMPT)
+    assert torch.cat(after).abs().max() < 0.02 * torch.cat(before).abs().max()
+    stream = found.activations["residual_stream"][0].float()
+    assert (stream @ direction).abs().max() < 0.02 * torch.cat(before).abs().max()
+
+
+def test_a_clients_function_is_registered_for_all_with_the_key(
+    plugged: Plugged,
+) -> None:
+    client = VLLMLensClient(plugged.server.url, api_key="secret")
+
+    def count(ctx: Any, h: torch.Tensor) -> None:
+        ctx.saved["rows"] = ctx.saved.get("rows", 0) + len(h)
+
+    with pytest.raises(RuntimeError, match="Unauthorized"):
+        VLLMLensClient(plugged.server.url).register_hooks([Hook(count, [0])])
+    assert client.register_hooks([Hook(count, [0])]) == 1
+    try:
+        client.generate(PROMPT, max_tokens=3, ignore_eos=True)
+        (saved,) = client.collect_hook_results().values()
+        assert saved["0"]["rows"] >= len(PROMPT) + 2
+    finally:
+        client.clear_hooks()
+        client.clear_hook_results()
+
+
+def test_code_that_fails_is_an_error_of_its_request(plugged: Plugged) -> None:
+    client = VLLMLensClient(plugged.server.url)
+
+    def fails(ctx: Any, h: torch.Tensor) -> None:
+        raise LookupError("as it is meant to")
+
+    broken = base64.b64encode(b"no pickle").decode()
+    for fn, said in (
+        (fails, "as it is meant to"),
+        ({"cloudpickle": "%"}, "must be base64"),
+        ({"cloudpickle": broken}, "cloudpickle|pickle|load"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            client.generate(PROMPT, max_tokens=2, hooks=[Hook(fn, [0])])
+    assert client.generate(PROMPT, max_tokens=2).text

@@ -126,6 +126,14 @@ def test_files_that_say_more_or_less_than_vectors_are_refused(
         read_vectors(path)
 
 
+def test_facts_after_a_files_name_may_hold_an_address() -> None:
+    assert Reading.parse("hook=resid_post.3") == Reading(hook="post_block", layer=3)
+    assert Reading.parse("layer=3&hook=resid_post").hook == "post_block"
+    for wrong in ("hook=nowhere", "layer=2&hook=resid_post.3"):
+        with pytest.raises(SteeringValidationError, match="post_block"):
+            Reading.parse(wrong)
+
+
 def test_unknown_forms_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SteeringValidationError, match="no known form"):
         read_vectors(tmp_path / "v.txt")

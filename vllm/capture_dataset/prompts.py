@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from vllm.capture_dataset.survey import Entry
@@ -121,16 +121,16 @@ class Tokens:
 
     def _ids(self, ids: list[int]) -> tuple[list[int], TokenText, int]:
         tokens = self.pieces(ids)
-        offsets: list[int | None] = []
-        length = 0
-        for token in tokens:
-            offsets.append(length)
-            length += len(token)
-        return ids, TokenText(tokens, offsets), length
+        *offsets, length = accumulate(map(len, tokens), initial=0)
+        return ids, TokenText(tokens, list(offsets)), length
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """The text of each token on its own."""
-        return [self.piece(token) for token in ids]
+        ids = list(ids)
+        try:
+            return [self._pieces[token] for token in ids]
+        except KeyError:
+            return [self.piece(token) for token in ids]
 
     def piece(self, token: int) -> str:
         """The text of a token on its own; parts of a character are U+FFFD."""

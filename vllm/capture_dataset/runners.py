@@ -108,6 +108,8 @@ class EngineRunner:
                 detokenize=False,
                 # Otherwise the rows of each step would be streamed as well.
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                # Nobody else uses these parameters, so they need not be copied.
+                skip_clone=True,
                 capture=capture,
                 readouts=dict(rows.readouts) or None,
             )

@@ -60,11 +60,13 @@ def _json_lines(path: Path) -> Iterator[Record]:
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise _bad(path, f"line {number} is not JSON: {error}", line) from None
+            told = f"line {number} is not JSON: {error}; correct or remove it"
+            raise _bad(path, told, line) from None
         if isinstance(values, str):
             values = {"text": values}
         if not isinstance(values, dict):
-            raise _bad(path, f"line {number} is neither an object nor a text", line)
+            told = f"line {number} is neither an object nor a text"
+            raise _bad(path, f'{told}; write {{"prompt": ...}} or "..."', line)
         yield f"line {number}", values
 
 
@@ -80,9 +82,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise _bad(
-                    path, f"line {number} is not UTF-8: {error}", raw[:60]
-                ) from None
+                told = f"line {number} is not UTF-8: {error}; convert the file"
+                raise _bad(path, told, raw[:60]) from None
             if line.strip():
                 yield number, line.rstrip("\r\n")
 
@@ -100,10 +101,10 @@ def _separated(path: Path) -> Iterator[Record]:
                     continue
                 if len(values) != len(header):
                     told = f"{where} has {len(values)} fields, the first {len(header)}"
-                    raise _bad(path, told, values)
+                    raise _bad(path, f"{told}; correct it or quote it", values)
                 yield where, dict(zip(header, map(_number, values)))
         except (csv.Error, UnicodeDecodeError) as error:
-            told = f"line {reader.line_num + 1} cannot be read: {error}"
+            told = f"line {reader.line_num + 1} cannot be read: {error}; correct it"
             raise _bad(path, told, None) from None
 
 
@@ -131,7 +132,9 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield f"row {number}", values
                     number += 1
     except pa.ArrowInvalid as error:
-        raise _bad(path, f"it is not a Parquet file: {error}", None) from None
+        raise _bad(
+            path, f"it is not a Parquet file: {error}; write it again", None
+        ) from None
 
 
 def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
@@ -147,7 +150,8 @@ def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
     try:
         found = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise _bad(path, f"it contains no data set: {error}", None) from None
+        told = f"it contains no data set: {error}; use Dataset.save_to_disk"
+        raise _bad(path, told, None) from None
     if isinstance(found, DatasetDict):
         if split not in found:
             told = f"it has the splits {sorted(found)}; choose one with --split"

@@ -93,7 +93,9 @@ class Survey:
             if missing is not None:
                 raise _bad(
                     spec,
-                    f"{where} has no column {missing!r}; it has {sorted(values)}",
+                    f"{where} has no column {missing!r}; it has {sorted(values)}. "
+                    "Name one of these with --column, --id or --carry, or correct "
+                    "the source",
                     missing,
                 )
             prompt_id = sample if spec.id_column is None else values[spec.id_column]
@@ -167,7 +169,7 @@ def _prompt(spec: SourceSpec, raw: Any, where: str) -> str | list[Any]:
     good = isinstance(raw, str) or (
         isinstance(raw, list)
         and (
-            all(isinstance(part, int) for part in raw)
+            set(map(type, raw)) <= {int}  # Not bool.
             or all(isinstance(part, dict) and "role" in part for part in raw)
         )
     )

@@ -20,11 +20,11 @@ from vllm.steering.sae.load import load_sae
 from vllm.steering.saelens import CONFIG, WEIGHTS, read_saelens
 from vllm.steering.svec import read_svec
 from vllm.steering.vectors import VectorSet, load_vectors, vector_set
+from vllm.v1.residual.addresses import OWN, resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.files import is_ours
-from vllm.v1.steering.spec.parse import HOOKS
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
 SAE_FILES = (CONFIG, "params.npz", "params.safetensors")
@@ -77,11 +77,22 @@ class Reading:
                     "path",
                     text,
                 ) from None
+        if "hook" in values:
+            found = resolve_tap(values.get("layer"), values["hook"])
+            if found is None:
+                raise fail(
+                    f"path: hook={shown(values['hook'])} after the file's name must be "
+                    f"one of {list(OWN)}, or an address such as post_block.3 without "
+                    "another layer",
+                    "path",
+                    text,
+                )
+            values["layer"], values["hook"] = found
         return cls(**values)
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "hook": HOOKS,
+    "hook": (),
     "layer": (),
     "numbers": tuple(NUMBERS),
     "gguf_layers": ("applied", "measured"),

@@ -20,7 +20,10 @@ EDITS = [
     add_field(
         scope="CompletionOutput",
         after="weight_versions",
-        insert="readouts: dict[str, ReadoutResult] | None = None",
+        insert="""
+readouts: dict[str, ReadoutResult] | None = None
+steering: dict[str, Any] | None = None
+""",
         why="Each sample has its own results.",
     ),
     after(
@@ -30,6 +33,7 @@ EDITS = [
 completion.readouts = merge_results(
     completion.readouts, next_completion.readouts, next_completion.finished()
 )
+completion.steering = next_completion.steering or completion.steering
 """,
         why="Merged outputs keep the results of both.",
     ),
@@ -40,6 +44,11 @@ completion.readouts = merge_results(
 def readouts(self) -> dict[str, ReadoutResult]:
     \"\"\"Readout results of the first sample, by name.\"\"\"
     return (self.outputs[0].readouts or {}) if self.outputs else {}
+
+@property
+def steering(self) -> dict[str, Any] | None:
+    \"\"\"What steering did to the first sample, if a receipt was requested.\"\"\"
+    return self.outputs[0].steering if self.outputs else None
 """,
         why="Most requests have one sample.",
     ),

@@ -52,6 +52,8 @@ decode_steering_clamps: dict[str, Any] | None = None
 """Further clamps at generated tokens."""
 steering: list[dict[str, Any]] | None = None
 """Gates at generated tokens: when, scope and apply, as an earlier fork has them."""
+steering_receipt: bool = False
+"""Whether the output says what steering has done to the request's tokens."""
 conversation_id: str | None = None
 """Names the conversation that the request belongs to."""
 _steering: SteeringTiers | None = None
@@ -223,5 +225,16 @@ _hooks: HookPlan | None = None
         call="SamplingParams",
         argument="conversation_id=conversation_id",
         why="Passes the request's steering on.",
+    ),
+    add_parameter(
+        scope="SamplingParams.from_optional",
+        parameter="steering_receipt: bool = False",
+        why="The HTTP requests build their parameters here.",
+    ),
+    add_argument(
+        scope="SamplingParams.from_optional",
+        call="SamplingParams",
+        argument="steering_receipt=steering_receipt",
+        why="Passes the field on.",
     ),
 ]

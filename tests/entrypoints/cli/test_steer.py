@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.v1.steering import _engine
 from vllm.entrypoints.cli.steer.main import COMMANDS, SteerSubcommand, join_numbers
-from vllm.entrypoints.cli.steer.options import parse_layers, parse_scales
+from vllm.entrypoints.cli.steer.options import (
+    parse_hook,
+    parse_layers,
+    parse_scales,
+    resolve_address,
+)
 from vllm.steering.convert import read_vectors
 from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import vector_set
@@ -254,6 +259,19 @@ def test_layers_and_scales_are_lists() -> None:
     for scales in ("", "a", "1,,2", "nan", "inf"):
         with pytest.raises(ArgumentTypeError):
             parse_scales(scales)
+
+
+def test_a_hook_may_be_an_address() -> None:
+    from argparse import ArgumentTypeError, Namespace
+
+    assert parse_hook("hook_resid_mid") == "post_attn"
+    args = Namespace(hook=parse_hook("resid_post.3"), layers=None)
+    resolve_address(args)
+    assert (args.hook, args.layers) == ("post_block", [3])
+    with pytest.raises(SteeringValidationError, match="leave out --layers"):
+        resolve_address(Namespace(hook="resid_post.3", layers=[3]))
+    with pytest.raises(ArgumentTypeError, match="post_block"):
+        parse_hook("nowhere")
 
 
 def test_negative_numbers_are_no_options() -> None:

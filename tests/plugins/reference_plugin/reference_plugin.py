@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.sink import CaptureSink
-from vllm.v1.capture.types import (
+from vllm.v1.capture import (
     CaptureChunk,
+    CaptureConsumer,
     CaptureContext,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
+    CaptureSink,
     CaptureSpec,
+    CaptureValidationError,
     HookName,
     PositionSelector,
     VllmInternalRequestId,

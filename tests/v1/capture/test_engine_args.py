@@ -112,9 +112,9 @@ def test_graphsafe_keys_are_accepted() -> None:
         "--capture-graphsafe-key",
         "3:post_block",
         "--capture-graphsafe-key",
-        "0:pre_attn",
+        "resid_pre.0",
     )
-    assert config.graphsafe_keys == ["3:post_block", "0:pre_attn"]
+    assert config.graphsafe_keys == ["3:post_block", "resid_pre.0"]
 
 
 def test_the_front_end_that_drops_the_fields_is_refused(

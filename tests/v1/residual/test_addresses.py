@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address
+from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address, resolve_tap
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,21 @@ from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address
 )
 def test_addresses(address: str, tap: tuple[int, str] | None) -> None:
     assert parse_address(address) == tap
+
+
+@pytest.mark.parametrize(
+    ("layer", "hook", "tap"),
+    [
+        (3, "resid_post", (3, "post_block")),
+        (None, "resid_mid", (None, "post_attn")),
+        (None, "resid_post.3", (3, "post_block")),
+        (3, "blocks.3.hook_resid_post", (3, "post_block")),
+        (2, "resid_post.3", None),
+        (2, "nowhere", None),
+    ],
+)
+def test_a_hook_with_a_layer_beside_it(layer, hook, tap) -> None:
+    assert resolve_tap(layer, hook) == tap
 
 
 @given(st.text())

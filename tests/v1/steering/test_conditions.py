@@ -199,6 +199,7 @@ def entry_of(case: str, reference: Any, **entry: Any) -> dict[str, Any]:
 
 SCOPED = {
     "prompt": ("steering_vectors", {"scope": "prompt"}, None),
+    "prompt, mean": ("steering_vectors", {"scope": "prompt", "reduce": "mean"}, None),
     "prompt, soft": ("decode_steering_vectors", {"scope": "prompt"}, 0.7),
     "rest": ("decode_steering_vectors", {"scope": "rest"}, None),
 }
@@ -220,7 +221,10 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
 
     def look(stream: torch.Tensor) -> torch.Tensor:
         values = case.values(stream.double())
-        deciding.append(values[size:].max() if name == "rest" else values[size - 1])
+        if name == "prompt, mean":
+            deciding.append(values[:size].mean())
+        else:
+            deciding.append(values[size:].max() if name == "rest" else values[size - 1])
         return stream
 
     for prompt, output in zip(prompts, plain, strict=True):
@@ -240,7 +244,10 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
 
         def decide(stream: torch.Tensor, size: int = size, gates: Any = gates) -> Any:
             here = case.gate(stream, threshold)
-            if name == "rest":
+            if name == "prompt, mean":
+                mean = case.values(stream.double())[:size].mean()
+                here = (mean > threshold).double().expand(len(stream) - size, 1)
+            elif name == "rest":
                 here = here[size:].cummax(dim=0).values
             else:
                 here = here[size - 1].expand(len(stream) - size, 1)
@@ -356,7 +363,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"treshold": 1}, "unknown key 'treshold'"),
     ({"scope": "rest"}, "acts on generated tokens"),
     ({"scope": "rest", "sharpness": 1}, "0 or 1"),
-    ({"scope": "prompt", "reduce": "mean"}, "not by a mean"),
+    ({"scope": "token", "reduce": "mean"}, 'needs "scope": "prompt"'),
+    ({"scope": "prompt", "reduce": "median"}, "is not one of"),
 ]
 
 
@@ -401,3 +409,87 @@ def test_gates_of_the_earlier_fork_act_as_entries_with_conditions(
         assert torch.equal(logprobs(found[0]), logprobs(found[1]))
         plain = generate(llm, [PROMPT], [params()])[0]
         assert not torch.equal(logprobs(found[0]), logprobs(plain))
+
+
+def test_a_receipt_says_what_was_done_and_costs_nothing(steered: Any) -> None:
+    llm, reference = steered
+    case, size, before = CASES["named"], 2.0, llm.get_steering()["fired"]
+    threshold = case.threshold(reference)
+    gated = {"vector": V, "op": "project_out", "when": case.when(threshold)}
+    spec = {"pre_attn": {1: {"vector": W, "scale": size}}, "post_attn": {1: [gated]}}
+    fields: dict[str, Any] = {"steering_vectors": spec, "max_tokens": GENERATED}
+    outputs = []
+    for asked in (
+        params(**fields),
+        params(**fields, steering_receipt=True),
+        params(GENERATED, steering_receipt=True),
+    ):
+        outputs += generate(llm, [PROMPT], [asked])
+    plain, told, none = outputs
+    assert plain.steering is None and none.steering == {"applied": [], "fired": {}}
+    assert told.num_cached_tokens == 0
+    assert torch.equal(logprobs(plain), logprobs(told)), "a receipt changes bits"
+    assert llm.get_steering()["eager_steps"] == {}
+    doses: dict[str, torch.Tensor] = {}
+    gates: list[torch.Tensor] = []
+
+    def add(stream: torch.Tensor) -> torch.Tensor:
+        changed = stream.double() + size * W.double()
+        doses["add"] = (size * W.double()).norm() / stream.double().norm(dim=1)
+        return changed.to(stream.dtype)
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        gates.append(case.gate(stream, threshold))
+        return stream
+
+    def project(stream: torch.Tensor) -> torch.Tensor:
+        x = stream.double()
+        change = gates[-1] * (x @ U)[:, None] * U
+        doses["project_out"] = change.norm(dim=1) / x.norm(dim=1)
+        return (x - change).to(stream.dtype)
+
+    ids = (PROMPT + tokens(told))[:-1]
+    taps = {case.tap: look, (1, "pre_attn"): add, ACTS: project}
+    reference.logprobs(ids, taps)
+    applied = told.steering["applied"]
+    places = {(e["layer"], e["hook"], e["op"]) for e in applied}
+    assert places == {(1, "pre_attn", "add"), (*ACTS, "project_out")}
+    for entry in applied:
+        expected = doses[entry["op"]]
+        acts = expected[expected > 0]
+        assert entry["tokens"] == len(acts)
+        assert entry["dose"]["mean"] == pytest.approx(float(acts.mean()), rel=1e-3)
+        assert entry["dose"]["max"] == pytest.approx(float(acts.max()), rel=1e-3)
+    open_ = gates[-1][:, 0].nonzero()[:, 0].tolist()
+    (name, fired) = told.steering["fired"].popitem()
+    assert name == "mood[1]" and 0 < len(open_) < len(ids)
+    assert (fired["decided"], fired["tokens"]) == (len(ids), len(open_))
+    assert fired["first"] == open_[0]
+    counts = [
+        {(e["probe"], e["layer"]): e["tokens"] for e in found}.get(("mood[1]", 0), 0)
+        for found in (before, llm.get_steering()["fired"])
+    ]
+    assert counts[1] - counts[0] >= len(open_)
+
+
+def test_a_decision_for_a_whole_request_counts_once(steered: Any) -> None:
+    llm, _ = steered
+    when = {"probe": PROBE, "layer": 0, "hook": "post_attn", "above": -1e6}
+    entries = [{"vector": V, "when": {**when, "scope": s}} for s in ("prompt", "rest")]
+    shut = {"vector": V, "when": {**when, "above": 1e6, "scope": "rest"}}
+    asked = params(
+        GENERATED, decode_steering_vectors=at(*entries, shut), steering_receipt=True
+    )
+    (output,) = generate(llm, [PROMPT], [asked])
+    of = {
+        (one["scope"], one["decided"]): (one["tokens"], one["first"])
+        for one in output.steering["fired"].values()
+    }
+    fed = GENERATED - 1
+    assert of["prompt", 1] == (1, SIZE - 1)
+    assert sorted(
+        (one["tokens"], one["first"] or 0)
+        for one in output.steering["fired"].values()
+        if one["scope"] == "rest"
+    ) == [(0, 0), (fed, SIZE)]
+    assert all(entry["tokens"] == fed for entry in output.steering["applied"][:2])

@@ -2,15 +2,14 @@
 """The consumer that `VLLM_ACT_CAPTURE=1` adds: an `.npz` per sequence and layer."""
 
 import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 
 from vllm.interop.activation_capture.encoding import Encoding
+from vllm.interop.activation_capture.npz import npz_bytes
 from vllm.interop.activation_capture.variables import NAME
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.globals import global_spec
@@ -154,10 +153,8 @@ class _Files:
         blocks = list(request.blocks(finalize, _WRITE_BYTES))
         empty = torch.empty(0, sidecar["hidden_size"], dtype=dtype)
         arrays = self._encoding.encode(torch.cat(blocks) if blocks else empty)
-        buffer = io.BytesIO()
         # Compression saves 4 % of 8-bit values and takes longer than encoding.
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # no allow_pickle
-        data = buffer.getvalue()
+        data = npz_bytes(arrays)
         file = f"seq{sidecar['sample_index']}_layer{sidecar['layer']}_rank0.npz"
         aside = workspace.write([data], _WRITE_BYTES, fsync=False)
         request.commit()

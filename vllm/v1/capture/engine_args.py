@@ -20,6 +20,7 @@ from vllm.v1.capture.registry import (
     is_step_consumer,
 )
 from vllm.v1.capture.types import HOOK_NAMES
+from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
 
 if TYPE_CHECKING:
@@ -305,7 +306,8 @@ def _check_graphsafe_keys(keys: list[str]) -> None:
     for key in keys:
         layer, _, hook = key.partition(":")
         is_layer = layer == "all" or (layer.isascii() and layer.isdigit())
-        if not is_layer or hook not in (*HOOK_NAMES, "all"):
+        named = hook == "all" or hook_name(hook) is not None
+        if not (is_layer and named) and parse_address(key) is None:
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
                 f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '

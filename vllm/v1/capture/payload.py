@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payloads of results: rows with their positions, and limits on what can be sent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
     """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU.
 
     `positions[tap]` and `token_ids[tap]` hold one entry per row of the tap. A token id
-    is None if the prompt was given as embeddings.
+    is None if the prompt was given as embeddings. Taps with the same positions share
+    these lists.
     """
 
     def __init__(self) -> None:
@@ -28,8 +29,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` has the form that `facts_of` returns."""
         self[tap] = rows
-        self.positions[tap] = list(facts["positions"])
-        self.token_ids[tap] = list(facts["token_ids"])
+        self.positions[tap] = _as_list(facts["positions"])
+        self.token_ids[tap] = _as_list(facts["token_ids"])
         self.encoding = facts["encoding"]
         self.transport = facts.get("transport", "http")
 
@@ -50,6 +51,11 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             for tap, rows in part.items():
                 whole.put(tap, rows, part.facts_of(tap))
         return whole
+
+
+def _as_list(values: Sequence[Any]) -> list[Any]:
+    """`values` itself if it is a list, so that taps share it."""
+    return values if isinstance(values, list) else list(values)
 
 
 def is_by_tap(payload: Any) -> bool:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.readouts import ReadoutConfig
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.modules import describe_module, load_module
+from vllm.v1.readouts.modules import check_model, describe_module, load_module
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -73,9 +74,10 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
             "enable_readouts",
             True,
         )
-    width = model_config.get_hidden_size() if modules or saes else 0
     described = {
-        name: described_file(name, path, width, "sae" if name in saes else "module")
+        name: described_file(
+            name, path, model_config, "sae" if name in saes else "module"
+        )
         for name, path in {**modules, **saes}.items()
     }
     return ReadoutConfig(
@@ -84,20 +86,24 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
 
 
 def described_file(
-    name: str, path: str, width: int, wanted: str = "", tap: Tap | None = None
+    name: str,
+    path: str,
+    model: "ModelConfig",
+    wanted: str = "",
+    tap: Tap | None = None,
 ) -> dict[str, Any]:
     """Read a module file and return the fields of its `ModuleInfo`.
 
     Args:
         name: the module's name, also used in error messages.
         path: the file or folder.
-        width: the model's hidden size.
+        model: the served model.
         wanted: `sae` or `module` to require one of them; empty accepts both.
         tap: `(layer, hook)` for an SAE that does not state its own.
 
     Raises:
         ReadoutValidationError: the file is invalid, of the wrong kind, or for another
-            hidden size.
+            model or hidden size.
 
     """
     info = describe_module(name, path, load_module(name, path, tap))
@@ -106,6 +112,7 @@ def described_file(
         raise fail(
             f"{name}: {path!r} holds a {info.kind}; give it as {option}", name, path
         )
+    width = model.get_hidden_size()
     if info.width != width:
         raise fail(
             f"{name}: it is for rows of width {info.width}, and this model's have "
@@ -113,6 +120,7 @@ def described_file(
             name,
             path,
         )
+    check_model(info, identity_of_config(model))
     return asdict(info)
 
 

@@ -4,7 +4,8 @@
 A probe or translator file is a safetensors file with these metadata and tensors:
 
 - metadata: `format` is `clearbox-readout-v1`, `kind` is `probe` or `translator`,
-  `model` has the meaning that it has in steering files, and, where they apply,
+  `model` and `weights` have the meaning that they have in steering files, and, where
+  they apply,
   `layer`, `hook`, `activation`, `cosine` and `residual`;
 - a probe: `vectors` `[k, hidden_size]`, optionally `bias` `[k]` and `threshold` `[k]`;
 - a translator: for each layer L `L.weight` `[hidden_size, hidden_size]` and optionally
@@ -23,6 +24,7 @@ from vllm.steering.sae import SparseAutoencoder, load_sae
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.plan import Tap
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.model_identity import ModelIdentity
 
 FORMAT = "clearbox-readout-v1"
 
@@ -48,6 +50,8 @@ class ModuleInfo:
     """Layers of a translator."""
     model: str = ""
     """The model that the file names; empty if none."""
+    weights: str = ""
+    """Digest of that model's weights; empty if the file does not have it."""
     selection: str = ""
     """How an SAE selects active features, see `SparseAutoencoder`."""
     active: int | None = None
@@ -148,7 +152,7 @@ def describe_module(
             fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path)) if metadata is None else metadata
-    model = said.get("model", "")
+    model, weights = said.get("model", ""), said.get("weights", "")
     if isinstance(module, ProbeModule):
         return ModuleInfo(
             name=name,
@@ -158,6 +162,7 @@ def describe_module(
             size=int(module.vectors.shape[0]),
             tap=_tap(said),
             model=model,
+            weights=weights,
         )
     layers = tuple(sorted(module.weights))
     return ModuleInfo(
@@ -168,7 +173,37 @@ def describe_module(
         size=len(layers),
         layers=layers,
         model=model,
+        weights=weights,
     )
+
+
+def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
+    """Refuse a probe or translator that was made for another model.
+
+    The digests of the weights decide; if one of them is unknown, the names do. The
+    names in files of SAEs are their authors', who know no other copies of the model:
+    for these only width and place are checked.
+
+    Raises:
+        ReadoutValidationError: the message names both models, and the remedy.
+
+    """
+    if info.kind == "sae" or not info.model:
+        return
+    here = identity.weights if info.weights else ""
+    if info.weights and here:
+        is_same = info.weights == here
+    else:
+        is_same = identity.is_named(info.model)
+    if not is_same:
+        raise fail(
+            f"{info.name}: the {info.kind} was made for the model {info.model!r}, this "
+            f"is {identity.name!r}{' with other weights' if here else ''}; make one "
+            "for this model (vllm probe train), or, to use it as it is, remove `model` "
+            "and `weights` from the file's metadata",
+            info.name,
+            info.model,
+        )
 
 
 def save_probe(

@@ -46,6 +46,23 @@ def hook_name(name: str) -> str | None:
     return name if name in OWN else ALIASES.get(name)
 
 
+def resolve_tap(layer: int | None, hook: str) -> tuple[int | None, str] | None:
+    """The layer and our hook point that a `layer` and a `hook` mean together.
+
+    Args:
+        layer: a 0-based layer, or None if only `hook` may name one.
+        hook: a hook point's name, or an address.
+
+    Returns:
+        None if the name is unknown, or if it is an address of another layer.
+
+    """
+    if (tap := parse_address(hook)) is not None:
+        return tap if layer in (None, tap[0]) else None
+    name = hook_name(hook)
+    return None if name is None else (layer, name)
+
+
 def parse_address(text: str) -> tuple[int, str] | None:
     """Parse an address to `(layer, hook)`; None if `text` is not one.
 

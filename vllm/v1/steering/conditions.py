@@ -17,7 +17,7 @@ Scope: TypeAlias = Literal["token", "rest", "prompt"]
 SCOPES: tuple[Scope, ...] = ("token", "rest", "prompt")
 """Tokens for which a decision holds. `token`: only the token that was probed. `rest`:
 that token and all later ones, from the first token that fires. `prompt`: all generated
-tokens; the last token of the prompt decides."""
+tokens; the last token of the prompt decides, or the mean over the prompt."""
 
 MAX_CONDITIONS = 8
 """Most distinct conditions of one request, and likewise of the engine's global
@@ -45,6 +45,9 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
     scope: Scope
     name: str
     """The probe's name for reports; empty where the probe is given by value."""
+    mean: bool = False
+    """Whether the mean over the prompt decides, for the scope `prompt`, instead of the
+    prompt's last token."""
 
     @property
     def tap(self) -> tuple[int, str]:
@@ -66,7 +69,7 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
             "above" if self.above else "below": self.threshold,
             "sharpness": self.sharpness or None,
             "scope": self.scope,
-        }
+        } | ({"reduce": "mean"} if self.mean else {})
 
 
 def distinct(conditions: Iterable[Condition | None]) -> tuple[Condition, ...]:

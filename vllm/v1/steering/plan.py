@@ -124,6 +124,8 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     base: PackedVectors | None = None
     prefill: PackedVectors | None = None
     decode: PackedVectors | None = None
+    receipt: bool = False
+    """Whether the doses of the request's tokens are measured."""
 
     @property
     def parts(self) -> tuple[PackedVectors | None, ...]:
@@ -144,6 +146,7 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def digest(self) -> str:
         """The digest of the configuration; requests with equal ones share rows."""
         named = "/".join("" if part is None else part.identity for part in self.parts)
+        named += "/receipt" if self.receipt else ""
         return hashlib.sha256(named.encode()).hexdigest()
 
     @cached_property

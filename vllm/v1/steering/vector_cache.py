@@ -130,7 +130,8 @@ def _parts(tiers: SteeringTiers) -> Iterator[PackedVectors]:
 def _each(
     tiers: SteeringTiers, change: Callable[[PackedVectors], PackedVectors]
 ) -> SteeringTiers:
-    return SteeringTiers(*(None if p is None else change(p) for p in tiers.parts))
+    base, prefill, decode = (None if p is None else change(p) for p in tiers.parts)
+    return SteeringTiers(base, prefill, decode, tiers.receipt)
 
 
 def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:

@@ -31,7 +31,7 @@ from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
-from vllm.v1.readouts.worker.pending import attach
+from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
@@ -282,10 +282,12 @@ class OpenResidualStream(ResidualStream):
         self._rests = self._is_idle
 
     def with_readouts(self, output: Any) -> Any:
-        """Attach the readouts of the step to the runner's output."""
-        if self.readouts is None:
-            return output
-        return attach(output, self.readouts.take())
+        """Attach the readouts and receipts of the step to the runner's output."""
+        readouts = None if self.readouts is None else self.readouts.take()
+        if self.steering is None:
+            return attach(output, Additions(readouts))
+        doses, fired = self.steering.doses.take(), self.steering.take_fired()
+        return attach(output, Additions(readouts, doses, fired))
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
@@ -363,7 +365,9 @@ def _open(
             vllm_config, stage, taps, width, dtype, device, readouts
         )
     if vllm_config.steering_config.enabled:
-        steering = WorkerSteering(vllm_config, taps, width, dtype, device, modules.sae)
+        steering = WorkerSteering(
+            vllm_config, taps, width, dtype, device, modules.sae, stage.tensor_rank == 0
+        )
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)

@@ -8,12 +8,20 @@ EDITS = [
         "from vllm.v1.readouts.plan import RequestReadouts",
         why="The type of the field.",
     ),
+    add_import(
+        "from vllm.v1.steering.receipts import Fired, StepReceipt",
+        why="The types of the fields.",
+    ),
     add_field(
         scope="ModelRunnerOutput",
         after="sampling_masks",
         insert="""
 # Results of the step's readouts, by request id
 readouts: dict[str, RequestReadouts] | None = None
+# What steering did to the tokens of requests with a receipt, by request id
+receipts: dict[str, StepReceipt] | None = None
+# Tokens at which conditions of steering have fired
+fired: Fired | None = None
 """,
         why="The scheduler evaluates stop conditions on them.",
     ),

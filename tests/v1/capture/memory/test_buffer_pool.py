@@ -3,9 +3,11 @@ import gc
 import threading
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.v1.capture.memory.budget import HostBudget
-from vllm.v1.capture.memory.buffer_pool import OWNER, SMALLEST, RowMemory
+from vllm.v1.capture.memory.buffer_pool import OWNER, SMALLEST, RowMemory, adjacent
 
 WIDTH = 1024
 KEPT = 64 * SMALLEST
@@ -64,13 +66,30 @@ def test_parts_are_joined() -> None:
     assert memory.cat(parts[:1], 1) is parts[0]
 
 
+@given(st.data(), st.integers(0, 2))
+def test_adjacent_parts_are_joined_as_a_view(data: st.DataObject, dim: int) -> None:
+    whole = torch.randn(3, 7, 5)
+    length = whole.shape[dim]
+    cuts = data.draw(st.lists(st.integers(1, length - 1), unique=True, min_size=1))
+    sizes = torch.tensor([0, *sorted(cuts), length]).diff().tolist()
+    parts = whole.split(sizes, dim)
+    joined = adjacent(parts, dim)
+    assert joined is not None and torch.equal(joined, whole)
+    assert joined.data_ptr() == whole.data_ptr(), "it was copied"
+    shifted = [*parts[1:], parts[0]]
+    assert adjacent(shifted, dim) is None
+    memory = RowMemory(HostBudget(KEPT), SMALLEST)
+    assert torch.equal(memory.cat(shifted, dim), torch.cat(shifted, dim))
+    assert adjacent([part.clone() for part in parts], dim) is None
+
+
 def test_threads_never_share_memory_that_is_held() -> None:
     memory, wrong = RowMemory(HostBudget(KEPT), SMALLEST), []
 
     def work(value: int) -> None:
         for _ in range(200):
             rows = memory.empty((LARGE, WIDTH), torch.bfloat16).fill_(value)
-            copied = memory.cat([rows[:1], rows[1:]])
+            copied = memory.cat([rows[1:], rows[:1]])
             if not (bool((rows == value).all()) and bool((copied == value).all())):
                 wrong.append(value)
 

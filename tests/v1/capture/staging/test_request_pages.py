@@ -66,12 +66,22 @@ def test_without_room_for_the_prompt_the_step_has_memory_of_its_own() -> None:
     assert pages.place(BLOCK, ("a", 0, 8, 8, 0)) is None
 
 
-def test_few_rows_go_another_way_unless_they_end_a_prompt() -> None:
+def test_few_rows_at_either_end_of_a_long_prompt_lie_in_its_page() -> None:
     pages = opened(2 * PROMPT, least_rows=4)
-    assert pages.place(BLOCK, ("a", 0, 0, 3, 0)) is None
-    first = pages.place(BLOCK, ("a", 0, 0, 18, 0))
+    first = pages.place(BLOCK, ("a", 0, 0, 3, 0))
+    second = pages.place(BLOCK, ("a", 0, 3, 15, 0))
     last = pages.place(BLOCK, ("a", 0, 18, 2, 0))
-    assert first is not None and last is not None and last == (first[0], 18)
+    assert first is not None and first[0].shape[1] == PROMPT
+    assert second == (first[0], 3) and last == (first[0], 18)
+
+
+def test_few_rows_go_another_way_if_no_long_run_follows() -> None:
+    assert opened(PROMPT, least_rows=PROMPT + 1).place(BLOCK, ("a", 0, 0, 8, 0)) is None
+    pages = opened(2 * PROMPT, least_rows=4)
+    assert pages.place(BLOCK, ("a", 0, PROMPT - 3, 3, 0)) is None
+    without_room = opened(PROMPT - 1, least_rows=4)
+    assert without_room.place(BLOCK, ("a", 0, 0, 3, 0)) is None
+    assert without_room.place(BLOCK, ("a", 0, 3, 8, 0)) is not None
 
 
 def test_rows_past_the_prompt_do_not_go_on_in_its_memory() -> None:

@@ -72,3 +72,14 @@ def test_whatever_a_stop_condition_says_is_read_or_refused(key: str) -> None:
             parse_stops([rule], [readout], CONTEXT, {})
         except ReadoutValidationError as error:
             assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize("kind", ["probe", "lens"])
+@pytest.mark.parametrize("hook", ["resid_mid.1", "blocks.1.hook_resid_mid"])
+def test_an_address_names_the_layer_too(kind: str, hook: str) -> None:
+    said = {key: value for key, value in RIGHT[kind].items() if "layer" not in key}
+    given = said | {"kind": kind, "hook": hook}
+    assert parse_readout("n", given, CONTEXT, SERVER).taps == ((1, "post_attn"),)
+    (key,) = RIGHT[kind].keys() - said.keys()
+    with pytest.raises(ReadoutValidationError, match=f"{key}.*leave it out"):
+        parse_readout("n", given | {key: RIGHT[kind][key]}, CONTEXT, SERVER)

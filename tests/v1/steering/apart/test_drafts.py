@@ -39,7 +39,10 @@ REQUESTS: list[dict[str, Any]] = [
     {"steering_vectors": at(vector(1))},
     {"prefill_steering_vectors": at(vector(2), 0, "pre_attn")},
     {"decode_steering_vectors": at(vector(3), 2, "post_block")},
-    {"decode_steering_vectors": at({"vector": vector(4), "op": "project_out"})},
+    {
+        "decode_steering_vectors": at({"vector": vector(4), "op": "project_out"}),
+        "steering_receipt": True,
+    },
     # Positions of generated tokens, some of which are drafted and some rejected.
     {
         "steering_vectors": at(
@@ -98,3 +101,9 @@ def test_tokens_and_logprobs_are_those_without_speculation(
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert tokens(one) == tokens(other), number
         assert torch.allclose(logprobs(one), logprobs(other), rtol=1e-5, atol=1e-4)
+        if one.steering is None:
+            assert other.steering is None
+            continue
+        (entry,), (drafted,) = one.steering["applied"], other.steering["applied"]
+        assert entry["tokens"] == drafted["tokens"] == NEW_TOKENS - 1
+        assert drafted["dose"] == pytest.approx(entry["dose"], rel=1e-3)

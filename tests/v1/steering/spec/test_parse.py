@@ -155,3 +155,21 @@ def test_what_cannot_be_carried_out_is_refused(raw: Any, said: str) -> None:
 def test_what_holds_no_real_numbers_is_refused(vector: Any) -> None:
     with pytest.raises(SteeringValidationError, match="must be a list of numbers"):
         parse({"pre_attn": {1: vector}})
+
+
+def test_the_place_of_a_probe_may_be_an_address() -> None:
+    probe = {"probe": [1.0, 0.0, 0.0, 0.0][:WIDTH], "above": 0.5}
+    places = [
+        {"layer": 0, "hook": "post_attn"},
+        {"layer": 0, "hook": "resid_mid"},
+        {"hook": "blocks.0.hook_resid_mid"},
+    ]
+    read = [
+        parse({"post_block": {1: {"vector": ONE, "when": probe | place}}})
+        for place in places
+    ]
+    assert read[1].operations == read[2].operations == read[0].operations
+    assert read[0].operations
+    with pytest.raises(SteeringValidationError, match="where the probe reads"):
+        when = probe | {"layer": 1, "hook": "resid_mid.0"}
+        parse({"post_block": {1: {"vector": ONE, "when": when}}})

@@ -8,16 +8,22 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vllm.v1.residual.step_view import StepView
-from vllm.v1.steering.worker.gates import GATES
+from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.worker.fired import FiredCounts
+from vllm.v1.steering.worker.gates import GATES, Deciding, Gate
 from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
 
-PROMPT, REST = 3, 9
-"""Columns of a condition of the engine and of one of a request."""
+PROMPT, REST, MEAN = 3, 9, 10
+"""Columns of a condition of the engine and of two of a request."""
+LAST = Condition(0, "pre_attn", b"", 0.0, False, True, 0.5, 0.0, "prompt", "")
+AVERAGE = structs.replace(LAST, mean=True)
+DECIDING = Deciding(Gate(LAST, PROMPT)), Deciding(Gate(AVERAGE, MEAN))
 PHASES: Any = {
-    1: SimpleNamespace(deciding=(PROMPT,), held=(), latched=()),
-    2: SimpleNamespace(deciding=(), held=(PROMPT, REST), latched=(REST,)),
+    1: SimpleNamespace(deciding=DECIDING, held=(), latched=()),
+    2: SimpleNamespace(deciding=(), held=(PROMPT, REST, MEAN), latched=(REST,)),
 }
 
 
@@ -112,3 +118,40 @@ def test_other_conditions_of_the_engine_are_not_decided() -> None:
     held.forget_engines()
     found = carried_out(held, {"a": (2, range(3, 4))}, lambda name, position: False)
     assert found == {("a", 3): (0.0, 1.0)}
+
+
+def test_the_mean_over_a_prompt_decides_however_it_is_chunked() -> None:
+    device = torch.device("cpu")
+    fired = FiredCounts(device)
+    held = HeldGates(device, fired)
+    count = fired.place(AVERAGE)
+    doses = torch.full((8, 1), torch.nan)
+    own = Deciding(Gate(AVERAGE, MEAN), count, doses[:, 0])
+    phases: Any = {
+        1: SimpleNamespace(deciding=(own,), held=(), latched=()),
+        2: SimpleNamespace(deciding=(), held=(MEAN,), latched=()),
+    }
+
+    def step(name: str, start: int, values: list[float], length: int) -> float:
+        gates = torch.rand(8, GATES)
+        view = StepView([name], np.array([start]), np.array([len(values)]), 8)
+        held.plan(view, [(1, 2)], [length], phases)
+        held.load(gates)
+        if start < length:
+            gates[: len(values), MEAN] = torch.tensor(values)
+        held.save(gates)
+        return float(gates[0, MEAN])
+
+    step("above", 0, [9.0, 9.0], 4)  # Preempted; begun again from the first token.
+    for name, values, gate in (
+        ("above", [0.0, 0.0, 0.0, 3.0], 1.0),
+        ("below", [3.0, -3.0, 1.0, 0.9], 0.0),
+    ):
+        step(name, 0, values[:1], 4)
+        step(name, 1, values[1:3], 4)
+        doses.fill_(torch.nan)
+        step(name, 3, values[3:], 4)
+        assert doses[0, 0] == gate
+        assert step(name, 4, [0.0], 4) == step(name, 5, [0.0], 4) == gate
+    fired.send()
+    assert fired.collect() == [("", 0, "pre_attn", 1)]

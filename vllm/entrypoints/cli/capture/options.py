@@ -18,7 +18,7 @@ from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.selectors import fail
 from vllm.v1.capture.types import HOOK_NAMES
-from vllm.v1.residual.addresses import hook_name
+from vllm.v1.residual.addresses import hook_name, parse_address
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 
@@ -96,7 +96,8 @@ def _add_rows(group: Any) -> None:
         type=_names,
         default=("post_block",),
         metavar="HOOK,...",
-        help=f"Hook points: {', '.join(HOOK_NAMES)}.",
+        help=f"Hook points: {', '.join(HOOK_NAMES)}; or, without --layers, addresses "
+        "such as resid_post.3.",
     )
     group.add_argument(
         "--positions",
@@ -190,14 +191,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         if value is not None and value < least:
             option = f"--{name.replace('_', '-')}"
             raise fail(f"{name}: {option} must be at least {least}", name, value)
-    unknown = {name for name in args.hook if hook_name(name) is None}
-    args.hook = tuple(hook_name(name) or name for name in args.hook)
-    if unknown or not args.hook:
-        raise fail(
-            f"hook: unknown {sorted(unknown)}; use some of {list(HOOK_NAMES)}",
-            "hook",
-            args.hook,
-        )
+    _resolve_hooks(args)
     if (args.model is None) == (args.server is None):
         raise fail("model: give --model MODEL or --server URL", "model", args.model)
     if args.out is None and not args.dry_run:
@@ -230,3 +224,37 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         resume=args.resume,
     )
     return source, rows, output
+
+
+def _resolve_hooks(args: argparse.Namespace) -> None:
+    """Replace names in `args.hook` by ours, and addresses by hook points and layers.
+
+    Raises:
+        CaptureValidationError: a name is unknown, or the addresses are not all hook
+            points of all their layers, which is the form of a data set.
+
+    """
+    taps = {tap for name in args.hook if (tap := parse_address(name)) is not None}
+    names = [name for name in args.hook if parse_address(name) is None]
+    unknown = sorted(name for name in names if hook_name(name) is None)
+    if unknown or not args.hook:
+        raise fail(
+            f"hook: unknown {unknown}; use some of {list(HOOK_NAMES)}, or addresses "
+            "such as post_block.3",
+            "hook",
+            args.hook,
+        )
+    if not taps:
+        args.hook = tuple(str(hook_name(name)) for name in names)
+        return
+    layers, hooks = ({tap[i] for tap in taps} for i in (0, 1))
+    if names or args.layers is not None or len(taps) != len(layers) * len(hooks):
+        raise fail(
+            "hook: addresses include the layers, so they must all be addresses, for "
+            "the same layers at each hook point, without --layers; or give --hook "
+            "post_block --layers 3",
+            "hook",
+            args.hook,
+        )
+    args.hook = tuple(name for name in HOOK_NAMES if name in hooks)
+    args.layers = sorted(layers)

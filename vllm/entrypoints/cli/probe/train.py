@@ -7,11 +7,13 @@ from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
     add_engine_arguments,
+    add_hook_argument,
     add_layers_argument,
+    resolve_address,
     start_engine,
 )
 from vllm.v1.readouts.errors import fail
-from vllm.v1.steering.spec.parse import HOOKS
+from vllm.v1.steering.spec.model_identity import digest_of_weights
 
 
 def add_arguments(parser: Any) -> None:
@@ -30,7 +32,7 @@ def add_arguments(parser: Any) -> None:
         metavar="FILE",
         help="Output file, which ends in .safetensors.",
     )
-    parser.add_argument("--hook", choices=HOOKS, default="post_block")
+    add_hook_argument(parser)
     add_layers_argument(parser)
     parser.add_argument(
         "--method", choices=("logistic", "mass-mean"), default="logistic"
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if not 0 < args.held_out < 1:
         raise fail("held-out must be between 0 and 1", "held_out", args.held_out)
+    resolve_address(args)
     texts, labels = read_labelled(args.data)
     llm = start_engine(args, enable_readouts=True)
     rows = prompt_rows(llm, texts, args.hook, args.layers, args.position)
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
         activation="sigmoid" if args.method == "logistic" else "none",
         metadata={
             "model": str(args.model),
+            "weights": digest_of_weights(str(args.model)),
             "origin": f"{args.method} probe of {len(texts)} texts, {args.position}",
             "held_out_accuracy": f"{found.accuracy:.4f}",
             "held_out_auroc": f"{found.auroc:.4f}",

@@ -7,11 +7,12 @@ from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
     add_engine_arguments,
+    add_hook_argument,
     add_layers_argument,
+    resolve_address,
     start_engine,
 )
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.parse import HOOKS
 
 
 def add_arguments(parser: Any) -> None:
@@ -29,7 +30,7 @@ def add_arguments(parser: Any) -> None:
         metavar="FILE",
         help="Output file, which ends in .safetensors.",
     )
-    parser.add_argument("--hook", choices=HOOKS, default="post_block")
+    add_hook_argument(parser)
     add_layers_argument(parser)
     parser.add_argument(
         "--method",
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.pairs import read_pairs
     from vllm.steering.tables import separation_table
 
+    resolve_address(args)
     pairs = read_pairs(args.pairs)
     if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
         raise fail(

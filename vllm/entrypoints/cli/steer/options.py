@@ -5,8 +5,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.residual.addresses import OWN, hook_name, parse_address, resolve_tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.parse import HOOKS
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -33,6 +33,55 @@ def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
     for name, value in fields.items():
         setattr(engine_args, name, value)
     return LLM.from_engine_args(engine_args)
+
+
+def parse_hook(text: str) -> str:
+    """Parse the name of a hook point, ours or another library's, or an address.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
+
+    """
+    if parse_address(text) is not None:
+        return text
+    name = hook_name(text)
+    if name is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a hook point; use one of {list(OWN)}, or an address such "
+            "as post_block.3"
+        )
+    return name
+
+
+def add_hook_argument(parser: Any) -> None:
+    """Add the option `--hook` of a command that has `--layers`."""
+    parser.add_argument(
+        "--hook",
+        type=parse_hook,
+        default="post_block",
+        help=f"The hook point: {', '.join(OWN)}, or an address with its layer, such as "
+        "resid_post.3.",
+    )
+
+
+def resolve_address(args: argparse.Namespace) -> None:
+    """Replace an address in `args.hook` by its hook point and `args.layers`.
+
+    Raises:
+        SteeringValidationError: `--layers` is given too.
+
+    """
+    tap = parse_address(args.hook)
+    if tap is None:
+        return
+    if args.layers is not None:
+        raise fail(
+            f"layers: leave out --layers, because the address {args.hook!r} includes "
+            "the layer",
+            "layers",
+            args.layers,
+        )
+    args.layers, args.hook = [tap[0]], tap[1]
 
 
 def add_layers_argument(parser: Any) -> None:
@@ -104,9 +153,9 @@ def add_reading_arguments(parser: Any) -> None:
     )
     group.add_argument(
         "--hook",
-        choices=HOOKS,
-        help="The hook point; for dictionaries whose keys are numbers, for one vector, "
-        "and for SAEs.",
+        type=parse_hook,
+        help="The hook point, or an address such as resid_post.3; for dictionaries "
+        "whose keys are numbers, for one vector, and for SAEs.",
     )
     group.add_argument(
         "--layer", type=int, help="The layer, for one vector and for an SAE."
@@ -134,9 +183,19 @@ def reading_of(args: argparse.Namespace) -> "Reading":
     """The `Reading` that the options describe."""
     from vllm.steering.convert import Reading
 
+    layer, hook = args.layer, args.hook
+    if hook is not None:
+        found = resolve_tap(layer, hook)
+        if found is None:
+            raise fail(
+                f"layer: leave out --layer, because the address {hook!r} includes it",
+                "layer",
+                layer,
+            )
+        layer, hook = found
     return Reading(
-        hook=args.hook,
-        layer=args.layer,
+        hook=hook,
+        layer=layer,
         numbers=args.numbers,
         gguf_layers=args.gguf_layers,
         feature=args.feature,

@@ -28,6 +28,7 @@ FIELDS = (
     "readouts",
     "stop_when",
     *steering_admission.FIELDS,
+    "steering_receipt",
     "conversation_id",
 )
 """Fields of generation requests; other requests reject them."""

@@ -15,7 +15,11 @@ instruction's gate (1 if it has none) and n the norm of x that was saved last:
   norm and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (divided by |x| with `COSINE`) + c0, z = c3 (v - c2); the gate
   becomes 1 if z > 0 and else 0, or sigmoid(c1 z) if c1 is not 0; with `KEEP` it does
-  not decrease.
+  not decrease; with `VALUE` it becomes v itself;
+- `MEASURE`: changes nothing; u has been added to the stream before.
+
+An instruction with `doses` also stores, for each token, the norm of its change over the
+norm of x before it: for `MEASURE` that of u over that of x - u, for `PROBE` the gate.
 
 This module defines the form that kernels read, and the arithmetic in plain PyTorch,
 which runs on CPUs and is the reference for the kernel.
@@ -39,6 +43,7 @@ class Kind(IntEnum):
     LOW_RANK = 2
     ROTATE = 3
     PROBE = 4
+    MEASURE = 5
 
 
 class Flag(IntFlag):
@@ -62,6 +67,12 @@ class Flag(IntFlag):
     STANDARD = 64
     """The products that it reads are divided by the standard deviation of x's
     values."""
+    DOSE = 256
+    """The instruction stores its dose."""
+    VALUE = 1024
+    """The probe stores v, from which the gate is decided later."""
+    COUNT = 512
+    """The probe counts the tokens whose gate is above one half."""
 
 
 class Activation(IntEnum):
@@ -80,6 +91,8 @@ class Activation(IntEnum):
 WORDS = 32
 """Size of an instruction, and of the head of a program, in words of 4 bytes."""
 NO_GATE = -1
+FIRES_ABOVE = 0.5
+"""The gate above which a condition has fired: that of a value at the threshold."""
 SMALLEST = 1.1754943508222875e-38
 """Smallest norm by which a value is divided."""
 DEVIATION = 1e-5
@@ -112,6 +125,11 @@ class Instruction:
     writes."""
     offset: int | None = None
     """If set, token t of the step reads and writes row t + offset."""
+    doses: torch.Tensor | None = None  # [T], may be strided
+    """Memory for the dose of each token of the step; None to store none."""
+    fired: torch.Tensor | None = None  # [1], int64
+    """`PROBE`: the number of tokens whose gate was above one half; None to count
+    none."""
 
     @property
     def written(self) -> torch.Tensor:
@@ -127,6 +145,11 @@ class Instruction:
             flags |= Flag.OTHER_WRITE
         if self.mask is not None:
             flags |= Flag.MASK
+        if self.doses is not None:
+            flags |= Flag.DOSE
+            made[5] = self.doses.stride(0)
+        if self.fired is not None:
+            flags |= Flag.COUNT
         rank = 1 if self.offset is not None else len(self.read)
         made[:5] = self.kind, flags, rank, self.activation, self.gate
         bytes_of_row = self.read.stride(0) * self.read.element_size()
@@ -140,8 +163,11 @@ class Instruction:
             (8, self.threshold),
             (13, self.own_c0),
             (14, self.own_c1),
+            (15, self.doses),
         ):
             longs[place] = 0 if tensor is None else tensor.data_ptr()
+        if self.fired is not None:  # Probes have no mask.
+            longs[6] = self.fired.data_ptr()
         floats[18:25] = (
             self.c0,
             self.c1,
@@ -178,17 +204,33 @@ def run(
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
         if one.kind == Kind.PROBE:
-            decided = _gate(one, stream)
+            decided = _probed(one, stream)
             if one.flags & Flag.KEEP:
                 decided = torch.maximum(decided, gates[tokens, one.gate])
             gates[tokens, one.gate] = decided
+            if one.doses is not None:
+                one.doses[tokens] = decided
+            if one.fired is not None:
+                one.fired.add_((decided > FIRES_ABOVE).sum())
+            continue
+        if one.kind == Kind.MEASURE:
+            if one.doses is not None:
+                one.doses[tokens] = _dose(stream - one.read, stream)
             continue
         gate = torch.ones_like(norm)
         if one.gate != NO_GATE:
             gate = gates[tokens, one.gate, None]
+        before = stream
         stream, acts = _STEPS[one.kind](one, stream, tokens, norm, gate)
         changed |= acts.squeeze(-1)
+        if one.doses is not None:
+            one.doses[tokens] = _dose(before, stream)
     return stream, changed
+
+
+def _dose(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """|after - before| / |before| of each row, `[n]`."""
+    return (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=SMALLEST)
 
 
 Outcome = tuple[torch.Tensor, torch.Tensor]
@@ -306,13 +348,15 @@ _STEPS = {
 }
 
 
-def _gate(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
-    """The gate that a probe decides for each row, `[n]`."""
+def _probed(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
+    """The gate that a probe decides for each row, or the value, `[n]`."""
     # Computed row by row: the rounding of a matrix product may depend on its shape, and
     # a decision must not depend on the number of tokens in the step.
     value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
         value = value / stream.norm(dim=-1).clamp(min=SMALLEST)
+    if one.flags & Flag.VALUE:
+        return value + one.c0
     beyond = one.c3 * (value + one.c0 - one.c2)
     if one.c1:
         return torch.sigmoid(one.c1 * beyond)

@@ -24,6 +24,7 @@ if HAS_TRITON:
     _LOW_RANK = tl.constexpr(int(Kind.LOW_RANK))
     _ROTATE = tl.constexpr(int(Kind.ROTATE))
     _PROBE = tl.constexpr(int(Kind.PROBE))
+    _MEASURE = tl.constexpr(int(Kind.MEASURE))
     _DOT = tl.constexpr(int(Flag.DOT))
     _SAVE_NORM = tl.constexpr(int(Flag.SAVE_NORM))
     _OTHER_WRITE = tl.constexpr(int(Flag.OTHER_WRITE))
@@ -32,6 +33,9 @@ if HAS_TRITON:
     _COSINE = tl.constexpr(int(Flag.COSINE))
     _KEEP = tl.constexpr(int(Flag.KEEP))
     _STANDARD = tl.constexpr(int(Flag.STANDARD))
+    _DOSE = tl.constexpr(int(Flag.DOSE))
+    _VALUE = tl.constexpr(int(Flag.VALUE))
+    _COUNT = tl.constexpr(int(Flag.COUNT))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
@@ -140,6 +144,12 @@ if HAS_TRITON:
                 gate = tl.load(gate_at, mask=slot >= 0, other=1.0)
             if (flags & _SAVE_NORM) != 0:
                 norm = tl.sqrt(tl.sum(x * x))
+            doses = (flags & _DOSE) != 0
+            base = tl.full([], 1.0, tl.float32)  # |x|^2 before the instruction
+            moved = tl.full([], 0.0, tl.float32)  # |change|^2
+            dose = tl.full([], 0.0, tl.float32)
+            if doses:
+                base = tl.sum(x * x)
             if kind <= _REPLACE:
                 w = u
                 if (flags & _OTHER_WRITE) != 0:
@@ -151,6 +161,8 @@ if HAS_TRITON:
                     amount += c2 * dot + c3 * (clipped - dot)
                 if kind == _LINEAR:
                     amount *= gate
+                    if doses:
+                        moved = amount * amount * tl.sum(w * w)
                     x += amount * w
                     changed = tl.where(amount != 0.0, 1, changed)
                 else:
@@ -161,7 +173,10 @@ if HAS_TRITON:
                     value = amount * w
                     mixed = x * (1.0 - part) + part * value
                     mixed = tl.where(part == 0.0, x, mixed)
-                    x = tl.where(part == 1.0, value, mixed)
+                    mixed = tl.where(part == 1.0, value, mixed)
+                    if doses:
+                        moved = tl.sum((mixed - x) * (mixed - x))
+                    x = mixed
                     changed = tl.where(share != 0.0, 1, changed)
             if kind == _LOW_RANK:
                 rank = tl.load(at + 2)
@@ -193,6 +208,8 @@ if HAS_TRITON:
                     changed = tl.where(amount != 0.0, 1, changed)
                     read_at += width * 4
                     write_at += width * 4
+                if doses:
+                    moved = tl.sum(total * total)
                 x += total
             if kind == _ROTATE:
                 w = _vector(write_at, column, mask, ALIGNED)
@@ -201,6 +218,7 @@ if HAS_TRITON:
                 length = tl.sqrt(a * a + b * b)
                 along = gate * (length * c0 - a)
                 across = gate * (length * c1 - b)
+                moved = along * along + across * across
                 x += along * u + across * w
                 turned = (along != 0.0) | (across != 0.0)
                 changed = tl.where(turned, 1, changed)
@@ -212,11 +230,26 @@ if HAS_TRITON:
                 decided = tl.where(beyond > 0.0, 1.0, 0.0)
                 if c1 != 0.0:
                     decided = 1.0 / (1.0 + tl.exp(-c1 * beyond))
+                if (flags & _VALUE) != 0:
+                    decided = value + c0
                 if (flags & _KEEP) != 0:
                     decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)
                 # Later instructions of this program may read the gate.
                 tl.debug_barrier()
+                dose = decided
+                if ((flags & _COUNT) != 0) & (decided > 0.5):
+                    fired_at = tl.cast(tl.load(longs + 6), tl.pointer_type(tl.int64))
+                    tl.atomic_add(fired_at, 1)
+            if kind == _MEASURE:
+                base = tl.sum((x - u) * (x - u))
+                moved = tl.sum(u * u)
+            if doses:
+                dose_at = tl.cast(tl.load(longs + 15), tl.pointer_type(tl.float32))
+                dose_at += (token + first) * tl.load(at + 5)
+                if kind != _PROBE:
+                    dose = tl.sqrt(moved) / tl.maximum(tl.sqrt(base), 1.1754944e-38)
+                tl.store(dose_at, dose)
             # Load the next instruction's fields while this one is executed.
             kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
                 words, number + 1, token + first, count

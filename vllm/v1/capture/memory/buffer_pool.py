@@ -83,9 +83,14 @@ class RowMemory:
         return lent(memory, self._returned.append, taken).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """`torch.cat` into memory of the pool; a single part is returned as it is."""
-        if len(parts) == 1:
-            return parts[0]
+        """`torch.cat` into memory of the pool; a view if the parts are adjacent.
+
+        The rows of a prompt that was computed in several steps are, so that the join
+        of a long prompt costs nothing.
+        """
+        whole = adjacent(parts, dim)
+        if whole is not None:
+            return whole
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         joined = self.empty(shape, parts[0].dtype)
@@ -146,6 +151,36 @@ class RowMemory:
                 self._slabs.append(Slab(segment, Extents(wanted)))
                 return True
         return False
+
+
+def adjacent(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+    """The parts as one view, if each directly follows the one before in memory.
+
+    Args:
+        parts: at least one; tensors of equal shapes except for the length of `dim`.
+        dim: the dimension along which they are joined.
+
+    Returns:
+        A view of their common storage; None if they need a copy.
+
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    strides, storage = first.stride(), first.untyped_storage().data_ptr()
+    after = first.data_ptr()
+    for part in parts:
+        if (
+            part.data_ptr() != after
+            or part.stride() != strides
+            or part.dtype != first.dtype
+            or part.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        after += part.shape[dim] * strides[dim] * part.itemsize
+    shape = list(first.shape)
+    shape[dim] = sum([part.shape[dim] for part in parts])
+    return first.as_strided(shape, strides)
 
 
 def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:

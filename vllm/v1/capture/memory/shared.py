@@ -13,12 +13,15 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from errno import EINVAL
 from secrets import randbits
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.logger import init_logger
+from vllm.v1.capture.memory.parallel_copy import num_threads
 
 logger = init_logger(__name__)
 
@@ -28,7 +31,7 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 """From `madvise(2)`; the mmap module lacks the latter."""
 POPULATED = 64 << 20
-"""Bytes that are populated per call."""
+"""Bytes that are populated per call, and so by one thread at a time."""
 
 
 class SharedSegment:
@@ -70,13 +73,19 @@ class SharedSegment:
         advise = libc.madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(self.address, self.size, MADV_HUGEPAGE)  # May be unsupported; ignored.
-        for start in range(0, self.size, POPULATED):
+
+        def populate(start: int) -> int:
             length = min(POPULATED, self.size - start)
-            if advise(self.address + start, length, MADV_POPULATE_WRITE) != 0:
-                if ctypes.get_errno() == 22:  # EINVAL: Linux before 5.14
-                    os.posix_fallocate(self.file, 0, self.size)
-                    return
-                raise OSError(ctypes.get_errno(), "no memory for captured rows")
+            failed = advise(self.address + start, length, MADV_POPULATE_WRITE)
+            return ctypes.get_errno() if failed else 0
+
+        # The kernel clears the pages, on the thread that asks for them.
+        with ThreadPoolExecutor(num_threads(), "capture-populate") as pool:
+            errors = set(pool.map(populate, range(0, self.size, POPULATED))) - {0}
+        if EINVAL in errors:  # Linux before 5.14
+            os.posix_fallocate(self.file, 0, self.size)
+        elif errors:
+            raise OSError(errors.pop(), "no memory for captured rows")
 
 
 def _open(size: int) -> int | None:

@@ -16,7 +16,7 @@ from vllm.v1.capture.plan import Ranges
 from vllm.v1.capture.staging.blocks import Block, LocalGroup, Pick
 
 LEAST_RUN = 2 << 20
-"""Bytes of a request's rows at one tap from which on a page of their own pays off."""
+"""Bytes of a page per tap from which on a page pays off."""
 
 Place: TypeAlias = tuple[torch.Tensor, int]
 """A page `[taps, capacity, width]` on the host, and the index of the first row."""
@@ -58,7 +58,7 @@ class RequestPages:
             pages: allocates the memory.
             width: values per row.
             dtype: of the rows.
-            least: bytes per tap below which rows get no page.
+            least: bytes per tap below which there is no page.
 
         """
         self._pages = pages
@@ -99,13 +99,15 @@ class RequestPages:
         return filling.memory, first
 
     def _begin(self, block: Block, pick: Pick) -> Filling | None:
-        """A page for the rest of the prompt or, failing that, for these rows."""
+        """A page for the rest of the prompt or, failing that, for these rows.
+
+        The first rows of a long prompt get one however few they are. Otherwise all of
+        its rows would have to be copied to be joined with them.
+        """
         req_id, group, position, num_rows, _ = pick
-        if num_rows < self._least_rows:
-            return None
         stop = position + num_rows
         for until in sorted({self._end(req_id, group, position), stop}, reverse=True):
-            if until < stop:
+            if until < stop or until - position < self._least_rows:
                 continue
             shape = len(block.columns), until - position, self._width
             memory = self._pages.take(shape, self._dtype)

@@ -61,6 +61,10 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     by_key: list[KeyedValue] | None = None
     tensors: list[torch.Tensor] = []
     """The tensors for which `payload` and `by_key` contain placeholders."""
+    facts: list[dict[str, Any]] = []
+    """If the payload is a `RowsByTap`: its distinct facts, with their indices as the
+    values of `by_key`. Positions and tokens of a prompt are then sent once instead of
+    once per layer."""
 
     @classmethod
     def of(
@@ -72,10 +76,7 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         payload = result.payload
         try:
             if isinstance(payload, RowsByTap):
-                message.by_key = [
-                    KeyedValue(*tap, value=payload.facts_of(tap), tensor=rows)
-                    for tap, rows in payload.items()
-                ]
+                message.by_key, message.facts = _rows_and_facts(payload)
             elif is_by_tap(payload):
                 message.by_key = [
                     KeyedValue(layer, hook, tensor=value)
@@ -93,23 +94,36 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
         if self.by_key is not None:
-            payload = _keyed_payload(self.by_key, self.tensors)
+            payload = _keyed_payload(self)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
 
 
-def _keyed_payload(
-    entries: list[KeyedValue], tensors: list[torch.Tensor]
-) -> dict[tuple[int, str], Any]:
-    rows = RowsByTap()
-    for entry in entries:
-        tap = (entry.layer, entry.hook)
-        if entry.tensor is not None and entry.value is not None:
-            rows.put(tap, entry.tensor, entry.value)
-    if rows:
+def _rows_and_facts(rows: RowsByTap) -> tuple[list[KeyedValue], list[dict[str, Any]]]:
+    indices: dict[tuple[int, int], int] = {}
+    facts: list[dict[str, Any]] = []
+    entries = []
+    for tap, tensor in rows.items():
+        # `rows` holds both lists, so no other object has the same id.
+        lists = id(rows.positions[tap]), id(rows.token_ids[tap])
+        index = indices.setdefault(lists, len(facts))
+        if index == len(facts):
+            facts.append(rows.facts_of(tap))
+        entries.append(KeyedValue(*tap, value=index, tensor=tensor))
+    return entries, facts
+
+
+def _keyed_payload(message: ResultMessage) -> dict[tuple[int, str], Any]:
+    entries = message.by_key or []
+    if message.facts:
+        rows = RowsByTap()
+        for entry in entries:
+            assert entry.tensor is not None, "rows are sent as tensors"
+            tap = entry.layer, entry.hook
+            rows.put(tap, entry.tensor, message.facts[entry.value])
         return rows
     return {
-        (entry.layer, entry.hook): put_back(entry.value, tensors)
+        (entry.layer, entry.hook): put_back(entry.value, message.tensors)
         if entry.tensor is None
         else entry.tensor
         for entry in entries

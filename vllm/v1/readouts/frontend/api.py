@@ -11,6 +11,7 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
 from vllm.v1.steering.frontend.named import NamedFiles
 
@@ -182,6 +183,8 @@ def _remove(engine: Any, name: str) -> None:
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
+    if isinstance(hook, str):
+        layer, hook = resolve_tap(layer, hook) or (layer, hook)
     if layer is None:
         return None
     if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
@@ -220,8 +223,8 @@ def _checked(
             "name",
             name,
         )
-    width = engine.vllm_config.model_config.get_hidden_size()
-    info = ModuleInfo(**described_file(name, path, width, kind, tap))
+    model = engine.vllm_config.model_config
+    info = ModuleInfo(**described_file(name, path, model, kind, tap))
     points = engine.vllm_config.capture_config.hook_points or {}
     if info.tap is not None and info.tap[1] not in points.get(info.tap[0], ()):
         raise fail(

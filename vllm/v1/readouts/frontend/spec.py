@@ -18,6 +18,7 @@ from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
 from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
+from vllm.v1.residual.addresses import parse_address
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
@@ -81,9 +82,14 @@ class Spec:
         return tuple(given)
 
     def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
-        """The taps of a layer selector at one hook point."""
+        """The taps of a layer selector at one hook point, or the tap of an address."""
         if not isinstance(hook, str):
             raise self.fail("hook", "must be the name of a hook point")
+        if parse_address(hook) is not None:
+            if given := self.raw.keys() & {"layer", "layers"}:
+                told = f"leave it out: the address {hook!r} includes the layer"
+                raise self.fail(min(given), told)
+            return self._hooks([hook], "hook")
         return self._hooks({hook: layers}, "layers" if "layers" in self.raw else "hook")
 
     def hooks(self) -> tuple[Tap, ...]:
@@ -187,10 +193,11 @@ def _probe(spec: Spec) -> Readout:
 
 def _place(spec: Spec, default: Tap | None) -> Tap:
     """The tap that `layer` and `hook` name; by default the module's own."""
-    if default is None and "layer" not in spec.raw:
+    hook = spec.raw.get("hook", default[1] if default else "post_block")
+    is_address = isinstance(hook, str) and parse_address(hook) is not None
+    if default is None and "layer" not in spec.raw and not is_address:
         raise spec.fail("layer", "is needed: the layer whose rows are read, from 0")
     layer = spec.raw.get("layer", default[0] if default else None)
-    hook = spec.raw.get("hook", default[1] if default else "post_block")
     return spec.taps([layer], hook)[0]
 
 

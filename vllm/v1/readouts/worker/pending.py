@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts
 from vllm.v1.readouts.worker.program import Entry
+from vllm.v1.steering.receipts import Fired, StepReceipt
 
 
 @dataclass(slots=True)
@@ -81,34 +82,67 @@ def _part(
     return ReadoutPart(name, start, entry.count, own)
 
 
-class OutputWithReadouts(AsyncModelRunnerOutput):
-    """Wraps a step's asynchronous output and adds the readouts to it."""
+class Receipts(Protocol):
+    """A step's doses, possibly still being copied to the host."""
 
-    def __init__(
-        self, output: AsyncModelRunnerOutput, pending: PendingReadouts
-    ) -> None:
-        self._output = output
-        self._pending = pending
+    def collect(self) -> dict[str, StepReceipt]:
+        """Wait for the copies and return the doses by request id."""
 
-    def get_output(self) -> ModelRunnerOutput:
-        """Wait for the device and return the output with its readouts."""
-        output = self._output.get_output()
-        output.readouts = self._pending.collect()
+
+class Counts(Protocol):
+    """How often conditions have fired; valid once the step's output is."""
+
+    def collect(self) -> Fired:
+        """What was counted since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What a step's output carries besides upstream's results; each may be None."""
+
+    readouts: PendingReadouts | None = None
+    receipts: Receipts | None = None
+    fired: Counts | None = None
+
+    def __bool__(self) -> bool:
+        found = self.readouts, self.receipts, self.fired
+        return any(one is not None for one in found)
+
+    def put(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Wait for the copies to the host, and add the results to an output."""
+        if self.readouts is not None:
+            output.readouts = self.readouts.collect()
+        if self.receipts is not None:
+            output.receipts = self.receipts.collect()
+        if self.fired is not None:
+            output.fired = self.fired.collect()
         return output
 
 
-def attach(output: Any, pending: PendingReadouts | None) -> Any:
-    """Add a step's readouts to its output.
+class OutputWithAdditions(AsyncModelRunnerOutput):
+    """Wraps a step's asynchronous output and adds further results to it."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, additions: Additions) -> None:
+        self._output = output
+        self._additions = additions
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the device and return the output with its additions."""
+        return self._additions.put(self._output.get_output())
+
+
+def attach(output: Any, additions: Additions) -> Any:
+    """Add a step's further results to its output.
 
     Args:
         output: the return value of the runner's `sample_tokens`.
-        pending: the step's results; None if there are none.
+        additions: the results.
 
     """
-    if pending is None or output is None:
+    if output is None or not additions:
         return output
     if isinstance(output, AsyncModelRunnerOutput):
-        return OutputWithReadouts(output, pending)
+        return OutputWithAdditions(output, additions)
     if isinstance(output, ModelRunnerOutput) and output.req_ids:
-        output.readouts = pending.collect()
+        additions.put(output)
     return output

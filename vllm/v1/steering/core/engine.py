@@ -228,6 +228,10 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
         "rows_in_use": of_all + 2 * slots.in_use,
         "max_rows": config.num_rows - 1,
         "eager_steps": _eager_steps(core),
+        "fired": [
+            {"probe": probe or None, "layer": layer, "hook": hook, "tokens": count}
+            for (probe, layer, hook), count in scheduler.steering.fired.items()
+        ],
     }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the scheduler: slots are assigned, waited for and released."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ from vllm.v1.steering.core.prefix_cache import (
     forget,
 )
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of, with_tiers
+from vllm.v1.steering.receipts import Fired, FiredLabel
 from vllm.v1.steering.slots import Slots, SlotUse, SteeringStep
 
 if TYPE_CHECKING:
@@ -53,8 +55,24 @@ class SteeringScheduling:
         self.names = NamesLog()
         self.saes: dict[str, str] = {}
         """By name, the fingerprints of the SAEs that the workers hold."""
+        self.fired: dict[FiredLabel, int] = {}
+        """By condition, the number of tokens at which it has fired."""
+        self._unsent: Counter[FiredLabel] = Counter()
         self._step = SteeringStep()
         self._blocked = False
+
+    def note_fired(self, grown: Fired | None) -> None:
+        """Add what a step's output says about conditions."""
+        for probe, layer, hook, count in grown or ():
+            key = probe, layer, hook
+            self._unsent[key] += count
+            self.fired[key] = self.fired.get(key, 0) + count
+
+    def take_fired(self) -> Fired:
+        """What was added since the last call, for the metrics."""
+        found = [(*label, count) for label, count in self._unsent.items()]
+        self._unsent.clear()
+        return found
 
     @property
     def changes_all(self) -> bool:

@@ -8,11 +8,19 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack, total
+from vllm.v1.steering.plan import (
+    PackedVectors,
+    SteeringTiers,
+    conditions_of,
+    pack,
+    total,
+)
 from vllm.v1.steering.spec import describe
 from vllm.v1.steering.spec.clamps import as_entries
 from vllm.v1.steering.spec.gates import Gate, parse_gates
@@ -91,8 +99,9 @@ class SteeringAdmission:
 
         """
         raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
-        gates = self._gates(params)
-        if not gates and all(getattr(params, name) is None for name in FIELDS):
+        gates, receipt = self._gates(params), self._wants_receipt(params)
+        given = gates or any(getattr(params, name) is not None for name in FIELDS)
+        if not given and not receipt:
             return
         if resumable:
             name = _first_of(params)
@@ -120,9 +129,25 @@ class SteeringAdmission:
         check_bank(tiers, self.model.bank_bytes - taken, first)
         for name in FIELDS:
             setattr(params, name, None)
-        params._steering = tiers or None
+        if receipt:
+            tiers = structs.replace(tiers, receipt=True)
+        if receipt or any(one.mean for one in conditions_of(tiers)):
+            # Tokens of cached blocks are not computed: they would have neither doses
+            # nor a part in the mean.
+            params.skip_reading_prefix_cache = True
+        params._steering = tiers if tiers or receipt else None
         if gates and params.conversation_id is not None:
             self.gate_vectors.keep(params.conversation_id, gates)
+
+    def _wants_receipt(self, params: "SamplingParams") -> bool:
+        wants = params.steering_receipt
+        if not isinstance(wants, bool):
+            raise fail(
+                "steering_receipt must be true or false", "steering_receipt", wants
+            )
+        if wants and (reason := self.model.placement.no_receipt):
+            raise fail(f"steering_receipt: {reason}", "steering_receipt", wants)
+        return wants
 
     def _gates(self, params: "SamplingParams") -> list[Gate]:
         """The request's gates, after those that its conversation has kept."""
@@ -262,19 +287,19 @@ class SteeringAdmission:
 def _first_of(params: "SamplingParams") -> str:
     """The first field that steers a request, for messages."""
     given = (name for name in FIELDS if getattr(params, name) is not None)
-    return next(given, "conversation_id")
+    other = "steering_receipt" if params.steering_receipt else "conversation_id"
+    return next(given, other)
 
 
 def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTiers:
     """The packed form, which is sent to the engine core."""
-    return SteeringTiers(
-        **{
-            tier: pack(
-                parsed[tier].vectors if tier in parsed else {}, operations, keep_zeros
-            )
-            for tier, operations in by_tier(parsed).items()
-        }
-    )
+    found = {
+        tier: pack(
+            parsed[tier].vectors if tier in parsed else {}, operations, keep_zeros
+        )
+        for tier, operations in by_tier(parsed).items()
+    }
+    return SteeringTiers(found.get("base"), found.get("prefill"), found.get("decode"))
 
 
 def _add(one: SteeringTiers, other: SteeringTiers) -> SteeringTiers:

@@ -80,6 +80,8 @@ class NoSteering:
             value = getattr(params, name)
             if value is not None:
                 raise fail(f"{name}: {DISABLED}", name, value)
+        if params.steering_receipt:
+            raise fail(f"steering_receipt: {DISABLED}", "steering_receipt", True)
 
     def change(
         self,

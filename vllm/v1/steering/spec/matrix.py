@@ -14,7 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
-from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.plan import SteeringTiers, conditions_of
 from vllm.v1.steering.positions import NAMED, Spans, spans_of
 from vllm.v1.steering.spec.entry import parse_positions
 
@@ -123,7 +123,8 @@ def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> Steerin
             )
             part = structs.replace(part, operations=operations)
         parts.append(part)
-    return SteeringTiers(*parts)
+    base, prefill, decode = parts
+    return SteeringTiers(base, prefill, decode)
 
 
 def _is_whole(one: Operation) -> bool:
@@ -164,12 +165,23 @@ def without_zeros(one: Operation) -> Operation:
 
 
 def check_no_whole_prompt(tiers: SteeringTiers) -> None:
-    """Refuse global matrices with a row per prompt token, because prompts differ.
+    """Refuse what only a request can have because it concerns its whole prompt.
+
+    These are matrices with a row per prompt token, because prompts differ, and means
+    over the prompt, because other requests may read cached blocks.
 
     Raises:
         SteeringValidationError: naming the parameter and the remedy.
 
     """
+    if any(one.mean for one in conditions_of(tiers)):
+        raise fail(
+            "vectors: a condition on the mean over the prompt needs all of its tokens, "
+            "which are not computed if they are cached; give it in requests, or by a "
+            'module\'s name, or leave out "reduce"',
+            "vectors",
+            "mean",
+        )
     for part in tiers.parts:
         for one in part.operations if part is not None else ():
             if _is_whole(one):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SAMPLE_BYTES = 1 << 16
@@ -57,7 +57,11 @@ class ModelIdentity:
 
 def identity_of(vllm_config: "VllmConfig") -> ModelIdentity:
     """The identity of an engine's model."""
-    model = vllm_config.model_config
+    return identity_of_config(vllm_config.model_config)
+
+
+def identity_of_config(model: "ModelConfig") -> ModelIdentity:
+    """The identity of a configured model."""
     served = model.served_model_name
     aliases = [served] if isinstance(served, str) else list(served or ())
     return ModelIdentity(

@@ -23,6 +23,22 @@ class Placement:
     drafts: bool = False
     """Whether speculative decoding computes tokens that may be rejected."""
 
+    @property
+    def no_receipt(self) -> str:
+        """Why requests cannot have receipts; empty if they can."""
+        if len(self.stage_starts) > 1:
+            return (
+                "with pipeline parallelism the doses of earlier stages do not reach "
+                "the output; leave it out, or use tensor parallelism"
+            )
+        if self.splits_tokens:
+            return (
+                "this server splits the tokens of some layers over its ranks, and no "
+                "rank has the doses of all; leave it out, or start the server without "
+                "sequence parallelism"
+            )
+        return ""
+
     def check(self, probe: Tap, entry: Tap, at: str) -> None:
         """Refuse a condition whose decision would have to travel between ranks.
 

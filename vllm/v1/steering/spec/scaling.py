@@ -86,7 +86,8 @@ def scaled(tiers: SteeringTiers, scale: float, parameter: str) -> SteeringTiers:
     """
     if scale == 1.0:
         return tiers
-    return SteeringTiers(*(_part(part, scale, parameter) for part in tiers.parts))
+    base, prefill, decode = (_part(part, scale, parameter) for part in tiers.parts)
+    return SteeringTiers(base, prefill, decode)
 
 
 def _part(

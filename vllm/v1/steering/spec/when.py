@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
@@ -32,7 +33,7 @@ KEYS = (
 )
 FORM = (
     'it is {"probe": a vector or the name of one, "layer", "hook", "above" or "below": '
-    'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "index"?}'
+    'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "reduce"?, "index"?}'
 )
 
 
@@ -81,6 +82,13 @@ def parse_when(
     model.placement.check(tap, entry, at)
     above, threshold = _threshold(raw, probe, at)
     sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
+    mean = _one_of(raw, "reduce", ("last", "mean"), at) == "mean"
+    if mean and scope != "prompt":
+        raise fail(
+            f'{at}.reduce: a mean over the prompt needs "scope": "prompt"',
+            f"{at}.reduce",
+            "mean",
+        )
     return Condition(
         *tap,
         probe.vector.astype("<f4").tobytes(),
@@ -91,6 +99,7 @@ def parse_when(
         sharpness,
         scope,
         probe.name,
+        mean,
     )
 
 
@@ -171,6 +180,8 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
     layer, hook = raw.get("layer"), raw.get("hook")
     if layer is None and hook is None and probe.tap is not None:
         layer, hook = probe.tap
+    if isinstance(hook, str):  # It may be another library's name, or an address.
+        layer, hook = resolve_tap(layer, hook) or (layer, hook)
     points: Sequence[str] = ()
     if isinstance(layer, int) and not isinstance(layer, bool):
         points = model.hook_points.get(layer, ())
@@ -241,13 +252,6 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
 
 def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
     scope: Scope = _one_of(raw, "scope", SCOPES, at)
-    if raw.get("reduce") not in (None, "last"):
-        raise fail(
-            f"{at}.reduce: a prompt decides by its last token here, not by a mean; "
-            "leave it out",
-            f"{at}.reduce",
-            raw["reduce"],
-        )
     if scope == "rest" and raw.get("sharpness") is not None:
         raise fail(
             f"{at}.sharpness: with this scope the gate opens at the first token that "

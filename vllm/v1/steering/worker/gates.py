@@ -6,6 +6,7 @@ following ones, so a change of the global vectors does not move the request's co
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.residual.program import (
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, conditions_of
+from vllm.v1.steering.worker.fired import FiredCounts
 
 GATES = 2 * MAX_CONDITIONS
 """Number of gate columns: a multiple of four, for alignment."""
@@ -29,6 +31,26 @@ class Gate(NamedTuple):
 
     condition: Condition
     column: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deciding:
+    """A gate for generated tokens that the prompt decides."""
+
+    gate: Gate
+    count: int = 0
+    """Index of the condition's count in `FiredCounts`."""
+    doses: torch.Tensor | None = None  # [T]
+    """The doses of the condition, if they are measured."""
+
+
+def decided(condition: Condition, value: torch.Tensor) -> torch.Tensor:
+    """The gate of a probe's value, in its shape; see `Condition`."""
+    beyond = value - condition.threshold
+    beyond = beyond if condition.above else -beyond
+    if condition.sharpness:
+        return torch.sigmoid(condition.sharpness * beyond)
+    return (beyond > 0).to(value.dtype)
 
 
 Gated: TypeAlias = tuple[Operation, Gate | None]
@@ -62,18 +84,25 @@ def column_of(gate: Gate | None) -> int:
     return NO_GATE if gate is None else gate.column
 
 
-def probe_of(gate: Gate, vector: torch.Tensor) -> Instruction:
+def probe_of(
+    gate: Gate, vector: torch.Tensor, fired: FiredCounts | None = None
+) -> Instruction:
     """Create the instruction that decides a gate.
 
     Args:
         gate: the condition and its column.
         vector: the probe, float32 `[1, hidden_size]` on the device.
+        fired: counts the tokens at which the condition fires; None to count none.
 
     """
     condition = gate.condition
     flags = Flag.COSINE if condition.cosine else Flag.NONE
     if condition.scope == "rest":
         flags |= Flag.KEEP
+    if condition.mean:
+        flags |= Flag.VALUE
+    # One decision counts, which `HeldGates` selects.
+    is_held = condition.scope == "prompt"
     return Instruction(
         Kind.PROBE,
         vector,
@@ -83,6 +112,7 @@ def probe_of(gate: Gate, vector: torch.Tensor) -> Instruction:
         c2=condition.threshold,
         c3=1.0 if condition.above else -1.0,
         gate=gate.column,
+        fired=None if fired is None or is_held else fired.of(condition),
     )
 
 

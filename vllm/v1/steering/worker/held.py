@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates whose decisions hold for later tokens.
 
-A decision at the last prompt token holds for all generated tokens; a decision during
+A decision at the last prompt token, or by the mean over the prompt, holds for all
+generated tokens; a decision during
 generation holds from the first token that fires. Both are kept per request on the
 device, and copied to and from the gate rows before and after a pass, in the order of
 the device's stream: nothing waits for the host, and memory that CUDA graphs read keeps
@@ -10,6 +11,7 @@ tokens keeps it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import MAX_CONDITIONS
-from vllm.v1.steering.worker.gates import GATES
+from vllm.v1.steering.worker.fired import FiredCounts
+from vllm.v1.steering.worker.gates import GATES, Deciding, decided
 from vllm.v1.steering.worker.programs import Phase
 
 NEVER = 2**31 - 1
@@ -26,32 +29,57 @@ FIRST_ROOM = 16
 """Number of requests for which memory is allocated at first."""
 
 
+class Mean(NamedTuple):
+    """Prompt tokens of a step whose values are part of a mean."""
+
+    deciding: Deciding
+    rows: slice
+    """Their rows in the step."""
+    place: int
+    """The row of their request."""
+    begins: bool
+    """Whether they are the prompt's first tokens."""
+    length: int
+    """The length of the prompt if they are its last tokens, else 0."""
+
+
 class HeldGates:
     """The decisions of each request. Used on the engine's thread only."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fired: FiredCounts | None = None) -> None:
+        """Start without decisions.
+
+        Args:
+            device: of the gates.
+            fired: counts the decisions; None to count none.
+
+        """
         self._device = device
+        self._fired = fired
         self._value = torch.zeros(FIRST_ROOM, GATES, device=device)
         """Gate values `[requests, columns]`, float32, valid from the positions in
         `_since`."""
         self._since = torch.full(
             (FIRST_ROOM, GATES), NEVER, dtype=torch.int32, device=device
         )
+        self._total = torch.zeros(FIRST_ROOM, GATES, dtype=torch.float64, device=device)
+        """Sums of probes' values over a prompt, of which the mean decides."""
+        self._means: list[Mean] = []
         self._places: dict[str, int] = {}
         self._free = list(range(FIRST_ROOM))
         self._decided: set[str] = set()
         self._reads: list[tuple[int, int, int]] = []
         """For the planned step: row of a token, row of its request, its position."""
-        self._decides: list[tuple[int, int, int, int]] = []
-        """Token row, request row, column, and the position from which the decision
-        holds."""
+        self._decides: list[tuple[int, int, int, int, int]] = []
+        """Token row, request row, column, the position from which the decision holds,
+        and the place of the condition's count."""
         self._fires: list[tuple[int, int, int, int]] = []
-        """The same for gates that stay as they are unless the token opens them."""
+        """The first four, for gates that stay closed unless the token opens them."""
 
     @property
     def is_used(self) -> bool:
         """Whether the planned step reads or makes held decisions."""
-        return bool(self._reads or self._decides or self._fires)
+        return bool(self._reads or self._decides or self._fires or self._means)
 
     def forget(self, finished: Iterable[str]) -> None:
         """Drop the decisions of finished requests."""
@@ -66,7 +94,7 @@ class HeldGates:
 
     def plan_nothing(self) -> None:
         """Plan a pass that neither reads nor decides gates."""
-        self._reads, self._decides, self._fires = [], [], []
+        self._reads, self._decides, self._fires, self._means = [], [], [], []
 
     def plan(
         self,
@@ -98,10 +126,24 @@ class HeldGates:
             stop, length = start + int(view.num_scheduled[number]), lengths[number]
             req_id, offset = view.req_ids[number], int(first_row[number]) - start
             place = self._place(req_id)
+            ends = False
+            undecided = start < length and req_id not in self._decided
             if start < length <= stop and req_id not in self._decided:
                 self._decided.add(req_id)
                 row = offset + length - 1
-                self._decides += [(row, place, column, length) for column in deciding]
+                self._decides += [
+                    (row, place, one.gate.column, length, one.count)
+                    for one in deciding
+                    if not one.gate.condition.mean
+                ]
+                ends = True
+            if undecided:
+                rows_of = slice(offset + start, offset + min(stop, length))
+                self._means += [
+                    Mean(one, rows_of, place, start == 0, length if ends else 0)
+                    for one in deciding
+                    if one.gate.condition.mean
+                ]
             if stop <= length or decode is None or not held:
                 continue
             generated = range(max(start, length), stop)
@@ -124,6 +166,7 @@ class HeldGates:
         room = len(self._value)
         self._value = torch.cat([self._value, torch.zeros_like(self._value)])
         self._since = torch.cat([self._since, torch.full_like(self._since, NEVER)])
+        self._total = torch.cat([self._total, torch.zeros_like(self._total)])
         self._free.extend(range(room, 2 * room))
 
     def load(self, gates: torch.Tensor) -> None:
@@ -137,9 +180,13 @@ class HeldGates:
     def save(self, gates: torch.Tensor) -> None:
         """Store the decisions that the pass has made."""
         if self._decides:
-            rows, places, columns, since = self._indices(self._decides)
+            rows, places, columns, since, counts = self._indices(self._decides)
             self._value[places, columns] = gates[rows, columns]
             self._since[places, columns] = since.int()
+            if self._fired is not None:
+                self._fired.add(counts, gates[rows, columns])
+        for mean in self._means:
+            self._add(mean, gates)
         if self._fires:
             rows, places, columns, since = self._indices(self._fires)
             before = self._since[places, columns]
@@ -147,6 +194,24 @@ class HeldGates:
             self._value[places, columns] = 1.0
             self._since[places, columns] = torch.where(opened, since.int(), before)
         self.plan_nothing()  # A following dummy batch is not planned.
+
+    def _add(self, one: Mean, gates: torch.Tensor) -> None:
+        """Add the values of prompt tokens, and decide after the last one."""
+        condition, column = one.deciding.gate
+        value = gates[one.rows, column].double().sum()
+        total = self._total[one.place, column : column + 1]
+        if one.begins:
+            total.zero_()
+        total += value
+        if not one.length:
+            return
+        gate = decided(condition, total / one.length).float()
+        self._value[one.place, column] = gate[0]
+        self._since[one.place, column] = one.length
+        if self._fired is not None:
+            self._fired.add_one(one.deciding.count, gate)
+        if one.deciding.doses is not None:
+            one.deciding.doses[one.rows.stop - 1] = gate[0]
 
     def _indices(self, found: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
         table = np.array(found, dtype=np.int64).T.copy()

@@ -31,9 +31,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.receipts import Effect, effect_of
+from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
 from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
+from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     GATES,
+    Deciding,
     Gate,
     column_of,
     in_columns,
@@ -311,6 +315,8 @@ class Phase:
         bank: Bank | None = None,
         gates: Sequence[Gate | None] = (),
         deciding: Sequence[Gate] = (),
+        memory: DoseMemory | None = None,
+        fired: FiredCounts | None = None,
     ) -> None:
         """Compile the phase and place it on the device.
 
@@ -323,6 +329,8 @@ class Phase:
             bank: the store of operations' vectors; None for a private one.
             gates: the gate of each operation, or None; empty if none has one.
             deciding: gates for later tokens that this phase decides.
+            memory: for the doses of its tokens; None if they are not measured.
+            fired: counts the tokens at which conditions fire; None to count none.
 
         """
         pairs = zip(operations, gates or [None] * len(operations), strict=True)
@@ -340,39 +348,93 @@ class Phase:
         self.device = device
         bank = bank or Bank(width, device)
         self._kept = bank.fetch(self.operations)
+        self._instructions = [one.instruction for one in self._kept]
         vectors = _Vectors(width)
         probes = {
             gate: vectors.add(gate.condition.vector)
             for gate in in_columns([*self._gates, *self._deciding])
         }
+        measures = memory is not None
         sums = {
             tap: _draft_sum(vector, vectors)
             for tap, vector in added.items()
-            if tap in self.taps
+            if measures or tap in self.taps
         }
         table = vectors.upload(device)
         self._probes = {
-            gate: probe_of(gate, table[at : at + 1]) for gate, at in probes.items()
+            gate: probe_of(gate, table[at : at + 1], fired)
+            for gate, at in probes.items()
         }
         self._sums = {tap: draft(table) for tap, draft in sums.items()}
+        self.effects: tuple[Effect, ...] = ()
+        """What is measured at each token, if anything is."""
+        self.doses = torch.empty(0, 0)
+        """The doses, float32 `[tokens, >= len(effects)]`, if anything is measured."""
+        self._measure(memory)
         self.positioned = _together(self.operations)
         """Operations with positions, grouped by equal ones."""
         self.by_row = frozenset(
             number for number, one in enumerate(self.operations) if one.num_rows
         )
         """The numbers of operations with one row per position."""
-        self.deciding = tuple(gate.column for gate in self._deciding)
-        """Gate columns that the last prompt token decides for later tokens."""
+        self.deciding = tuple(
+            Deciding(
+                gate,
+                0 if fired is None else fired.place(gate.condition),
+                self._probes[gate].doses,
+            )
+            for gate in self._deciding
+        )
+        """The gates that the prompt decides for later tokens."""
         held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
         self.held = tuple(gate.column for gate in held)
         """Gate columns that hold decisions of earlier tokens."""
         self.latched = tuple(gate.column for gate in held if _is_latched(gate))
         """The held columns that stay open once opened."""
-        self.fixed = self._placed(self.taps, frozenset())
+        self.fixed = self._placed(self.taps.union(self._sums), frozenset())
         """The programs of tokens on which no operation with positions acts."""
         self._special: dict[frozenset[int], Programs] = {}
         self.templates: dict[frozenset[int], Template] = {}
         """Program templates for operations with one row per position."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether conditions are decided at some of its tokens."""
+        return bool(self._probes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token passes a program."""
+        return not self.taps and not self.effects
+
+    def _measure(self, memory: DoseMemory | None) -> None:
+        """Assign a column of doses to every instruction, if they are measured."""
+        if memory is None:
+            return
+        added = {
+            tap: replace(one, kind=Kind.MEASURE) if tap not in self.taps else one
+            for tap, one in self._sums.items()
+        }
+        effects = [
+            *(effect_of(gate.condition, gate.column) for gate in self._probes),
+            *(Effect(*tap, "add", "") for tap in added),
+            *(Effect(*one.tap, one.op, one.digest) for one in self.operations),
+        ]
+        if not effects:
+            return
+        self.effects = measured_effects(effects)
+        self.doses = memory.with_columns(len(effects))
+        columns = (self.doses[:, number] for number in range(len(effects)))
+        self._probes = {
+            gate: replace(one, doses=next(columns))
+            for gate, one in self._probes.items()
+        }
+        self._sums = {
+            tap: replace(one, doses=next(columns)) for tap, one in added.items()
+        }
+        self._instructions = [
+            replace(one, doses=next(columns)) for one in self._instructions
+        ]
 
     def at_positions(self, active: frozenset[int]) -> Programs:
         """The programs of tokens on which these operations with positions act.
@@ -454,7 +516,7 @@ class Phase:
         return gate.condition.scope != "prompt" or gate in self._deciding
 
     def _instruction(self, number: int) -> Instruction:
-        made, gate = self._kept[number].instruction, self._gates[number]
+        made, gate = self._instructions[number], self._gates[number]
         return made if gate is None else replace(made, gate=column_of(gate))
 
 

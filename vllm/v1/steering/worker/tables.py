@@ -25,7 +25,9 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.dose_memory import DoseMemory
 from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate, deciding, gated
 from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
 
@@ -79,6 +81,9 @@ class SteeringTables:
         """The programs of operations, with the same row numbers."""
         self.bank = Bank(width, device, bank_bytes, saes)
         """The vectors of those operations."""
+        self._doses = DoseMemory(num_tokens, device)
+        self.fired = FiredCounts(device)
+        """The number of tokens at which conditions have fired."""
         self.phases: dict[int, Phase] = {}
         """Phases by row, for rows with operations."""
 
@@ -144,7 +149,7 @@ class SteeringTables:
 
     def _set_phase(self, row: int, phase: Phase) -> None:
         self.phases.pop(row, None)
-        if phase.taps:
+        if not phase.is_empty:
             self.phases[row] = phase
         self.programs.write(row, phase.fixed)
 
@@ -176,12 +181,22 @@ class SteeringTables:
         if phase == "prefill":
             later += deciding(gated(shared, [shared.decode], 0))
             later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
-        if not pairs and not later:
+        memory = self._doses if own.receipt else None
+        if not pairs and not later and (memory is None or not added):
             return Row(added, NO_PHASE)
         operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         width, device = self._table.shape[2], self._table.device
         made = Phase(
-            operations, added, self._columns, width, device, self.bank, gates, later
+            operations,
+            added,
+            self._columns,
+            width,
+            device,
+            self.bank,
+            gates,
+            later,
+            memory,
+            self.fired,
         )
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 

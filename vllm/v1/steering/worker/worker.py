@@ -32,8 +32,10 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.doses import StepDoses
 from vllm.v1.steering.worker.dynamic import DynamicSteering
 from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.held import HeldGates
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
 from vllm.v1.steering.worker.programs import Programs, special_rows
@@ -88,7 +90,20 @@ class WorkerSteering:
         dtype: torch.dtype,
         device: torch.device,
         saes: SAEs | None = None,
+        reports: bool = True,
     ) -> None:
+        """Allocate the tables.
+
+        Args:
+            vllm_config: the engine's configuration.
+            taps: the hook points of this process.
+            width: hidden size of the residual stream.
+            dtype: of the residual stream.
+            device: of the residual stream.
+            saes: finds SAEs by name.
+            reports: whether this rank sends receipts.
+
+        """
         config = vllm_config.steering_config
         acts = bool(vllm_config.capture_config.step_consumers)
         more = config.max_dynamic if acts else 0
@@ -104,11 +119,15 @@ class WorkerSteering:
         self._prompt_lengths: dict[str, int] = {}
         self._on_host: dict[int, list[ProgramRows]] = {}
         """The planned step's programs, for devices without kernels."""
-        self._held = HeldGates(device)
+        self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
+        self.doses = StepDoses(device, reports)
+        """What requests with a receipt are told."""
         self._launches: frozenset[int] = frozenset()
         self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
         """The ops of the taps that were last looked up."""
+        self._decides = False
+        """Whether the planned step decides conditions."""
         self._decoding: Decoding | None = None
         """The last step, if the next may reuse its plan."""
         self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
@@ -216,7 +235,10 @@ class WorkerSteering:
         else:
             self._plan_programs(view, pairs, lengths, rows)
         self._held.plan(view, pairs, lengths, {} if plain else self.tables.phases)
-        again = view.only_decodes and not self._held.is_used
+        self.doses.plan(view, pairs, lengths, {} if plain else self.tables.phases)
+        own = () if plain else filter(None, map(self.tables.phases.get, used))
+        self._decides = any(phase.decides for phase in own)
+        again = view.only_decodes and not self._held.is_used and not self.doses.is_used
         if again and not self._acts_later(view, pairs, lengths):
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
@@ -230,6 +252,8 @@ class WorkerSteering:
     def _plan_nothing(self) -> frozenset[int]:
         """Plan a step without steering, the usual case, at the least cost."""
         self._held.plan_nothing()
+        self.doses.plan_nothing()
+        self._decides = False
         self._vectors_of.plan(None)
         self._programs_of.plan(None)
         self._on_host = {}
@@ -344,12 +368,20 @@ class WorkerSteering:
         self._vectors_of.write()
         self._programs_of.write()
         self._held.load(self.tables.programs.gates)
+        self.doses.begin()
         StepPrograms.at = self._on_host
 
     def end_step(self) -> None:
         """End a step after its pass is queued; a dummy batch may follow."""
         StepPrograms.at = {}
         self._held.save(self.tables.programs.gates)
+        self.doses.end()
+        if self._decides:
+            self.tables.fired.send()
+
+    def take_fired(self) -> FiredCounts | None:
+        """The counts of conditions, if the last step has decided some."""
+        return self.tables.fired if self._decides else None
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""

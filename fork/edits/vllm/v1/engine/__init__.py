@@ -8,10 +8,15 @@ EDITS = [
         "from vllm.v1.readouts.plan import ReadoutPart",
         why="The type of the field.",
     ),
+    add_import(
+        "from vllm.v1.steering.receipts import ReceiptPart",
+        why="The type of the field.",
+    ),
     add_field(
         scope="EngineCoreOutput",
         after="prompt_token_id_logprobs",
-        insert="readouts: list[ReadoutPart] | None = None",
+        insert="readouts: list[ReadoutPart] | None = None\n"
+        "receipt: list[ReceiptPart] | None = None",
         why="Results are sent with the tokens that they belong to.",
     ),
     add_field(

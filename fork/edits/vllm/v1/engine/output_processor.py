@@ -25,6 +25,42 @@ req_state.readouts = readout_collector.collector_for(request.sampling_params)
 """,
         why="Registers the request, whose results will follow.",
     ),
+    add_import(
+        "from vllm.v1.steering.frontend import receipts as steering_receipts",
+        why="Collects what steering has done to a request.",
+    ),
+    add_import(
+        "from vllm.v1.steering.receipts import Receipt as SteeringReceipt",
+        why="The type of the attribute.",
+    ),
+    last(
+        scope="RequestState.__init__",
+        insert="self.receipt: SteeringReceipt | None = None",
+        why="Set if the request asked for a receipt.",
+    ),
+    after(
+        scope="OutputProcessor.add_request",
+        anchor="self.request_states[request_id] = req_state",
+        insert="""
+req_state.receipt = steering_receipts.receipt_for(request, req_state.prompt_len)
+""",
+        why="Registers the request, whose doses will follow.",
+    ),
+    after(
+        scope="OutputProcessor.process_outputs",
+        anchor="stop_reason = engine_core_output.stop_reason",
+        insert="steering_receipts.collect(req_state, engine_core_output)",
+        why="Doses are sent with the tokens that they belong to.",
+    ),
+    add_argument(
+        scope="RequestState._new_completion_output",
+        call="CompletionOutput",
+        argument=(
+            "steering=steering_receipts.told("
+            "self, finished, readout_collector.ended_by(stop_reason))"
+        ),
+        why="Each sample has its own receipt.",
+    ),
     last(
         scope="RequestState.__init__",
         insert="self.hooks_key: str | None = None",

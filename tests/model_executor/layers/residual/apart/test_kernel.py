@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for programs, compared with float64: on a GPU, or interpreted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,10 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
             ),
             Instruction(Kind.REPLACE, v, c0=3.0, gate=2),
         ),
+        "by the probe's value": (
+            Instruction(Kind.PROBE, u, flags=Flag.VALUE, c0=0.3, c3=1.0, gate=1),
+            Instruction(Kind.LINEAR, v, c0=3.0, gate=1),
+        ),
         "many": (
             Instruction(Kind.REPLACE, v, c0=2.0, alpha=0.5),
             matched,
@@ -155,6 +160,8 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
             v = dot / x.norm() if one.flags & Flag.COSINE else dot
             z = one.c3 * (v + one.c0 - one.c2)
             gates[one.gate] = torch.sigmoid(one.c1 * z) if one.c1 else (z > 0).double()
+            if one.flags & Flag.VALUE:
+                gates[one.gate] = v + one.c0
         else:
             y, size = wide(one.read) @ x, 1.0
             if one.flags & Flag.COSINE:
@@ -229,6 +236,56 @@ def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
         torch.testing.assert_close(gates[1], gates[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
         assert torch.equal((found != stream).any(1), changed), name
+
+
+def test_doses_are_measured_and_change_nothing() -> None:
+    torch.manual_seed(0)
+    tokens, width = 6, 96
+    every = torch.arange(tokens, device=DEVICE)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    added = Instruction(Kind.MEASURE, randn(1, width))
+    for name, program in {**programs(width, tokens), "measure": (added,)}.items():
+        doses = [torch.full((tokens, 8), torch.nan, device=DEVICE) for _ in range(2)]
+        fired = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+        measured = [
+            tuple(
+                replace(
+                    one,
+                    doses=memory[:, number],
+                    fired=count if one.kind == Kind.PROBE else None,
+                )
+                for number, one in enumerate(program)
+            )
+            for memory, count in zip(doses, fired, strict=True)
+        ]
+        stream, gates = randn(tokens, width), torch.zeros(tokens, 4, device=DEVICE)
+        plain, counted = stream.clone(), stream.clone()
+        index, _kept = index_of(program)
+        launch_programs(plain, plain, None, index, rows, gates)
+        index, _kept = index_of(measured[0])
+        launch_programs(counted, counted, None, index, rows, gates)
+        assert torch.equal(plain, counted), name
+        run(measured[1], stream.clone(), every, gates)
+        torch.testing.assert_close(*doses, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert torch.equal(*fired), name
+        if len(program) == 1:
+            before = stream - added.read if name == "measure" else stream
+            after = stream if name == "measure" else plain
+            expected = (after - before).norm(dim=1) / before.norm(dim=1)
+            torch.testing.assert_close(doses[0][:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_with_a_share_of_the_tokens_store_doses_at_the_steps_rows() -> None:
+    width, tokens = 64, 4
+    doses = torch.full((tokens, 2), torch.nan, device=DEVICE)
+    program = (Instruction(Kind.LINEAR, unit(width), c0=1.0, doses=doses[:, 1]),)
+    index, _kept = index_of(program)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    gates = torch.zeros(tokens, 4, device=DEVICE)
+    part = unit(width).expand(2, width).contiguous()
+    launch_programs(part, part, None, index, rows[2:], gates[2:], first=2)
+    assert doses[:2].isnan().all() and doses[:, 0].isnan().all()
+    torch.testing.assert_close(doses[2:, 1], torch.ones(2, device=DEVICE))
 
 
 def test_a_gate_that_was_open_stays_open() -> None:

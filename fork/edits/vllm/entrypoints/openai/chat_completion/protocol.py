@@ -65,6 +65,10 @@ steering: list[dict[str, Any]] | None = Field(
     default=None,
     description="Gates at generated tokens: objects with when, scope and apply.",
 )
+steering_receipt: bool = Field(
+    default=False,
+    description="Whether the response says what steering has done.",
+)
 conversation_id: str | None = Field(
     default=None,
     min_length=1,
@@ -120,6 +124,9 @@ capture_results: dict[str, Any] | None = Field(
 readouts: dict[str, Any] | None = Field(
     default=None, description="Results of the readouts, by name."
 )
+steering: dict[str, Any] | None = Field(
+    default=None, description="What steering has done to the request's tokens."
+)
 """,
         why="The response carries the results.",
     ),
@@ -132,6 +139,9 @@ capture_results: dict[str, Any] | None = Field(
 )
 readouts: dict[str, Any] | None = Field(
     default=None, description="Results of the readouts, by name."
+)
+steering: dict[str, Any] | None = Field(
+    default=None, description="What steering has done to the request's tokens."
 )
 """,
         why="The last chunk of a stream carries the results.",
@@ -196,6 +206,7 @@ steering_module_ref: list[Any] | None = None
 steering_clamps: dict[str, Any] | None = None
 prefill_steering_clamps: dict[str, Any] | None = None
 decode_steering_clamps: dict[str, Any] | None = None
+steering_receipt: bool = False
 """,
         why="All conversations of a batch have the same steering.",
     ),
@@ -209,6 +220,12 @@ decode_steering_clamps: dict[str, Any] | None = None
         scope="ChatCompletionRequest.to_sampling_params",
         call="SamplingParams.from_optional",
         argument="conversation_id=self.conversation_id",
+        why="Passes the field on.",
+    ),
+    add_argument(
+        scope="ChatCompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_receipt=self.steering_receipt",
         why="Passes the field on.",
     ),
 ]

@@ -47,6 +47,10 @@ EDITS = [
         "from vllm.v1.readouts.frontend import http as readouts_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.v1.steering.frontend import receipts as steering_receipts",
+        why="What steering has done.",
+    ),
     add_argument(
         scope="OpenAIServingChat.chat_completion_full_generator",
         call="ChatCompletionResponse",
@@ -58,6 +62,12 @@ EDITS = [
         call="ChatCompletionResponse",
         argument="readouts=readouts_http.response_readouts([final_res])",
         why="The response carries the readouts.",
+    ),
+    add_argument(
+        scope="OpenAIServingChat.chat_completion_full_generator",
+        call="ChatCompletionResponse",
+        argument="steering=steering_receipts.response_receipts([final_res])",
+        why="The response says what steering has done.",
     ),
     before(
         scope="OpenAIServingChat.chat_completion_stream_generator",
@@ -72,6 +82,7 @@ if (
 lens_responses.detach(res)
 capture_http.stamp(chunk, res, output)
 readouts_http.stamp(chunk, output)
+steering_receipts.stamp(chunk, output)
 """,
         why="Every chunk carries its readouts, and the last one the capture results.",
     ),

@@ -65,6 +65,10 @@ steering: list[dict[str, Any]] | None = Field(
     default=None,
     description="Gates at generated tokens: objects with when, scope and apply.",
 )
+steering_receipt: bool = Field(
+    default=False,
+    description="Whether the response says what steering has done.",
+)
 conversation_id: str | None = Field(
     default=None,
     min_length=1,
@@ -120,6 +124,9 @@ capture_results: dict[str, Any] | None = Field(
 readouts: dict[str, Any] | None = Field(
     default=None, description="Results of the readouts, by name."
 )
+steering: dict[str, Any] | None = Field(
+    default=None, description="What steering has done to the request's tokens."
+)
 """,
         why="The response carries the results.",
     ),
@@ -132,6 +139,9 @@ capture_results: dict[str, Any] | None = Field(
 )
 readouts: dict[str, Any] | None = Field(
     default=None, description="Results of the readouts, by name."
+)
+steering: dict[str, Any] | None = Field(
+    default=None, description="What steering has done to the request's tokens."
 )
 """,
         why="The last chunk of a stream carries the results.",
@@ -194,6 +204,12 @@ readouts: dict[str, Any] | None = Field(
         scope="CompletionRequest.to_sampling_params",
         call="SamplingParams.from_optional",
         argument="conversation_id=self.conversation_id",
+        why="Passes the field on.",
+    ),
+    add_argument(
+        scope="CompletionRequest.to_sampling_params",
+        call="SamplingParams.from_optional",
+        argument="steering_receipt=self.steering_receipt",
         why="Passes the field on.",
     ),
 ]

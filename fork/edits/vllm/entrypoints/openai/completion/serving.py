@@ -32,6 +32,10 @@ EDITS = [
         "from vllm.v1.readouts.frontend import http as readouts_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.v1.steering.frontend import receipts as steering_receipts",
+        why="What steering has done.",
+    ),
     add_argument(
         scope="OpenAIServingCompletion.request_output_to_completion_response",
         call="CompletionResponse",
@@ -44,6 +48,12 @@ EDITS = [
         argument="readouts=readouts_http.response_readouts(final_res_batch)",
         why="The response carries the readouts.",
     ),
+    add_argument(
+        scope="OpenAIServingCompletion.request_output_to_completion_response",
+        call="CompletionResponse",
+        argument="steering=steering_receipts.response_receipts(final_res_batch)",
+        why="The response says what steering has done.",
+    ),
     before(
         scope="OpenAIServingCompletion.completion_stream_generator",
         anchor="response_json = chunk.model_dump_json(exclude_unset=True)",
@@ -51,6 +61,7 @@ EDITS = [
 lens_responses.detach(res)
 capture_http.stamp(chunk, res, output)
 readouts_http.stamp(chunk, output)
+steering_receipts.stamp(chunk, output)
 if capture_answers.carries_rows(chunk):
     async for piece in capture_answers.event(chunk, exclude_unset=True):
         yield piece

@@ -7,6 +7,12 @@ RESULTS = """
 capture_results: dict[str, Any] | None = Field(
     default=None, description="Results of the capture, per capture consumer."
 )
+readouts: dict[str, Any] | None = Field(
+    default=None, description="Results of the readouts, by name."
+)
+steering: dict[str, Any] | None = Field(
+    default=None, description="What steering has done to the request's tokens."
+)
 """
 
 EDITS = [

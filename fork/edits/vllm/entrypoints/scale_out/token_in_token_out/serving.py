@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to token-in requests carry capture results."""
+"""Responses to token-in requests carry captures, readouts and receipts."""
 
 from fork.language import add_import, before
 
@@ -12,12 +12,22 @@ EDITS = [
         "from vllm.v1.capture.frontend import http as capture_http",
         why="Results as JSON.",
     ),
+    add_import(
+        "from vllm.v1.readouts.frontend import http as readouts_http",
+        why="Results as JSON.",
+    ),
+    add_import(
+        "from vllm.v1.steering.frontend import receipts as steering_receipts",
+        why="What steering has done.",
+    ),
     before(
         scope="ServingTokens.serve_tokens_full_generator",
         anchor="return response",
-        insert=(
-            "response.capture_results = capture_http.response_results([final_res])"
-        ),
+        insert="""
+response.capture_results = capture_http.response_results([final_res])
+response.readouts = readouts_http.response_readouts([final_res])
+response.steering = steering_receipts.response_receipts([final_res])
+""",
         why="The response carries the results.",
     ),
     before(
@@ -25,6 +35,11 @@ EDITS = [
         anchor='yield f"data: {chunk.model_dump_json(exclude=exclude)}\\n\\n"',
         insert="""
 capture_http.stamp(chunk, res, output)
+readouts_http.stamp(chunk, output)
+steering_receipts.stamp(chunk, output)
+exclude.update(
+    name for name in ("readouts", "steering") if name not in chunk.model_fields_set
+)
 if chunk.capture_results is None:
     exclude.add("capture_results")
 elif capture_answers.carries_rows(chunk):

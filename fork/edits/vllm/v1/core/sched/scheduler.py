@@ -23,6 +23,10 @@ EDITS = [
         why="The scheduler's part of steering.",
     ),
     add_import(
+        "from vllm.v1.steering.core.receipts import note_receipt, take_receipt",
+        why="What steering has done to the tokens of a request.",
+    ),
+    add_import(
         "from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts",
         why="The scheduler's part of readouts.",
     ),
@@ -158,6 +162,13 @@ if model_runner_output.readouts is not None and req_id in self.readouts:
         new_token_ids,
     )
     new_token_ids = read_out.token_ids
+if model_runner_output.receipts and req_id in model_runner_output.receipts:
+    note_receipt(
+        request,
+        model_runner_output.receipts[req_id],
+        num_tokens_scheduled - len(scheduled_spec_token_ids or ()),
+        new_token_ids,
+    )
 """,
         why="A readout may end the request at a token before these.",
     ),
@@ -177,6 +188,24 @@ if read_out is not None and not stopped and read_out.fired:
         call="EngineCoreOutput",
         argument="readouts=take_parts(request)",
         why="Readouts are sent with the tokens, or with the error.",
+        count=2,
+    ),
+    first(
+        scope="Scheduler.update_from_output",
+        insert="self.steering.note_fired(model_runner_output.fired)",
+        why="Counts how often conditions fire.",
+    ),
+    add_argument(
+        scope="Scheduler.make_stats",
+        call="SchedulerStats",
+        argument="steering_fired=self.steering.take_fired()",
+        why="The front end exports the counts.",
+    ),
+    add_argument(
+        scope="Scheduler.update_from_output",
+        call="EngineCoreOutput",
+        argument="receipt=take_receipt(request)",
+        why="Doses are sent with the tokens, or with the error.",
         count=2,
     ),
     first(

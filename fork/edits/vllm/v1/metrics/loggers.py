@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus exports how often conditions of steering have fired."""
+
+from fork.language import add_import, after, first
+
+EDITS = [
+    add_import(
+        "from vllm.v1.steering.frontend.metrics import SteeringMetrics",
+        why="The metrics of steering.",
+    ),
+    after(
+        scope="PrometheusStatLogger.__init__",
+        anchor="unregister_vllm_metrics()",
+        insert="self.steering_metrics = SteeringMetrics(vllm_config)",
+        why="Must follow the removal of an earlier engine's metrics.",
+    ),
+    first(
+        scope="PrometheusStatLogger.record",
+        insert="""
+if scheduler_stats is not None and scheduler_stats.steering_fired:
+    self.steering_metrics.add(engine_idx, scheduler_stats.steering_fired)
+""",
+        why="Adds what the engine has counted since its last report.",
+    ),
+]

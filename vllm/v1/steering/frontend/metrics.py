@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of steering."""
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter
+
+from vllm.v1.steering.receipts import Fired
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class SteeringMetrics:
+    """The metrics of one front end; empty if the engine does not steer."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Register the metrics; names of an earlier engine must be unregistered."""
+        self._model = vllm_config.model_config.served_model_name
+        self._fired: Counter | None = None
+        if vllm_config.steering_config.enabled:
+            self._fired = Counter(
+                "vllm:steering_fired_tokens",
+                "Tokens at which a condition of steering has fired, by its probe.",
+                ["model_name", "engine", "probe", "layer", "hook"],
+            )
+
+    def add(self, engine: int, fired: Fired) -> None:
+        """Increase the counts by what an engine has reported."""
+        if self._fired is None:
+            return
+        for probe, layer, hook, count in fired:
+            labels = self._model, str(engine), probe, str(layer), hook
+            self._fired.labels(*labels).inc(count)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receipts in the output processor, and in HTTP responses."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.steering.receipts import Receipt
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import RequestState
+
+
+def receipt_for(request: "EngineCoreRequest", num_prompt: int) -> Receipt | None:
+    """What sums up the doses of a request; None if it asked for no receipt."""
+    params = request.sampling_params
+    tiers = None if params is None else params._steering
+    return Receipt(num_prompt) if tiers is not None and tiers.receipt else None
+
+
+def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
+    """Add the doses that came with an output of the engine core."""
+    if output.receipt and state.receipt is not None:
+        state.receipt.add(output.receipt)
+
+
+def told(state: "RequestState", finished: bool, fired: bool) -> dict[str, Any] | None:
+    """The receipt for the last output of a sample; None before, or without one.
+
+    Args:
+        state: of the sample.
+        finished: whether this is its last output.
+        fired: whether a readout ended the request, whose last token has then been
+            computed.
+
+    """
+    if state.receipt is None or state.detokenizer is None or not finished:
+        return None
+    num_tokens = state.detokenizer.num_output_tokens()
+    # The last token is not fed to the model.
+    fed = num_tokens if fired else max(num_tokens - 1, 0)
+    return state.receipt.told(state.prompt_len + fed)
+
+
+def response_receipts(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """The `steering` field of a response to one or several prompts.
+
+    With several choices, receipts are keyed by the choice's index as a string.
+    """
+    found = [
+        sample.steering
+        for output in outputs
+        if output is not None
+        for sample in output.outputs
+    ]
+    if not any(found):
+        return None
+    if len(found) == 1:
+        return found[0]
+    return {str(index): one for index, one in enumerate(found)}
+
+
+def stamp(chunk: Any, part: "CompletionOutput") -> None:
+    """Set the `steering` field of a choice's last streamed chunk."""
+    if part.steering is not None:
+        chunk.steering = part.steering

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of the tokens at which conditions have fired, for metrics.
+
+Probes count on the device. After each step with conditions the counts are copied to the
+host without waiting for it, and go out with the step's output.
+"""
+
+import torch
+
+from vllm.v1.steering.conditions import Condition
+from vllm.v1.steering.receipts import FIRES_ABOVE, Fired, FiredLabel
+
+MOST_CONDITIONS = 256
+"""Most conditions that are counted separately; further ones are counted together."""
+OTHERS: FiredLabel = ("others", -1, "")
+"""The label of these."""
+
+
+class FiredCounts:
+    """The counts of one worker. Its tensors keep their addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        size, on_device = MOST_CONDITIONS + 1, device.type != "cpu"
+        self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_device)
+        self._places: dict[FiredLabel, int] = {}
+        self._told: list[int] = []
+
+    def place(self, condition: Condition) -> int:
+        """The index of a condition's count."""
+        label = condition.name, condition.layer, condition.hook
+        if label not in self._places and len(self._places) >= MOST_CONDITIONS:
+            label = OTHERS
+        return self._places.setdefault(label, len(self._places))
+
+    def of(self, condition: Condition) -> torch.Tensor:
+        """The count of a condition, int64 `[1]`, for its probe to increase."""
+        place = self.place(condition)
+        return self._counts[place : place + 1]
+
+    def add(self, places: torch.Tensor, gates: torch.Tensor) -> None:
+        """Count decisions: places `[n]` int64, gates `[n]`, both on the device."""
+        self._counts.index_add_(0, places, (gates > FIRES_ABOVE).long())
+
+    def add_one(self, place: int, gate: torch.Tensor) -> None:
+        """Count one decision: its gate `[1]` is on the device."""
+        self._counts[place : place + 1] += (gate > FIRES_ABOVE).long()
+
+    def send(self) -> None:
+        """Start the copy to the host, after a pass with conditions is queued."""
+        count = len(self._places)
+        self._host[:count].copy_(self._counts[:count], non_blocking=True)
+
+    def collect(self) -> Fired:
+        """What was counted since the last call; the last copy must be complete."""
+        labels = list(self._places)
+        counts = self._host[: len(labels)].tolist()
+        before = self._told + [0] * (len(labels) - len(self._told))
+        self._told = counts
+        grown = zip(labels, counts, before, strict=True)
+        return [(*label, now - old) for label, now, old in grown if now != old]
