@@ -148,6 +148,8 @@ ATOMS: tuple[Any, ...] = (
 
 MOST_BYTES = 80 << 20
 """Approximate size; larger than a server accepts, so that too large bodies occur."""
+DEEPEST = 950
+"""Nesting that `json` writes."""
 
 
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
@@ -164,7 +166,7 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
         change = chance.choice(CHANGES)
         changed = _put(body, where, change(_at(body, where), chance))
         # A long text at each of many names would not fit into this process.
-        body = changed if _size(changed) <= MOST_BYTES else body
+        body = changed if _can_be_sent(changed) else body
     raw = json.dumps(body, ensure_ascii=chance.random() < 0.8)
     raw_bytes = raw.encode("utf-8", "surrogatepass")
     if chance.random() < 0.2:
@@ -172,20 +174,22 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
     return raw_bytes
 
 
-def _size(value: Any) -> int:
-    """Approximate bytes of the value as JSON; it may be deeply nested."""
-    size, waiting = 0, [value]
+def _can_be_sent(value: Any) -> bool:
+    """Whether this process can write the value as JSON: not too large or too deep."""
+    size, waiting = 0, [(value, 0)]
     while waiting:
-        here = waiting.pop()
+        here, depth = waiting.pop()
+        if depth > DEEPEST:
+            return False
         if isinstance(here, dict):
             size += sum(len(key) + 4 for key in here)
-            waiting += here.values()
+            waiting += [(one, depth + 1) for one in here.values()]
         elif isinstance(here, list):
             size += 2 * len(here)
-            waiting += here
+            waiting += [(one, depth + 1) for one in here]
         else:
             size += len(here) if isinstance(here, str) else 8
-    return size
+    return size <= MOST_BYTES
 
 
 def _other(value: Any, chance: random.Random) -> Any:
