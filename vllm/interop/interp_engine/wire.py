@@ -19,32 +19,25 @@ DTYPES = ("float32", "float16", "bfloat16")
 MOST_DIMENSIONS = 8
 
 
-def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any]:
-    """Convert a tensor to `dtype` and encode it as JSON.
-
-    Raises:
-        ValueError: the dtype is unknown.
-
-    """
-    plain = tensor.detach().to("cpu", _dtype(dtype)).contiguous()
-    data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    encoded = base64.b64encode(data).decode()
-    return {"dtype": dtype, "shape": list(plain.shape), "data": encoded}
-
-
 PIECE_BYTES = 3 << 18
 """Bytes that are encoded at a time; a multiple of 3, so that pieces join."""
 
 
 def encoded_pieces(value: Any, dtype: str) -> Iterator[bytes]:
-    """JSON of dicts and lists with tensors, in pieces.
+    """JSON of dicts and lists with tensors, which are converted to `dtype`, in pieces.
 
     Encoding many megabytes in one call would hold the interpreter's lock.
+
+    Raises:
+        ValueError: the dtype is unknown.
+
     """
     if torch.is_tensor(value):
         plain = value.detach().to("cpu", _dtype(dtype)).contiguous()
         yield f'{{"dtype": "{dtype}", "shape": {list(plain.shape)}, "data": "'.encode()
-        data = plain.flatten().view(torch.uint8).numpy() if plain.numel() else b""
+        data = memoryview(b"")
+        if plain.numel():
+            data = memoryview(plain.flatten().view(torch.uint8).numpy())
         for start in range(0, len(data), PIECE_BYTES):
             yield base64.b64encode(data[start : start + PIECE_BYTES])
         yield b'"}'
