@@ -282,6 +282,7 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     report["machine"] = reports.machine(os.getloadavg())
     arguments = ["--enable-readouts", "--capture-consumers", "inline"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    arguments += ["--gpu-memory-utilization", "0.2"]  # Of the machine's memory.
     server = Server(model.folder, *arguments, "--served-model-name", "m", **OWN_WORKER)
     prompts = random_prompts(options.requests, options.prompt, options.prompt)
     base = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

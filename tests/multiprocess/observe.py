@@ -70,6 +70,35 @@ STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn"
 """The tap of each steered request, on either stage."""
 
 
+READOUTS: dict[str, Any] = {
+    "lens": {"kind": "lens", "layers": [2, 3], "top_k": 3, "tokens": [5]},
+    "norm": {"kind": "norm", "hooks": {"post_block": [3]}, "positions": "all"},
+    "mean": {
+        "kind": "rows",
+        "hooks": {"post_attn": [2]},
+        "positions": "all_prompt",
+        "reduce": "mean",
+    },
+}
+"""Readouts of the last stage's layers."""
+EARLY: dict[str, Any] = {"norm": {"kind": "norm", "hooks": {"post_block": [0]}}}
+
+
+def told(*taps: tuple[int, str]) -> dict[str, Any]:
+    """Steering at these hook points, under a condition at the last, with a receipt."""
+    entries = []
+    for layer, hook in taps:
+        vector = steering(layer, hook)["steering_vectors"][hook][layer]
+        entries.append((layer, hook, {"vector": vector, "op": "project_out"}))
+    layer, hook, last = entries[-1]
+    probe = {"probe": last["vector"], "layer": layer, "hook": "pre_attn", "above": 0.0}
+    last["when"] = probe
+    vectors: dict[str, Any] = {}
+    for layer, hook, entry in entries:
+        vectors.setdefault(hook, {})[layer] = [entry]
+    return {"steering_vectors": vectors, "steering_receipt": True}
+
+
 def observe(order: Order) -> dict[str, Any]:
     """Collect rows, log-probabilities, results and files of an engine's requests."""
     from tests.support.captured import CapturedEngine, prompt
@@ -89,6 +118,7 @@ def observe(order: Order) -> dict[str, Any]:
         max_num_batched_tokens=24,
         max_logprobs=-1,
         enable_steering=True,
+        enable_readouts=True,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.2,
         distributed_executor_backend="uni"
@@ -102,6 +132,9 @@ def observe(order: Order) -> dict[str, Any]:
             engine, prompts[:1] * len(STEERED), [steering(*tap) for tap in STEERED]
         ),
         "stored": _stored(engine, prompts[1]),
+        "read": _read(engine, prompts[1], READOUTS),
+        "early": _read(engine, prompts[1], EARLY),
+        "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
     }
     engine.close()
     return found
@@ -128,6 +161,31 @@ def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _read(engine: Any, prompt: list[int], readouts: Any, **fields: Any) -> Any:
+    """The readouts and the receipt of a request, or why it is refused."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=NEW_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        readouts=readouts,
+        **fields,
+    )
+    try:
+        (output,) = engine.run([prompt], [params])
+    except ValueError as error:
+        return str(error)
+    arrays = {
+        (name, label): array
+        for name, one in output.readouts.items()
+        for label, array in one.arrays.items()
+    }
+    errors = [one.error for one in output.readouts.values() if one.error]
+    return {"arrays": arrays, "errors": errors, "receipt": output.steering}
 
 
 def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.dataset
 import pytest
 import torch
@@ -121,6 +122,43 @@ def test_a_split_model_gives_what_one_process_gives(
             assert relative_error(other["rows"][tap], rows) < 1e-4, tap
     if kind == "steered" and os.environ.get("PARITY_RECORD"):
         record(ARCHITECTURES[name].name, split)
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_readouts_are_those_of_one_process(
+    bench: Workbench, name: str, split: str
+) -> None:
+    whole, parts = bench.found(name, "one"), bench.found(name, split)
+    one, other = whole["read"], parts["read"]
+    assert not one["errors"] and not other["errors"]
+    assert one["arrays"].keys() == other["arrays"].keys()
+    for key, expected in one["arrays"].items():
+        found = other["arrays"][key]
+        assert found.shape == expected.shape and expected.size, key
+        if key == ("lens", "token_ids"):
+            assert (found == expected).mean() > 0.9  # All but ties.
+        else:
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    if split == "pipeline":
+        assert "of the last one can be read out" in parts["early"]
+    else:
+        assert not parts["early"]["errors"]
+
+
+def test_a_receipt_is_that_of_one_process_or_refused(
+    bench: Workbench, name: str
+) -> None:
+    one = bench.found(name, "one")["told"]["receipt"]
+    other = bench.found(name, "tensor")["told"]["receipt"]
+    assert [entry["tokens"] > 0 for entry in one["applied"]] == [True, True]
+    (fired,), (split,) = one["fired"].values(), other["fired"].values()
+    assert 0 < fired["tokens"] < fired["decided"] and fired == split
+    for entry, expected in zip(other["applied"], one["applied"], strict=True):
+        assert entry["tokens"] == expected["tokens"]
+        assert entry["dose"] == pytest.approx(expected["dose"], rel=1e-3)
+    if ARCHITECTURES[name].not_in_stages is None:
+        refused = bench.found(name, "pipeline")["told"]
+        assert "pipeline parallelism" in refused and "tensor parallelism" in refused
 
 
 def logits(request: Found) -> torch.Tensor:

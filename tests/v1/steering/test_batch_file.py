@@ -43,13 +43,16 @@ REQUESTS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "bad field": {**CHAT, "steering_vectorz": SPEC},
+    # Upstream's batch runner has no such route.
+    "bad route": {"prompt": "a", "capture": {"filesystem": {"hooks": {}}}},
     "bad layer": {**CHAT, "capture": {"filesystem": {"hooks": {"post_block": [99]}}}},
 }
 
 
 def line(name: str) -> str:
     body = {"model": "m", "max_tokens": 8, "temperature": 0, **REQUESTS[name]}
-    url = "/v1/chat/completions"
+    url = "/v1/completions" if name == "bad route" else "/v1/chat/completions"
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
 
 
@@ -113,7 +116,13 @@ def test_a_batch_file_has_the_results_of_its_captures(
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("bad name", "nobody"), ("bad hook", "middle"), ("bad layer", "99")],
+    [
+        ("bad name", "nobody"),
+        ("bad hook", "middle"),
+        ("bad layer", "99"),
+        ("bad field", "steering_vectors"),
+        ("bad route", "Supported endpoints"),
+    ],
 )
 def test_a_bad_line_is_refused_alone(
     answers: dict[str, Any], name: str, said: str

@@ -13,6 +13,7 @@ from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm.steering.sae import encode
 from vllm.v1.capture.worker.offload import Offload
+from vllm.v1.readouts.worker import custom
 
 pytestmark = pytest.mark.e2e
 
@@ -231,6 +232,8 @@ def test_custom_readouts_by_name_and_as_functions(
     def fails(rows, context):
         raise RuntimeError("not these rows")
 
+    logged: list[Any] = []
+    monkeypatch.setattr(custom.logger, "exception", lambda *said: logged.append(said))
     hooks = {"hooks": {"post_block": [0, 2]}, "positions": "all", "kind": "custom"}
     spec = {
         "named": hooks | {"name": "scaled", "params": {"by": 2.0}},
@@ -244,5 +247,6 @@ def test_custom_readouts_by_name_and_as_functions(
             assert found.error is None
             close(found["values"], 2 * rows.norm(dim=-1))
         assert "not these rows" in output.readouts["wrong"].error
+    assert len(logged) == 1, "a kind of readout is logged once, with its traceback"
     with pytest.raises(ValueError, match="must be a Python function"):
         read_out(engine, [prompt(3)], {"x": hooks | {"fn": "print"}})

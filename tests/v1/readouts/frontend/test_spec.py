@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from vllm import SamplingParams
+from vllm.v1.capture.frontend.disabled import NO_CAPTURE
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import parse_stops
@@ -83,3 +85,21 @@ def test_an_address_names_the_layer_too(kind: str, hook: str) -> None:
     (key,) = RIGHT[kind].keys() - said.keys()
     with pytest.raises(ReadoutValidationError, match=f"{key}.*leave it out"):
         parse_readout("n", given | {key: RIGHT[kind][key]}, CONTEXT, SERVER)
+
+
+def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
+    server = Server({}, vocab_size=1280, max_top_k=64, lens_refusal="no linear head")
+    with pytest.raises(ReadoutValidationError, match="no linear head") as found:
+        parse_readout("n", {"kind": "lens", **RIGHT["lens"]}, CONTEXT, server)
+    assert found.value.parameter == "readouts.n.kind"
+    for top_k in (65, -1):
+        given = {"kind": "lens", **RIGHT["lens"], "top_k": top_k}
+        with pytest.raises(ReadoutValidationError, match="0 to 64"):
+            parse_readout("n", given, CONTEXT, SERVER)
+
+
+def test_readouts_on_an_engine_without_them_are_refused() -> None:
+    params = SamplingParams(readouts={"n": {"kind": "probe", **RIGHT["probe"]}})
+    with pytest.raises(ValueError, match="--enable-readouts") as found:
+        NO_CAPTURE.admit("r", params, 3)
+    assert "readouts" in str(found.value)

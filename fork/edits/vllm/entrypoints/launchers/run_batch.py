@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch run waits for capture results before it writes its output file."""
+"""A batch run waits for capture results before it writes its output file.
 
-from fork.language import add_import, first
+A line with refused fields gets an error of its own.
+"""
+
+from fork.language import add_import, first, replace
 
 EDITS = [
     add_import(
         "from vllm.entrypoints.serve.capture import batch as capture_batch",
-        why="Sets the field that makes a response wait.",
+        why="Reads lines, and sets the field that makes a response wait.",
+    ),
+    replace(
+        scope="run_batch",
+        anchor="BatchRequestInput.model_validate_json(request_json)",
+        by="capture_batch.read_line(BatchRequestInput, request_json)",
+        why="A refused field is an error of its line, not of the whole file.",
+    ),
+    first(
+        scope="run_request",
+        insert=(
+            "if (refused := capture_batch.refusal(request.body)) is not None:\n"
+            "    return make_error_request_output(request, error_msg=refused)"
+        ),
+        why="Gives the line its error.",
     ),
     first(
         scope="run_request",
