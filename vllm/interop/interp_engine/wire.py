@@ -37,7 +37,7 @@ def encoded_pieces(value: Any, dtype: str) -> Iterator[bytes]:
         yield f'{{"dtype": "{dtype}", "shape": {list(plain.shape)}, "data": "'.encode()
         data = memoryview(b"")
         if plain.numel():
-            data = memoryview(plain.flatten().view(torch.uint8).numpy())
+            data = plain.flatten().view(torch.uint8).numpy().data
         for start in range(0, len(data), PIECE_BYTES):
             yield base64.b64encode(data[start : start + PIECE_BYTES])
         yield b'"}'
