@@ -46,7 +46,8 @@ def attacked(
         *("--api-key", api_key, "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
-        *("--enable-scale-out", "--enable-readouts"),
+        *("--capture-consumers", "memory", "--enable-scale-out", "--enable-readouts"),
+        *("--vllm-lens-api", "--interp-engine-api"),
         VLLM_SERVER_DEV_MODE="1",
         VLLM_STEERING_API_KEY=f"second-{steering_key}",
     )

@@ -65,6 +65,49 @@ SMALL = {"model": "tiny", "max_tokens": 2, "temperature": 0.0}
 MESSAGES = [{"role": "user", "content": "a story"}]
 NAMED = {"name": "mutated", "vectors": VECTORS, "metadata": {"origin": "here"}}
 
+HOOKED = [{"fn": {"name": "none", "params": {"a": 1}}, "layer_indices": [0]}]
+LENS = {
+    "output_residual_stream": [0, 2],
+    "apply_steering_vectors": json.dumps(
+        [{"activations": [VECTOR], "layer_indices": [1], "scale": 2.0}]
+    ),
+    "apply_hooks": json.dumps(HOOKED),
+}
+GATE = {"post_block": {key: PACKED[key] for key in PACKED if key != "scales"}}
+GATED = {
+    "conversation_id": "mutated",
+    "steering": [
+        {
+            "when": {
+                "kind": "probe",
+                "probe": {"kind": "inline", "packed": GATE},
+                "threshold": 0.5,
+                "sharpness": 1.0,
+            },
+            "scope": "next_step",
+            "apply": {
+                "kind": "add",
+                "steer": {"kind": "inline", "packed": GATE},
+                "strength": 1.0,
+            },
+        }
+    ],
+}
+TOKENS = {"prompt_token_ids": [20, 30, 40]}
+AT = "resid_post.1"
+OPERATION = {"method": "additive", "vector": VECTOR, "scale": 1.0}
+SITE = [{"point": "resid_post", "layers": {"1": [OPERATION]}}]
+INTERP: dict[str, dict[str, Any]] = {
+    "tokenize": {"messages": MESSAGES, "template_kwargs": {"a": 1}},
+    "serves": {"points": [AT, "z.1"]},
+    "capture": {**TOKENS, "points": ["resid_pre.1"], "rows": [0, 2], "steering": SITE},
+    "project": {**TOKENS, "directions": [{"point": AT, "vectors": [VECTOR]}]},
+    "lens": {**TOKENS, "lenses": [{"layers": [0, 2]}], "max_tokens": 2, "top_n": 3},
+    "generate": {**TOKENS, "max_tokens": 2, "seed": 1, "top_k": 3, "steering": SITE},
+    "unembed_rows": {"token_ids": [5, 6]},
+    "decode_residuals": {"residuals": [VECTOR], "top_k": 3},
+}
+
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **FIELDS}),
     ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **FIELDS}),
@@ -78,6 +121,14 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/readouts/modules/register", {"name": "m", "path": "/none", "replace": True}),
     ("/v1/readouts/modules/unregister", {"name": "m"}),
     ("/v1/sae/register", {"name": "m", "path": "/none", "layer": 1}),
+    ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], "vllm_xargs": LENS}),
+    ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **GATED}),
+    ("/v1/steering/vectors/register", {"name": "m", "kind": "steer", "packed": GATE}),
+    ("/v1/steering/vectors/unregister", {"name": "m", "kind": "steer"}),
+    ("/v1/hooks/register", {"hooks": HOOKED, "prefetch_params": ["lm_head.weight"]}),
+    ("/v1/hooks/prefetch", {"params": ["lm_head.weight"]}),
+    ("/v1/hooks/collect", {}),
+    *((f"/v1/interp-engine/{route}", body) for route, body in INTERP.items()),
     ("/v1/steering/set", {"vectors": VECTORS, "replace": True}),
     ("/v1/steering/modules/register", {**NAMED, "replace": True}),
     ("/v1/steering/modules/unregister", {"name": "mutated"}),
@@ -97,6 +148,8 @@ ATOMS: tuple[Any, ...] = (
 
 MOST_BYTES = 80 << 20
 """Approximate size; larger than a server accepts, so that too large bodies occur."""
+DEEPEST = 950
+"""Nesting that `json` writes."""
 
 
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
@@ -113,7 +166,7 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
         change = chance.choice(CHANGES)
         changed = _put(body, where, change(_at(body, where), chance))
         # A long text at each of many names would not fit into this process.
-        body = changed if _size(changed) <= MOST_BYTES else body
+        body = changed if _can_be_sent(changed) else body
     raw = json.dumps(body, ensure_ascii=chance.random() < 0.8)
     raw_bytes = raw.encode("utf-8", "surrogatepass")
     if chance.random() < 0.2:
@@ -121,20 +174,22 @@ def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
     return raw_bytes
 
 
-def _size(value: Any) -> int:
-    """Approximate bytes of the value as JSON; it may be deeply nested."""
-    size, waiting = 0, [value]
+def _can_be_sent(value: Any) -> bool:
+    """Whether this process can write the value as JSON: not too large or too deep."""
+    size, waiting = 0, [(value, 0)]
     while waiting:
-        here = waiting.pop()
+        here, depth = waiting.pop()
+        if depth > DEEPEST:
+            return False
         if isinstance(here, dict):
             size += sum(len(key) + 4 for key in here)
-            waiting += here.values()
+            waiting += [(one, depth + 1) for one in here.values()]
         elif isinstance(here, list):
             size += 2 * len(here)
-            waiting += here
+            waiting += [(one, depth + 1) for one in here]
         else:
             size += len(here) if isinstance(here, str) else 8
-    return size
+    return size <= MOST_BYTES
 
 
 def _other(value: Any, chance: random.Random) -> Any:

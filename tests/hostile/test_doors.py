@@ -16,7 +16,12 @@ from tests.hostile.conftest import WIDTH
 from tests.v1.steering._ranks import Core
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.entrypoints.serve.steering.authority import (
+    MUTATING,
+    captures_or_steers,
+    may_change,
+    steering_keys,
+)
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 STEERS = {"steering_vectors": {"post_block": {"1": [0.5] * WIDTH}}}
@@ -37,6 +42,8 @@ GENERATES: dict[str, dict[str, Any]] = {
     "/v1/messages": CHAT,
     "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
     "/inference/v1/generate": {**TOKENS, "sampling_params": {"max_tokens": 1}},
+    "/v1/generate": {"prompt_token_ids": [20, 30, 40], "max_tokens": 1},
+    "/v1/interp-engine/generate": {"prompt_token_ids": [20, 30, 40], "max_tokens": 1},
 }
 """Every route that generates, with a valid body."""
 
@@ -50,11 +57,16 @@ READS_NO_FIELDS = {
 }
 """Upstream routes that generate nothing that our fields could change."""
 
-OURS = {f"/v1/steering/{name}" for name in ("set", "clear")} | {
-    f"/v1/steering/{kind}/{name}"
-    for kind in ("modules", "vectors")
-    for name in ("register", "unregister")
+PREFIXES = ("/v1", "/v1/interp-engine")
+READS_ROWS = {
+    f"{prefix}/{name}"
+    for prefix in PREFIXES
+    for name in (
+        *("tokenize", "serves", "capture", "project"),
+        *("unembed_rows", "decode_residuals", "lens"),
+    )
 }
+"""Routes of interp-engine that generate nothing."""
 
 
 def routes_of(*arguments: str) -> set[str]:
@@ -69,8 +81,17 @@ def routes_of(*arguments: str) -> set[str]:
 
 
 def test_every_route_that_upstream_mounts_is_known_here() -> None:
-    found = routes_of("--enable-steering")
-    assert found == set(GENERATES) | READS_NO_FIELDS | OURS
+    found = routes_of("--vllm-lens-api", "--interp-engine-api")
+    assert found == set(GENERATES) | READS_NO_FIELDS | READS_ROWS | MUTATING
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_no_route_is_open_to_strangers(stranger: Client) -> None:
+    for path in READS_ROWS | MUTATING:
+        assert stranger.post(path, {}).status == 401, path
+    for path in ("/v1/capture", "/v1/capture/memory", "/v1/steering", "/v1/readouts"):
+        assert stranger.get(path).status == 401, path
 
 
 @pytest.mark.e2e
@@ -142,7 +163,22 @@ def test_a_key_that_latin_1_does_not_have_works() -> None:
 
 def test_a_server_without_a_key_says_how_to_get_the_routes() -> None:
     told = TestClient(application(Core(), []))
-    for path in OURS:
+    for path in MUTATING:
         refused = told.post(path, json={"vectors": VECTORS})
         assert refused.status_code == 404
         assert "--steering-api-key" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--enable-steering"], ["--enable-readouts"], ["--interp-engine-api"]),
+        *(["--capture-consumers", "inline"], ["--readout-modules", "a=b"]),
+        *(["--vllm-lens-api"], ["--sae", "a=b"]),
+    ],
+    ids=lambda options: options[0],
+)
+def test_every_feature_brings_its_bounds(options: list[str]) -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert captures_or_steers(parser.parse_args(["--model", "m", *options]))
+    assert not captures_or_steers(parser.parse_args(["--model", "m"]))

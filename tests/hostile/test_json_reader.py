@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.utils.json_structure import BodyError, BodyLimits
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "[", "]}", ",,", "é" * 9, "😀" * 7, "\\u0041", "a" * 40]
 )
-numbers = st.integers(-(10**30), 10**30) | st.floats(
+numbers = st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(
     allow_nan=False, allow_infinity=False
 )
 values = st.recursive(
@@ -97,6 +97,8 @@ TOO_MUCH: dict[str, tuple[bytes, str]] = {
     "texts": (b"[" + b'"",' * 61 + b'""]', "texts and names"),
     "values": (b"[" + b"1," * 101 + b"1]", "values"),
     "digits": (b"[" + b"1" * 65 + b"]", "64 digits"),
+    "bits": (b"[18446744073709551616]", "64 bits"),
+    "negative bits": (b"[-9223372036854775809]", "64 bits"),
     "surrogates": (rb'{"a": "\ud800"}', "lone surrogate"),
     "raw surrogates": (b'"\xed\xa0\x80"', "lone surrogate"),
     "loose bytes": (b" " * 901, "bytes outside"),

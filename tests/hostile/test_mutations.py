@@ -27,9 +27,10 @@ def survive(server: Server, client: Client, steerer: Client, count: int) -> Watc
         sender = steerer if path in MUTATING else client
         reply = sender.send("POST", path, raw)
         assert reply.status < 500, (path, raw[:2000], reply)
-        assert len(str(reply.body)) < 200_000, (path, raw[:500])
+        if "/interp-engine/" not in path:  # They return as many rows as are asked for.
+            assert len(str(reply.body)) < 200_000, (path, raw[:500])
         if reply.status >= 400:
-            assert reply.status in (400, 404, 413, 415), (path, raw[:500], reply)
+            assert reply.status in (400, 404, 413, 415, 422), (path, raw[:500], reply)
             assert len(str(reply.body)) < 20_000, (path, raw[:500])
 
     with watching(server) as watch:

@@ -19,8 +19,8 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.failures import Failures
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
-from vllm.v1.capture.payload import fault_of
 from vllm.v1.capture.registry import as_sink
+from vllm.v1.residual.plain_data import fault_of
 
 ROWS = {(0, "post_block"): rows_of(2, 4, 0, torch.float32)}
 

@@ -300,6 +300,15 @@ def test_operations_in_another_order_are_refused() -> None:
         vectors_of(spec("ablate"), 32)
     with pytest.raises(ValueError, match="use one of"):
         vectors_of([{"layers": {"1": [{"method": "add"}]}}], 64)
+    one = {"method": "norm_scaled_add", "vector": V.tolist(), "strength": 1.0}
+    for change, said in (
+        ({"strenght": 1.0}, "no field 'strenght'"),
+        ({"strength": float("nan")}, "finite number"),
+        ({"max_fraction": "1"}, "finite number"),
+        ({"normalize": "no"}, "true or false"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            vectors_of([{"layers": {"1": [one | change]}}], 64)
     with pytest.raises(ValueError, match="one stream"):
         vectors_of([{"layers": {}, "stream": 1}], 64)
     assert vectors_of([], 64) is None
@@ -323,7 +332,13 @@ def test_tensors_travel_in_three_dtypes() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         back = decode_tensor(encode_tensor(values, dtype))
         assert torch.equal(back, values.to(getattr(torch, dtype)).float())
-    for bad in ({"dtype": "int8"}, {"dtype": "float32", "shape": [2], "data": "AA=="}):
+    plain = {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}
+    assert decode_tensor(plain) == 0
+    for change in (
+        *({"dtype": "int8"}, {"dtype": []}, {"shape": [2]}, {"shape": []}),
+        *({"shape": [1 << 40, 0], "data": ""}, {"shape": [1] * 9}, {"scale": 1}),
+    ):
+        bad = plain | change
         with pytest.raises(ValueError):
             decode_tensor(bad)
 

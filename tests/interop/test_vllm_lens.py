@@ -158,6 +158,9 @@ def test_who_asks_for_nothing_has_no_activations(llm) -> None:
         ({"output_residual_stream": [7]}, "outside of this model's layers 0 to 2"),
         ({"output_residual_stream": "[1"}, "must be JSON"),
         ({"output_residual_stream": {"layers": 1}}, "true or a list of layers"),
+        ({"output_residual_stream": "[" * 5000}, "nested too deeply"),
+        ({"output_residual_stream": "[" * 90 + "]" * 90}, "lists and objects deep"),
+        ({"apply_hooks": "[1" + "0" * 30 + "]"}, "64 bits"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(llm, args, message) -> None:
@@ -170,9 +173,31 @@ def test_a_vector_of_another_form_is_refused(llm) -> None:
     for sent in (
         {"activations": [[1.0]]},
         {"activations": [1.0], "layer_indices": [0]},
+        {"activations": [[None]], "layer_indices": [0]},
+        {"activations": [["a"]], "layer_indices": [0]},
     ):
         with pytest.raises(SteeringValidationError, match="apply_steering_vectors"):
             llm.generate(PROMPT, asked(apply_steering_vectors=[sent]))
+
+
+@pytest.mark.e2e
+def test_vectors_at_one_layer_are_added(llm) -> None:
+    v, w = torch.linspace(-1, 1, 64), torch.linspace(2, 0, 64)
+    together = SteeringVector(activations=(v + w)[None], layer_indices=[1])
+    apart = SteeringVector(activations=torch.stack([v, w]), layer_indices=[1, 1])
+    own = {"post_block": {1: v.tolist()}}
+    rest = SteeringVector(activations=w[None], layer_indices=[1])
+    streams = []
+    for vector, beside in ((together, None), (apart, None), (rest, own)):
+        params = asked(output_residual_stream=True, apply_steering_vectors=[vector])
+        params.steering_vectors = beside
+        (output,) = llm.generate(PROMPT, params)
+        streams.append(output.activations["residual_stream"])
+    for stream in streams[1:]:
+        torch.testing.assert_close(stream, streams[0], rtol=0, atol=1e-4)
+    params.steering_vectors = {"post_block": {"all": v.tolist()}}
+    with pytest.raises(SteeringValidationError, match="single layers"):
+        llm.generate(PROMPT, params)
 
 
 @given(
@@ -196,6 +221,9 @@ def test_tensors_survive_the_wire(dtype: torch.dtype, shape: list[int]) -> None:
         {"shape": [1 << 40]},
         {"compression": "gzip"},
         {"original_dtype": "torch.nothing"},
+        {"original_dtype": "torch.quint8"},
+        {"shape": [1] * 99},
+        {"shape": [1 << 40, 0]},
     ],
     ids=str,
 )
@@ -321,6 +349,10 @@ def test_registered_hooks_run_for_all_until_they_are_cleared(llm) -> None:
             assert output.hook_results is None
             saved = found[output.request_id]["0"]["tokens"]
             assert saved >= len(tokens_of(output))
+        with pytest.raises(ValueError, match="65 would be registered"):
+            llm.register_hooks([Hook(count, [0])] * 64)
+        with pytest.raises(ValueError, match="must be a list of layers"):
+            llm.register_hooks([Hook(count, [])], ["lm_head.nothing"])
     finally:
         llm.clear_hooks()
         llm.clear_hook_results()
@@ -333,11 +365,15 @@ def test_a_hook_that_raises_is_an_error_of_its_request(llm) -> None:
     def raises(ctx, h):
         raise RuntimeError("not this one")
 
+    def leaves(ctx, h):
+        raise SystemExit(3)
+
     def widens(ctx, h):
         return h.repeat(1, 2)
 
     for hook, message in (
         (raises, "not this one"),
+        (leaves, "SystemExit"),
         (widens, r"not a tensor \(\d+, 64"),
     ):
         with pytest.raises(ValueError, match=message):

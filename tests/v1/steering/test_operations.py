@@ -294,6 +294,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": {"ranges": [[-2, 2]]}}, "both"),
     ({"op": "clamp", "value": 1, "min": 0}, "both min and max"),
     ({"op": "clamp", "value": 1, "strength": "x"}, "finite"),
+    # PyTorch raises where a bound does not fit into float32.
+    ({"op": "clamp", "max": 1e308}, "finite"),
+    ({"op": "clamp", "value": -1e39}, "finite"),
     ({"op": "replace", "alpha": "x"}, "finite"),
     ({"op": "replace", "mask": [2.0] * _models.HIDDEN}, "between 0 and 1"),
     ({"op": "replace", "mask": [1.0]}, "hidden size|numbers"),
@@ -520,6 +523,7 @@ def test_several_modules_at_their_scales(steered: Any) -> None:
             ({"steering_name": ["none"]}, "no steering module"),
             ({"steering_name": [{"name": "one", "scale": "x"}]}, "finite number"),
             ({"steering_name": {"name": "turn", "scale": 2}}, "no strength"),
+            ({"steering_name": {"name": "two", "scale": 1e300}}, "finite number"),
             ({"steering_module_ref": ("none", 1.0)}, "steering_module_ref: there is"),
             ({"steering_module_ref": "one"}, "must be .name, scale."),
             ({"steering_clamps": {"post_block": {1: [[1.0]]}}}, "a clamp is an object"),

@@ -25,6 +25,7 @@ from vllm.interop.interp_engine.types import (
 from vllm.interop.interp_engine.wire import decode_tensor
 from vllm.interop.prompt_rows import capture_spec, rows_of
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.residual.bounds import shown
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -158,10 +159,15 @@ class ServedModel(ModelFacts):
             )
         if one.nonlinearity not in ("none", "relu"):
             raise ValueError(
-                f"directions {number}: nonlinearity={one.nonlinearity!r}; use 'none' "
-                "or 'relu', or register a probe with jumprelu"
+                f"directions {number}: nonlinearity={shown(one.nonlinearity)}; use "
+                "'none' or 'relu', or register a probe with jumprelu"
             )
         bias = torch.zeros(len(matrix)) if one.bias is None else decode_tensor(one.bias)
+        if bias.shape != (len(matrix),):
+            raise ValueError(
+                f"directions {number}: bias must be [{len(matrix)}], not "
+                f"{list(bias.shape)}"
+            )
         layer, hook = self._tap(one.point, vectors)
         common = {"kind": "probe", "layer": layer, "hook": hook}
         common |= {"positions": "all_prompt", "activation": one.nonlinearity}
@@ -205,9 +211,10 @@ class ServedModel(ModelFacts):
         if not detach:
             raise ValueError("detach=False: an engine keeps no gradients; leave it out")
         rows = decode_tensor(residuals)
-        if rows.dim() != 2 or rows.shape[1] != self.d_model:
+        if rows.dim() != 2 or rows.shape[1] != self.d_model or not len(rows):
             raise ValueError(
-                f"residuals must be [rows, {self.d_model}], not {list(rows.shape)}"
+                f"residuals must be [1 or more rows, {self.d_model}], not "
+                f"{list(rows.shape)}"
             )
         sent = rows.contiguous().numpy().tobytes()
         return await self._asked("decoded_rows", sent, len(rows))

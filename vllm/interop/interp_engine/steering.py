@@ -7,12 +7,14 @@ refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 
 from vllm.interop.interp_engine.types import Tap, tap_of
 from vllm.interop.interp_engine.wire import decode_tensor
+from vllm.v1.residual.bounds import shown
 
 ORDER = (
     "additive",
@@ -26,6 +28,16 @@ ORDER = (
 
 _RANKS = {"additive": 0, "norm_scaled_add": 0, "orthogonal": 1, "ablate": 1}
 _RANKS |= {"swap": 2, "projection_cap": 3}
+
+FIELDS = {
+    "additive": ("vector", "scale", "normalize"),
+    "norm_scaled_add": ("vector", "strength", "max_fraction", "normalize"),
+    "orthogonal": ("vector", "coeff"),
+    "ablate": ("vector",),
+    "swap": ("vector", "target"),
+    "projection_cap": ("vector", "min", "max"),
+}
+"""The fields of each method."""
 
 _CLASSES = {
     "AddSpec": "additive",
@@ -83,7 +95,7 @@ def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
         raise ValueError(f"steering.stream={stream}: models here have one stream")
     for layer, operations in layers.items():
         if not isinstance(layer, int) and not str(layer).isdigit():
-            raise ValueError(f"steering.layers: {layer!r} is not a 0-based layer")
+            raise ValueError(f"steering.layers: {shown(layer)} is not a 0-based layer")
         tap = tap_of(point, int(layer))
         for operation in getattr(operations, "operations", operations) or ():
             method, fields = _method(operation)
@@ -93,9 +105,14 @@ def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
 def _method(operation: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(operation, Mapping):
         method = operation.get("method")
-        if method not in _RANKS:
+        if not isinstance(method, str) or method not in _RANKS:
             raise ValueError(
-                f"steering: method {method!r} is unknown; use one of {list(ORDER)}"
+                f"steering: method {shown(method)} is unknown; use one of {list(ORDER)}"
+            )
+        if unknown := sorted(operation.keys() - {"method", *FIELDS[method]}):
+            raise ValueError(
+                f"steering: {method} has no field {shown(unknown[0])}; its fields are "
+                f"{list(FIELDS[method])}"
             )
         return str(method), operation
     name = type(operation).__name__
@@ -108,7 +125,7 @@ def _entry(method: str, fields: Mapping[str, Any], width: int) -> dict[str, Any]
     vector = _vector(fields, "vector", method, width)
     match method:
         case "additive":
-            if fields.get("normalize"):
+            if _normalizes(fields):
                 vector = _unit(vector, method)
             return {"vector": vector, "scale": _number(fields, "scale", None)}
         case "norm_scaled_add":
@@ -122,9 +139,8 @@ def _entry(method: str, fields: Mapping[str, Any], width: int) -> dict[str, Any]
             target = _vector(fields, "target", method, width)
             return {"op": "swap", "vector": vector, "target": target}
         case _:
-            bounds = {
-                k: float(fields[k]) for k in ("min", "max") if fields.get(k) is not None
-            }
+            given = [k for k in ("min", "max") if fields.get(k) is not None]
+            bounds = {k: _number(fields, k, None) for k in given}
             if not bounds:
                 raise ValueError("steering: projection_cap needs min or max")
             return {"op": "clamp", "vector": vector, **bounds}
@@ -134,7 +150,7 @@ def _norm_scaled(
     fields: Mapping[str, Any], vector: torch.Tensor, method: str
 ) -> dict[str, Any]:
     """`strength * |h| * v`, with a norm of at most `max_fraction * |h|`."""
-    length = 1.0 if fields.get("normalize") else float(vector.norm())
+    length = 1.0 if _normalizes(fields) else float(vector.norm())
     strength = _number(fields, "strength", None) * length
     most = _number(fields, "max_fraction", 1.0)
     share = max(-most, min(most, strength))
@@ -179,6 +195,18 @@ def _unit(vector: torch.Tensor, method: str) -> torch.Tensor:
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
     value = fields.get(name, default)
-    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"steering: {name} must be a number, not {value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not isfinite(value):
+        raise ValueError(
+            f"steering: {name} must be a finite number, not {shown(value)}"
+        )
     return float(value)
+
+
+def _normalizes(fields: Mapping[str, Any]) -> bool:
+    value = fields.get("normalize") or False
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"steering: normalize must be true or false, not {shown(value)}"
+        )
+    return value

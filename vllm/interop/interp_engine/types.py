@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm.v1.residual.addresses import parse_address
+from vllm.v1.residual.bounds import shown
 
 NAMES = {
     "pre_attn": "resid_pre",
@@ -134,8 +135,9 @@ def tap_of(point: Any, layer: int | None = None) -> Tap:
     tap = parse_address(text)
     if tap is None:
         raise ValueError(
-            f"{text!r} is not served here: use resid_pre.L, resid_mid.L, resid_post.L "
-            "or, with --mlp-hook-points, mlp_in.L, mlp_out.L, for a layer L"
+            f"{shown(text)} is not served here: use resid_pre.L, resid_mid.L, "
+            "resid_post.L or, with --mlp-hook-points, mlp_in.L, mlp_out.L, for a layer "
+            "L"
         )
     return tap
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual.bounds import shown
+
 DTYPES = ("float32", "float16", "bfloat16")
+MOST_DIMENSIONS = 8
 
 
 def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any]:
@@ -43,9 +46,17 @@ def decode_tensor(value: Any) -> torch.Tensor:
             return torch.as_tensor(value, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"a tensor must be lists of numbers: {error}") from error
+    if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
+        raise ValueError(f"a tensor has no field {shown(unknown[0])}")
     dtype, shape = _dtype(value.get("dtype")), value.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("shape must be a list of integers of at least 0")
+    if (
+        not isinstance(shape, list)
+        or not 0 < len(shape) <= MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 1 << 31 for n in shape)
+    ):
+        raise ValueError(
+            f"shape must be a list of 1 to {MOST_DIMENSIONS} integers of at least 0"
+        )
     try:
         data = base64.b64decode(value.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
@@ -61,7 +72,7 @@ def decode_tensor(value: Any) -> torch.Tensor:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r}: use one of {list(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype={shown(name)}: use one of {list(DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

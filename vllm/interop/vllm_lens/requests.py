@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts vllm-lens' keys in `extra_args` to capture and steering, at admission."""
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from vllm.interop.vllm_lens.steering_vector import SteeringVector
+from vllm.interop.vllm_lens.steering_vector import MOST_BYTES, SteeringVector
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.residual.plain_data import parse_text
 from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
@@ -120,9 +120,17 @@ def _entries(raw: Any) -> Entries:
         raw = _parsed(raw, where)
     given = [] if raw is None else raw if isinstance(raw, list) else [raw]
     entries: Entries = {}
+    size = 0
     for number, one in enumerate(given):
         vector = one if isinstance(one, SteeringVector) else _vector(one, number)
-        for layer, entry in vector.entries().items():
+        size += vector.activations.nbytes
+        if size > MOST_BYTES:
+            raise SteeringValidationError(
+                f"{where}: the vectors of a request may have {MOST_BYTES} bytes, "
+                "decompressed; register them as a module",
+                parameter=where,
+            )
+        for layer, entry in vector.entries():
             entries.setdefault(layer, []).append(entry)
     return entries
 
@@ -149,23 +157,32 @@ def _steer(params: "SamplingParams", entries: Entries) -> None:
         return
     vectors = dict(params.steering_vectors or {})
     at_hook = vectors.get(HOOK_POINT, {})
-    if isinstance(at_hook, Mapping) and "layer_indices" in at_hook:
+    if not isinstance(at_hook, Mapping) or not all(
+        str(layer).isdecimal() for layer in at_hook
+    ):
         raise SteeringValidationError(
-            f"steering_vectors.{HOOK_POINT} is packed and extra_args.{VECTORS} adds "
-            "to it: give one of them",
+            f"steering_vectors.{HOOK_POINT} must map single layers to vectors where "
+            f"extra_args.{VECTORS} adds to it; give one of them",
             parameter=f"extra_args.{VECTORS}",
         )
     merged: dict[Any, Any] = {}
     for layer, own in at_hook.items():
-        merged[int(layer)] = own if isinstance(own, list) else [own]
+        merged[int(layer)] = _as_list(own)
     for layer, more in entries.items():
         merged[layer] = [*merged.get(layer, []), *more]
     params.steering_vectors = {**vectors, HOOK_POINT: merged}
 
 
+def _as_list(own: Any) -> list[Any]:
+    """The entries at one layer; a list of numbers is one."""
+    if isinstance(own, list) and any(isinstance(one, Mapping) for one in own):
+        return own
+    return [own if isinstance(own, Mapping) else {"vector": own}]
+
+
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_text(text)
     except ValueError as error:
         raise CaptureValidationError(
             f"{where} is text, so it must be JSON: {error}",

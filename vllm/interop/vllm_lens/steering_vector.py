@@ -15,6 +15,9 @@ from pydantic import (
 
 from vllm.interop.vllm_lens import tensors
 
+MOST_BYTES = 64 << 20
+"""Most bytes of the activations of a request, decompressed."""
+
 
 class SteeringVector(BaseModel):
     """Vectors that are added to the stream after layers."""
@@ -36,9 +39,12 @@ class SteeringVector(BaseModel):
     @classmethod
     def _decode(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return tensors.decode(value)
+            return tensors.decode(value, MOST_BYTES)
         if isinstance(value, list):
-            return torch.tensor(value, dtype=torch.float32)
+            try:
+                return torch.tensor(value, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"must be nested lists of numbers: {error}") from error
         return value
 
     @field_serializer("activations")
@@ -66,9 +72,9 @@ class SteeringVector(BaseModel):
             )
         return self
 
-    def entries(self) -> dict[int, dict[str, Any]]:
-        """The entries of `steering_vectors` at `post_block`, by layer."""
-        entries = {}
+    def entries(self) -> list[tuple[int, dict[str, Any]]]:
+        """The layers and entries of `steering_vectors` at `post_block`."""
+        entries = []
         for layer, rows in zip(self.layer_indices, self.activations.float()):
             entry: dict[str, Any] = {"scale": self.scale, "norm_match": self.norm_match}
             if rows.dim() == 1:
@@ -77,5 +83,5 @@ class SteeringVector(BaseModel):
                 given = self.position_indices
                 entry["vectors"] = rows
                 entry["positions"] = list(range(len(rows))) if given is None else given
-            entries[layer] = entry
+            entries.append((layer, entry))
         return entries

@@ -16,6 +16,16 @@ import torch
 MOST_BYTES = 1 << 30
 """Most bytes of one tensor, decompressed."""
 
+MOST_DIMENSIONS = 8
+
+DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        *(torch.complex64, torch.complex128),
+    }
+)
+
 
 def encode(tensor: torch.Tensor) -> dict[str, Any]:
     """Encode a tensor as JSON."""
@@ -34,8 +44,12 @@ def encode(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def decode(raw: Mapping[str, Any]) -> torch.Tensor:
+def decode(raw: Mapping[str, Any], most_bytes: int = MOST_BYTES) -> torch.Tensor:
     """Decode a tensor from JSON.
+
+    Args:
+        raw: the object above.
+        most_bytes: a larger tensor is refused before it is decompressed.
 
     Raises:
         ValueError: the parts do not fit together; the message says how.
@@ -44,14 +58,14 @@ def decode(raw: Mapping[str, Any]) -> torch.Tensor:
     import pyarrow
 
     name = str(raw.get("original_dtype", raw.get("dtype"))).removeprefix("torch.")
-    dtype, shape = getattr(torch, name, None), raw.get("shape")
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"original_dtype={name!r}: torch has no such dtype")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("shape must be a list of integers of at least 0")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        names = sorted(str(one).removeprefix("torch.") for one in DTYPES)
+        raise ValueError(f"original_dtype={name[:80]!r}: use one of {names}")
+    shape = _checked(raw.get("shape"))
     size = prod(shape) * dtype.itemsize
-    if size > MOST_BYTES:
-        raise ValueError(f"a tensor of {size} bytes; at most {MOST_BYTES} are allowed")
+    if size > most_bytes:
+        raise ValueError(f"a tensor of {size} bytes; at most {most_bytes} are allowed")
     if not size:
         return torch.empty(shape, dtype=dtype)
     try:
@@ -69,3 +83,16 @@ def decode(raw: Mapping[str, Any]) -> torch.Tensor:
     if len(data) != size:
         raise ValueError(f"data has {len(data)} bytes; shape and dtype need {size}")
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def _checked(shape: Any) -> list[int]:
+    """A shape as a list of integers that fit into 32 bits."""
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 1 << 31 for n in shape)
+    ):
+        raise ValueError(
+            f"shape must be a list of at most {MOST_DIMENSIONS} integers of at least 0"
+        )
+    return shape

@@ -72,49 +72,6 @@ def is_by_tap(payload: Any) -> bool:
     )
 
 
-MAX_DEPTH = 64
-"""Maximum nesting of lists and dicts in a payload."""
-
-
-MAX_CONTAINERS = 1 << 17
-"""Maximum number of lists and dicts in a payload; shared ones count each time."""
-
-
-def fault_of(payload: Any) -> str | None:
-    """Why a payload cannot be serialized: too deep, cyclic, or an integer too large.
-
-    Args:
-        payload: what a consumer returned. Objects that are not plain data are not
-            checked here.
-
-    Returns:
-        The reason as the rest of a sentence about the payload; None if there is none.
-
-    """
-    waiting = [(payload, 0)]
-    containers = 0
-    while waiting:
-        here, depth = waiting.pop()
-        if isinstance(here, int) and not -(1 << 63) <= here < 1 << 64:
-            return "contains an integer of more than 64 bits; convert it to text"
-        if isinstance(here, dict):
-            inner = [*here.keys(), *here.values()]
-        elif isinstance(here, (list, tuple)):
-            inner = list(here)
-        else:
-            continue
-        containers += 1
-        if containers > MAX_CONTAINERS:
-            return f"has more than {MAX_CONTAINERS} lists and objects"
-        if depth == MAX_DEPTH:
-            return (
-                f"is more than {MAX_DEPTH} lists and objects deep, or contains itself"
-            )
-        # Depth first, so that a cycle reaches MAX_DEPTH soon.
-        waiting += [(one, depth + 1) for one in inner]
-    return None
-
-
 def sendable(text: str) -> str:
     """`text` with what UTF-8 cannot encode escaped, such as lone surrogates.
 

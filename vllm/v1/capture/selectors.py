@@ -13,6 +13,7 @@ from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.bounds import count_values, shown
+from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import parse_layers, parse_positions
 
@@ -77,6 +78,17 @@ def check_request_size(params: Any) -> None:
     capture = getattr(params, "capture", None)
     if capture is not None:
         check_size(capture, "capture")
+
+
+def check_range(raw: Any, where: str) -> None:
+    """Refuse what cannot be sent to the engine's process, such as huge integers.
+
+    Raises:
+        CaptureValidationError: `raw` is too deep, or has an integer of over 64 bits.
+
+    """
+    if (fault := fault_of(raw)) is not None:
+        raise fail(f"{where} {fault}", where, raw)
 
 
 def check_text(raw: Any, where: str) -> None:

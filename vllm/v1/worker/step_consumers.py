@@ -87,9 +87,9 @@ class StepConsumers:
         self._step += 1
         began = perf_counter()
         try:
-            actions = self._consumers[name].on_step(view) or ()
-        except Exception:  # Plug-in code may raise anything.
-            actions = ()
+            actions = list(self._consumers[name].on_step(view) or ())
+        except (Exception, SystemExit):  # Plug-in code may raise anything.
+            actions = []
             if name not in self._complained:
                 self._complained.add(name)
                 logger.exception("The consumer %r failed in on_step", name)
@@ -138,5 +138,5 @@ class StepConsumers:
         for name, consumer in self._consumers.items():
             try:
                 consumer.shutdown()
-            except Exception:  # Plug-in code may raise anything.
+            except (Exception, SystemExit):  # Plug-in code may raise anything.
                 logger.exception("The consumer %r failed to shut down", name)

@@ -46,7 +46,9 @@ class Watcher(SyncCaptureConsumer):
         found, ACTIONS[:] = list(ACTIONS), []
         if "raise" in found:
             raise RuntimeError("it is meant to")
-        return found
+        if "leave" in found:
+            raise SystemExit(3)
+        return 5 if "return 5" in found else found
 
 
 class Latch(SteeringController):
@@ -190,6 +192,8 @@ def test_what_cannot_be_done_is_rejected_and_changes_nothing(
         SteeringVectorUpdate({"post_block": {9: VECTOR}}),
         SteeringVectorUpdate({"post_block": {1: VECTOR[:3]}}),
         SteeringVectorUpdate({"post_block": {1: VECTOR}}, phase="prefill"),
+        SteeringVectorUpdate(None),
+        SteeringVectorUpdate({"post_block": {float("inf"): VECTOR}}),
         SteeringMonitorUpdate("post_block", 1, VECTOR),
         "no action",
     ]
@@ -199,5 +203,6 @@ def test_what_cannot_be_done_is_rejected_and_changes_nothing(
     rejected = after["action_queue"]["rejected"] - before["rejected"]
     assert rejected == len(bad)
     assert any("no request 'nobody'" in one for one in after["rejections"])
-    plugin.ACTIONS[:] = ["raise"]
-    same(run(engine, {})[0], plain)
+    for misbehaves in ("raise", "leave", "return 5"):
+        plugin.ACTIONS[:] = [misbehaves]
+        same(run(engine, {})[0], plain)

@@ -144,6 +144,11 @@ def test_text_that_cannot_travel_is_refused(capture: Any) -> None:
         plan(admission(), capture)
 
 
+def test_a_number_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(CaptureValidationError, match="64 bits"):
+        plan(admission(), ask(more=[10**40]))
+
+
 def test_a_request_overrides_what_its_consumer_captures_globally() -> None:
     gate = admission(asking=Asking(CaptureSpec({"pre_attn": [0]}, "all")))
     made = plan(gate, ask())

@@ -135,3 +135,11 @@ def test_features_and_lenses_can_end_a_request(engine: CapturedEngine) -> None:
         assert found.outputs[0].stop_reason == f"readout:{name}"
         assert len(found.outputs[0].token_ids) == len(own)
         assert own[-1] > above and (own[:-1] <= above).all()
+
+
+def test_a_number_that_cannot_travel_is_refused(engine: CapturedEngine) -> None:
+    large = PROBE | {"probe": {"vectors": [[0.0] * 64], "bias": [10**40]}, "layer": 0}
+    rule = {"readout": "p", "above": 10**40}
+    for readout, options in ((large, {}), (PROBE, {"stop_when": [rule]})):
+        with pytest.raises(ValueError, match="64 bits"):
+            read_out(engine, PROMPTS[:1], {"p": readout}, **options)

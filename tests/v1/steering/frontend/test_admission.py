@@ -38,6 +38,7 @@ def admit(admission: SteeringAdmission, max_tokens: int = 4, **fields: Any) -> A
     names = FIELDS
     params: Any = SimpleNamespace(**dict.fromkeys(names), max_tokens=max_tokens)
     params._steering = params.conversation_id = None
+    params.steering_receipt = False
     for name, value in fields.items():
         setattr(params, name, value)
     admission.admit(params, PROMPT, resumable=False)
@@ -161,6 +162,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "steering_vectors.post_attn.1.max",
     ),
     (
+        {BASE: at({"vector": ONE, "op": "clamp", "min": -1e39})},
+        "finite number",
+        "steering_vectors.post_attn.1.min",
+    ),
+    (
+        {BASE: at({"vector": ONE, "op": "project_out", "scale": 1e39})},
+        "finite number",
+        "steering_vectors.post_attn.1.scale",
+    ),
+    (
         {BASE: at({"vector": ONE, "op": "spin"})},
         "not one of",
         "steering_vectors.post_attn.1.op",
@@ -222,7 +233,7 @@ def test_numpy_integers_are_positions() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
-    params: Any = SimpleNamespace(**dict.fromkeys(FIELDS))
+    params: Any = SimpleNamespace(**dict.fromkeys(FIELDS), steering_receipt=False)
     NO_STEERING_FRONTEND.admit(params, PROMPT)
     setattr(params, name, {})
     with pytest.raises(ValueError, match="--enable-steering") as found:
@@ -234,6 +245,7 @@ def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
 def test_a_session_whose_prompt_comes_in_parts_is_refused_with_the_remedy() -> None:
     params: Any = SimpleNamespace(**{**dict.fromkeys(FIELDS), DECODE: at(ONE)})
     params.conversation_id = None
+    params.steering_receipt = False
     with pytest.raises(SteeringValidationError, match="in one piece") as caught:
         admission().admit(params, PROMPT, resumable=True)
     assert caught.value.parameter == DECODE

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of interp-engine's routes as JSON."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from vllm import __version__
+from vllm.entrypoints.serve.interp_engine.schema import DecodeResiduals, Tokenize
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import GenStep, LensStep
+from vllm.interop.interp_engine.wire import encode_tensor
 
 Answer = dict[str, Any]
+
+LEAST_CHARACTERS, CHARACTERS_PER_TOKEN = 1 << 16, 16
+"""What is tokenized at a time: so much, or so much per token of the longest prompt."""
 
 
 def description(model: ServedModel) -> Answer:
@@ -40,6 +48,51 @@ def description(model: ServedModel) -> Answer:
             "max_concurrency": model.config.scheduler_config.max_num_seqs,
         },
     }
+
+
+def tokenized(model: ServedModel, body: Tokenize) -> Answer:
+    """Token ids, and each token's text.
+
+    Raises:
+        ValueError: the text is much longer than a prompt, or the template refuses it.
+
+    """
+    size = len(json.dumps(body.messages)) if body.text is None else len(body.text)
+    most = max(
+        LEAST_CHARACTERS, CHARACTERS_PER_TOKEN * model.config.model_config.max_model_len
+    )
+    if size > most:
+        raise ValueError(f"{size} characters; at most {most} are tokenized at a time")
+    ids = _ids(model, body)
+    return {"token_ids": ids, "str_tokens": model.to_str_tokens(ids), "spans": None}
+
+
+def _ids(model: ServedModel, body: Tokenize) -> list[int]:
+    if body.text is not None:
+        ids: list[int] = model.to_tokens(body.text, body.prepend_bos)[0].tolist()
+        return ids
+    try:
+        ids = model.tokenizer.apply_chat_template(
+            body.messages,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            **body.template_kwargs,
+        )
+    except Exception as error:  # A template raises whatever it likes.
+        raise ValueError(
+            f"messages: the chat template refuses them: {error}"
+        ) from error
+    return ids
+
+
+def decoded(logits: torch.Tensor, body: DecodeResiduals) -> Answer:
+    """Logits `[rows, vocabulary]`, or the `top_k` largest; null where not finite."""
+    if body.top_k is None:
+        return {"tensor": encode_tensor(logits, body.output_dtype)}
+    top = torch.topk(logits, min(body.top_k, logits.shape[-1]), dim=-1)
+    return {"token_ids": top.indices.tolist(), "logits": top.values.tolist()}
 
 
 def token_step(step: GenStep) -> Answer:

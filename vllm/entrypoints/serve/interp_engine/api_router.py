@@ -4,28 +4,32 @@
 They follow the server's key, as all of `/v1` does. A mistake is HTTP 422 with `detail`.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from vllm.entrypoints.serve.interp_engine import schema
 from vllm.entrypoints.serve.interp_engine.answers import (
+    decoded,
     description,
     finish_of,
     lens_step,
     token_step,
+    tokenized,
 )
+from vllm.entrypoints.serve.interp_engine.room import Room
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
 from vllm.interop.interp_engine.wire import decode_tensor, encode_tensor
 from vllm.logger import init_logger
+from vllm.v1.residual.bounds import cut
 
 logger = init_logger(__name__)
 
@@ -44,7 +48,7 @@ class _Route(APIRoute):
                 response: Response = await handler(request)
             except ValueError as error:
                 status = HTTPStatus.UNPROCESSABLE_ENTITY
-                return JSONResponse({"detail": str(error)}, status_code=status)
+                return JSONResponse({"detail": cut(str(error))}, status_code=status)
             return response
 
         return answered
@@ -69,21 +73,10 @@ async def describe(request: Request) -> Answer:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: schema.Tokenize) -> Answer:
+async def tokenize(request: Request, body: schema.Tokenize) -> Response:
     """Token ids of text or of a conversation, and each token's text."""
     model = _model(request)
-    if body.text is not None:
-        ids = model.to_tokens(body.text, body.prepend_bos)[0].tolist()
-    else:
-        ids = model.tokenizer.apply_chat_template(
-            body.messages,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            **body.template_kwargs,
-        )
-    return {"token_ids": ids, "str_tokens": model.to_str_tokens(ids), "spans": None}
+    return await _sent(lambda: tokenized(model, body))
 
 
 @router.post("/serves")
@@ -94,24 +87,43 @@ async def serves(request: Request, body: schema.Serves) -> Answer:
 
 
 @router.post("/capture")
-async def capture(request: Request, body: schema.Capture) -> Answer:
+async def capture(request: Request, body: schema.Capture) -> Response:
     """Rows of a prompt, by address."""
-    found = await _model(request).capture(
+    model = _model(request)
+    rows = len(body.prompt_token_ids if body.rows is None else body.rows)
+    _room(request).take(rows * len(body.points), model.d_model, "rows")
+    found = await model.capture(
         body.prompt_token_ids,
         body.points,
         steering_spec=body.steering,
         rows=body.rows,
     )
-    sent = {
-        str(at): encode_tensor(rows, body.output_dtype) for at, rows in found.items()
-    }
-    return {"activations": sent}
+    return await _sent(
+        lambda: {
+            "activations": {
+                str(at): encode_tensor(rows, body.output_dtype)
+                for at, rows in found.items()
+            }
+        }
+    )
 
 
 @router.post("/project")
-async def project(request: Request, body: schema.Project) -> Answer:
+async def project(request: Request, body: schema.Project) -> Response:
     """Products of a prompt's rows with directions, per set."""
-    directions = [
+    directions = await asyncio.to_thread(_directions, body)
+    count = sum(len(one.vectors) for one in directions)
+    _room(request).take(len(body.prompt_token_ids), count, "prompt_token_ids")
+    values = await _model(request).project(
+        body.prompt_token_ids, directions, steering_spec=body.steering
+    )
+    return await _sent(
+        lambda: {"values": [encode_tensor(one, body.output_dtype) for one in values]}
+    )
+
+
+def _directions(body: schema.Project) -> list[DirectionSet]:
+    return [
         DirectionSet(
             one.point,
             decode_tensor(one.vectors),
@@ -120,27 +132,27 @@ async def project(request: Request, body: schema.Project) -> Answer:
         )
         for one in body.directions
     ]
-    values = await _model(request).project(
-        body.prompt_token_ids, directions, steering_spec=body.steering
-    )
-    return {"values": [encode_tensor(one, body.output_dtype) for one in values]}
 
 
 @router.post("/unembed_rows")
-async def unembed_rows(request: Request, body: schema.UnembedRows) -> Answer:
+async def unembed_rows(request: Request, body: schema.UnembedRows) -> Response:
     """Rows of the unembedding."""
-    rows = await _model(request).unembed_rows(body.token_ids)
-    return {"tensor": encode_tensor(rows, body.output_dtype)}
+    model = _model(request)
+    _room(request).take(len(body.token_ids), model.d_model, "token_ids")
+    rows = await model.unembed_rows(body.token_ids)
+    return await _sent(lambda: {"tensor": encode_tensor(rows, body.output_dtype)})
 
 
 @router.post("/decode_residuals")
-async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Answer:
+async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Response:
     """Logits of rows, or the `top_k` largest."""
-    logits = await _model(request).decode_residuals(decode_tensor(body.residuals))
-    if body.top_k is None:
-        return {"tensor": encode_tensor(logits, body.output_dtype)}
-    top = torch.topk(logits, min(body.top_k, logits.shape[-1]), dim=-1)
-    return {"token_ids": top.indices.tolist(), "logits": top.values.tolist()}
+    model = _model(request)
+    rows = await asyncio.to_thread(decode_tensor, body.residuals)
+    count = len(rows) if rows.dim() else 1
+    size = model.config.model_config.get_vocab_size()
+    _room(request).take(count, size, "residuals")
+    logits = await model.decode_residuals(rows)
+    return await _sent(lambda: decoded(logits, body))
 
 
 @router.post("/generate")
@@ -213,6 +225,20 @@ async def lens(request: Request, body: schema.Lenses) -> Response:
             start, first, lines, lambda seen: {"type": "done", "n_steps": len(seen)}
         )
     return JSONResponse({"steps": _untyped(await _all(first, lines))})
+
+
+async def _sent(make: Callable[[], Answer]) -> Response:
+    """The response with what `make` returns, which is called on a thread."""
+    return await asyncio.to_thread(lambda: JSONResponse(make()))
+
+
+def _room(request: Request) -> Room:
+    """The room of all responses of this server."""
+    state = request.app.state
+    if "interp_engine_room" not in state._state:
+        state.interp_engine_room = Room()
+    room: Room = state.interp_engine_room
+    return room
 
 
 async def _opened(lines: Any) -> Lines:

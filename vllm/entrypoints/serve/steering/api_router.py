@@ -11,7 +11,11 @@ from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering import schema
-from vllm.entrypoints.serve.steering.authority import refusal, steering_keys
+from vllm.entrypoints.serve.steering.authority import (
+    MUTATING,
+    refusal,
+    steering_keys,
+)
 from vllm.entrypoints.serve.utils.json_object import checked_object
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
@@ -25,7 +29,7 @@ logger = init_logger(__name__)
 
 reading = APIRouter(prefix="/v1/steering")
 mutating = APIRouter(prefix="/v1/steering")
-closed = APIRouter(prefix="/v1/steering", include_in_schema=False)
+closed = APIRouter(include_in_schema=False)
 
 Answer = dict[str, Any]
 
@@ -46,21 +50,20 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
         )
 
 
-@closed.post("/set")
-@closed.post("/clear")
-@closed.post("/modules/register")
-@closed.post("/modules/unregister")
-@closed.post("/vectors/register")
-@closed.post("/vectors/unregister")
 async def not_open() -> None:
     """Tell the client how mutating routes are enabled."""
     raise HTTPException(
         HTTPStatus.NOT_FOUND,
-        "this server has no routes that change steering: start it with "
-        "--enable-steering and --steering-api-key KEY (or VLLM_STEERING_API_KEY), or "
-        "with VLLM_SERVER_DEV_MODE=1, which lets every client change steering; a "
-        "request can use vectors of its own in steering_vectors",
+        "this server has no routes that change steering, readout modules or hooks: "
+        "start it with --enable-steering and --steering-api-key KEY (or "
+        "VLLM_STEERING_API_KEY), or with VLLM_SERVER_DEV_MODE=1, which lets every "
+        "client change steering; a request can use vectors of its own in "
+        "steering_vectors",
     )
+
+
+for _path in sorted(MUTATING):
+    closed.add_api_route(_path, not_open, methods=["POST"])
 
 
 @reading.get("")

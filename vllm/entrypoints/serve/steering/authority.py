@@ -54,10 +54,15 @@ OPEN_UPSTREAM = frozenset({"/invocations"})
 
 
 def captures_or_steers(args: Namespace) -> bool:
-    """Whether a server was started with capture or steering."""
-    steers = getattr(args, "enable_steering", False)
-    lens = getattr(args, "vllm_lens_api", False)
-    return bool(steers or lens or getattr(args, "capture_consumers", None))
+    """Whether a server was started with capture, readouts or steering."""
+    return any(getattr(args, name, None) for name in ENABLING)
+
+
+ENABLING = (
+    *("capture_consumers", "enable_steering", "enable_readouts"),
+    *("readout_modules", "sae", "vllm_lens_api", "interp_engine_api"),
+)
+"""Options that enable them."""
 
 
 def needs_server_key(scope: Mapping[str, Any]) -> bool:

@@ -74,7 +74,13 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
 def _whole_number(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise BodyError(f"it has an integer of more than {MAX_DIGITS} digits")
-    return int(text)
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise BodyError(
+            "it has an integer of more than 64 bits; send a number with an exponent, "
+            "such as 1e30, or text"
+        )
+    return value
 
 
 _DECODER = json.JSONDecoder(parse_int=_whole_number)

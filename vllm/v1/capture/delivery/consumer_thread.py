@@ -12,7 +12,6 @@ from vllm.v1.capture.delivery.drops import DroppedRows
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening, Packet, PacketQueue
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
 from vllm.v1.capture.failures import FAILURES, described
-from vllm.v1.capture.payload import fault_of
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
@@ -22,6 +21,7 @@ from vllm.v1.capture.types import (
     CaptureKey,
     CaptureResult,
 )
+from vllm.v1.residual.plain_data import fault_of
 
 __all__ = ["Ending", "SinkLane"]
 

@@ -26,6 +26,7 @@ from vllm.v1.capture.plan import (
 )
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import (
+    check_range,
     check_size,
     check_text,
     fail,
@@ -214,6 +215,7 @@ class Admission:
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:
         check_size(raw, "capture")
+        check_range(raw, "capture")
         capture = plain(raw)
         if not isinstance(capture, dict):
             raise fail(

@@ -4,9 +4,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.hooks.errors import HookError, fail
+from vllm.v1.hooks.errors import fail
 from vllm.v1.hooks.frontend.frontend import DISABLED, HookFrontend, call
 from vllm.v1.hooks.results import Saved
+from vllm.v1.residual.bounds import shown
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -31,9 +32,10 @@ def register_hooks(
 
     """
     frontend = _frontend(self.llm_engine)
+    added = frontend.parse_shared(hooks)
     if prefetch_params:
         prefetch_params_of(self, prefetch_params)
-    return frontend.register(hooks)
+    return frontend.register(added)
 
 
 def collect_hook_results(self: "LLM") -> dict[str, Saved]:
@@ -86,9 +88,10 @@ async def async_register_hooks(
 ) -> int:
     """Run functions for all later requests; see `LLM.register_hooks`."""
     frontend = _frontend(self)
+    added = frontend.parse_shared(hooks)
     if prefetch_params:
         await async_prefetch_params(self, prefetch_params)
-    return frontend.register(hooks)
+    return frontend.register(added)
 
 
 async def async_collect_hook_results(self: "AsyncLLM") -> dict[str, Saved]:
@@ -130,15 +133,15 @@ def _names(raw: Any) -> list[str]:
         isinstance(name, str) and name for name in names
     ):
         raise fail("params must be a list of names of parameters", "params", raw)
-    return list(names)
+    return list(dict.fromkeys(names))
 
 
 def _found(names: list[str], missing: list[str]) -> list[str]:
     if missing:
-        raise HookError(
-            f"params: the model has no parameter {missing[0]!r}; fused weights have "
-            "vLLM's names, such as model.layers.0.self_attn.qkv_proj.weight",
-            parameter="params",
-            value=missing[0],
+        raise fail(
+            f"params: the model has no parameter {shown(missing[0])}; fused weights "
+            "have vLLM's names, such as model.layers.0.self_attn.qkv_proj.weight",
+            "params",
+            missing[0],
         )
     return names

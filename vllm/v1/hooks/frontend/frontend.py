@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hook functions in the front end: admission of requests, and their results."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.hooks.errors import HookError, fail
-from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
+from vllm.v1.hooks.frontend.parse import MOST_HOOKS, Allowed, parse_hooks
 from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
 from vllm.v1.hooks.results import Saved, joined
 
@@ -46,10 +46,6 @@ class NoHooks:
         """
         if params.extra_args and FIELD in params.extra_args:
             raise fail(f"{WHERE}: {DISABLED}", WHERE, "(hooks)")
-
-    def register(self, hooks: Any) -> int:
-        """Refuse."""
-        raise fail(f"hooks: {DISABLED}", "hooks", "(hooks)")
 
     def complete(self, outputs: "Iterable[RequestOutput]") -> None:
         """Attach saved values to final outputs."""
@@ -129,11 +125,12 @@ class HookFrontend(NoHooks):
                 params.n,
             )
 
-    def register(self, hooks: Any) -> int:
-        """Add hooks for all later requests; returns their number.
+    def parse_shared(self, hooks: Any) -> tuple[HookSpec, ...]:
+        """Parse hooks for all later requests.
 
         Raises:
-            HookError: a hook is invalid, or there are several API servers.
+            HookError: a hook is invalid, there would be more than `MOST_HOOKS`, or
+                there are several API servers.
 
         """
         if self._servers > 1:
@@ -145,8 +142,28 @@ class HookFrontend(NoHooks):
             )
         if self._refusal:
             raise fail(f"hooks: {self._refusal}", "hooks", "(hooks)")
-        first = len(self._shared)
         added = parse_hooks(hooks, self._allowed, "hooks", shared=True)
+        self._check_count(added)
+        return added
+
+    def _check_count(self, added: Sequence[HookSpec]) -> None:
+        if (count := len(self._shared) + len(added)) > MOST_HOOKS:
+            raise fail(
+                f"hooks: {count} would be registered, and at most {MOST_HOOKS} may be; "
+                "clear_hooks (POST /v1/hooks/clear) removes them",
+                "hooks",
+                count,
+            )
+
+    def register(self, added: Sequence[HookSpec]) -> int:
+        """Add parsed hooks for all later requests; returns their number.
+
+        Raises:
+            HookError: there would be more than `MOST_HOOKS`.
+
+        """
+        self._check_count(added)
+        first = len(self._shared)
         self._shared += tuple(
             HookSpec(
                 str(first + number),

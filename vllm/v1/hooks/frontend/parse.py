@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.v1.hooks.errors import fail
 from vllm.v1.hooks.plan import GROUP, HookSpec
+from vllm.v1.residual.plain_data import parse_text
 
 MOST_HOOKS = 64
 """Most hooks of a request, and most registered ones."""
@@ -58,7 +59,7 @@ def parse_hooks(
     """
     if isinstance(raw, str):
         try:
-            raw = json.loads(raw)
+            raw = parse_text(raw)
         except ValueError as error:
             raise fail(
                 f"{where} is text, so it must be JSON: {error}", where, raw

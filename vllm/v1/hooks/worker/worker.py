@@ -161,7 +161,7 @@ class WorkerHooks:
     def _loaded(self, spec: HookSpec) -> Running:
         try:
             return Running(spec, _function(spec))
-        except Exception as error:  # A user's code may raise anything.
+        except (Exception, SystemExit) as error:  # A user's code may raise anything.
             return Running(spec, None, error=self._described(spec, error))
 
     def _run(
@@ -189,11 +189,11 @@ class WorkerHooks:
         try:
             found = one.function(context, rows)
             return _changed(found, rows, before)
-        except Exception as error:  # A user's code may raise anything.
+        except (Exception, SystemExit) as error:  # A user's code may raise anything.
             one.error = self._described(one.spec, error)
             return None
 
-    def _described(self, spec: HookSpec, error: Exception) -> str:
+    def _described(self, spec: HookSpec, error: BaseException) -> str:
         """The error message for the request; logged once per function."""
         name = spec.name or f"number {spec.key}"
         if name not in self._complained:

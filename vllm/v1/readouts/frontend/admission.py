@@ -14,6 +14,7 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, StopWhen, Tap
+from vllm.v1.residual.plain_data import fault_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +77,8 @@ class ReadoutAdmission:
         if params.readouts is None and params.stop_when is None:
             return ReadoutPlan(steps) if steps else None
         self._check_enabled(params)
+        for name in ("readouts", "stop_when"):
+            _check_range(getattr(params, name), name)
         raw = plain(params.readouts)
         if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
             raise fail(
@@ -274,6 +277,12 @@ def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | Non
     if readout.kind == "lens":
         return len(readout.taps) * len(readout.tokens)
     return None
+
+
+def _check_range(raw: Any, name: str) -> None:
+    """Reject what cannot be sent to the engine's process, such as huge integers."""
+    if (fault := fault_of(raw)) is not None:
+        raise fail(f"{name} {fault}", name, raw)
 
 
 def _check_name(name: Any) -> None:

@@ -79,7 +79,7 @@ class CustomReadouts:
                     f"with a first dimension of {entry.count}"
                 )
             return found
-        except Exception as error:  # Plug-in code may raise anything.
+        except (Exception, SystemExit) as error:  # Plug-in code may raise anything.
             if name not in self._complained:
                 self._complained.add(name)
                 logger.exception("The readout %r failed", name)

@@ -59,6 +59,10 @@ ALL_GENERATED = "all_generated"
 """The selector of all generated tokens; its entries move to the decode tier."""
 
 
+MOST = float(np.finfo(np.float32).max)
+"""The largest number."""
+
+
 @dataclass(frozen=True, slots=True)
 class VectorUse:
     """The operation of an entry and its parameters."""
@@ -246,21 +250,14 @@ def _bound(raw: Any, at: str) -> float | None:
 
 
 def finite(value: Any, at: str) -> float:
-    """Parse a finite number.
+    """Parse a number that is finite in float32, the dtype in which kernels hold it.
 
     Raises:
         SteeringValidationError: the value is not a number, or not finite.
 
     """
-    if not is_finite(value):
-        raise fail(f"{at} must be a finite number", at, value)
-    return float(value)
-
-
-def finite_float32(value: Any, at: str) -> float:
-    """Parse a number that is finite in float32, the dtype in which kernels hold it."""
-    if not is_finite(value) or abs(float(value)) > np.finfo(np.float32).max:
-        raise fail(f"{at} must be a finite number", at, value)
+    if not is_finite(value) or abs(float(value)) > MOST:
+        raise fail(f"{at} must be a finite number, of float32", at, value)
     return float(value)
 
 

@@ -10,7 +10,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES, FeatureUse
 from vllm.v1.steering.plan import Tap
-from vllm.v1.steering.spec.entry import finite_float32
+from vllm.v1.steering.spec.entry import finite
 from vllm.v1.steering.spec.named import NamedSAE
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def parse_feature(
         raise fail(
             f"{at}.only_if_active must be a boolean", f"{at}.only_if_active", only
         )
-    value = finite_float32(entry["value"], f"{at}.value")
+    value = finite(entry["value"], f"{at}.value")
     use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only)
     _check_selection(use, sae, at)
     return use

@@ -11,7 +11,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
-from vllm.v1.steering.spec.entry import is_finite
+from vllm.v1.steering.spec.entry import finite, is_finite
 
 MAX_NAMES = 16
 """Most modules that one request may name."""
@@ -104,9 +104,10 @@ def _part(
 def _operation(one: Operation, scale: float, parameter: str) -> Operation:
     details, own = one.details, one.scale
     if one.op == "clamp":
-        details = structs.replace(details, strength=details.strength * scale)
+        strength = finite(details.strength * scale, parameter)
+        details = structs.replace(details, strength=strength)
     elif one.op in BY_SCALE:
-        own *= scale
+        own = finite(own * scale, parameter)
     else:
         raise fail(
             f"{parameter}: the module has {one.op} at {one.hook} of layer {one.layer}, "

@@ -13,7 +13,7 @@ from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.arrays import parse_vector
-from vllm.v1.steering.spec.entry import finite_float32
+from vllm.v1.steering.spec.entry import finite
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
@@ -117,7 +117,7 @@ def _probe(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
     cosine = raw.get("cosine", False)
     if not isinstance(cosine, bool):
         raise fail(f"{at}.cosine must be a boolean", f"{at}.cosine", cosine)
-    bias = finite_float32(raw.get("bias", 0.0), f"{at}.bias")
+    bias = finite(raw.get("bias", 0.0), f"{at}.bias")
     return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
 
 
@@ -216,7 +216,7 @@ def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, fl
             {name: raw.get(name) for name in ("above", "below")},
         )
     name = given[0]
-    value = finite_float32(raw[name], f"{at}.{name}")
+    value = finite(raw[name], f"{at}.{name}")
     if probe.activation == "sigmoid":
         if not 0 < value < 1:
             raise fail(
@@ -240,7 +240,7 @@ def _sharpness(raw: Mapping[str, Any], at: str) -> float:
     given = raw.get("sharpness")
     if given is None:
         return 0.0
-    value = finite_float32(given, f"{at}.sharpness")
+    value = finite(given, f"{at}.sharpness")
     if value <= 0:
         raise fail(
             f"{at}.sharpness must be above 0; omit it for a gate that is 0 or 1",

@@ -73,7 +73,7 @@ class DynamicSteering:
         for action in actions:
             try:
                 self._apply(action)
-            except (KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # An action may hold anything.
                 self.queue.count("rejected")
                 self.errors = [*self.errors[-7:], f"{type(action).__name__}: {error}"]
             else:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that can be sent to another process: plain, of bounded depth and range."""
+
+import json
+from typing import Any
+
+MAX_DEPTH = 64
+"""Maximum nesting of lists and dicts."""
+MAX_CONTAINERS = 1 << 17
+"""Maximum number of lists and dicts; shared ones count each time."""
+MAX_TEXT_VALUES = 1 << 18
+"""Maximum number of values in JSON that a client sends as text."""
+
+
+def fault_of(data: Any) -> str | None:
+    """Why data cannot be serialized: too deep, cyclic, or an integer too large.
+
+    Args:
+        data: dicts, lists and atoms. Other objects are not checked here.
+
+    Returns:
+        The reason as the rest of a sentence about the data; None if there is none.
+
+    """
+    waiting: list[tuple[Any, int]] = [([data], 0)]
+    containers = -1
+    while waiting:
+        here, depth = waiting.pop()
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            return f"has more than {MAX_CONTAINERS} lists and objects"
+        items = [*here.keys(), *here.values()] if isinstance(here, dict) else here
+        if set(map(type, items)) <= {str, float, bool, type(None)}:
+            continue
+        if any(isinstance(n, int) and not -(1 << 63) <= n < 1 << 64 for n in items):
+            return "contains an integer of more than 64 bits; convert it to text"
+        inner = [one for one in items if isinstance(one, (dict, list, tuple))]
+        if inner and depth == MAX_DEPTH:
+            return (
+                f"is more than {MAX_DEPTH} lists and objects deep, or contains itself"
+            )
+        # Depth first, so that a cycle reaches MAX_DEPTH soon.
+        waiting += [(one, depth + 1) for one in inner]
+    return None
+
+
+def parse_text(text: str) -> Any:
+    """Parse JSON that a client sends within a text.
+
+    Raises:
+        ValueError: it is not JSON, or larger or deeper than any request needs.
+
+    """
+    if sum(text.count(sign) for sign in "[{,") > MAX_TEXT_VALUES:
+        raise ValueError(
+            f"it has more than {MAX_TEXT_VALUES} values; send arrays as base64"
+        )
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if fault := fault_of(data):
+        raise ValueError(f"it {fault}")
+    return data
