@@ -294,12 +294,68 @@ _STEERED = {
     "all": "all layers and hook points",
     "control": "the same server twice (noise)",
 }
+_LOADS = {
+    "large": "1,024-token prompts",
+    "small": "128-token prompts",
+    "one": "one 512-token prompt",
+    "generated": "128 generated tokens",
+}
+_WAYS = {
+    "caller": "to the caller",
+    "generated": "to the caller",
+    "states": "by Transformers",
+    "connector": "by upstream's connector",
+    "ipc": "Arrow IPC",
+    "parquet": "Parquet",
+}
+_BASES = {
+    "of plain": "throughput / upstream's without rows",
+    "of connector": "throughput / upstream's connector",
+    "of disk": "throughput / one plain writer",
+}
+
+
+def _delivery(report: Report) -> list[Panel]:
+    summary = report.get("summary", {})
+
+    def label(name: str) -> str:
+        load, _, way = name.partition(" ")
+        return f"{_LOADS[load]}, {_WAYS.get(way, way)}"
+
+    panels = []
+    for base, unit in _BASES.items():
+        aims = goals.DELIVERY[base]
+        rows = [
+            Row(label(name), (mark(found[base]),), aims.get(name))
+            for name, found in summary.items()
+            if base in found and not name.endswith((" disk", " plain"))
+            if name in aims or (base == "of plain" and name.startswith("large "))
+        ]
+        panels.append(Panel(unit, tuple(rows)))
+    times = {
+        name: found["seconds"]
+        for name, found in summary.items()
+        if name.startswith("one ")
+    }
+    times = {label(name): (name, found) for name, found in times.items()}
+    times |= {
+        f"HTTP, {name}": (name, one) for name, one in report.get("http", {}).items()
+    }
+    rows = [
+        Row(text, (mark(found, 1e3),), goals.DELIVERY["milliseconds"].get(name))
+        for text, (name, found) in times.items()
+    ]
+    panels.append(Panel("milliseconds", tuple(rows), is_ratio=False))
+    return panels
+
+
 _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "overhead": ("Throughput with both features off", _overhead),
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),
     "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
     "storage": ("Consumers that write files", _storage),
+    "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
     "native": ("Native code on one thread", _native),
     "prefix_hits": ("Prefix cache under four kinds of steering", _prefix_hits),
     "dataset": ("Prompts of 64 tokens to a data set of two layers", _dataset),

@@ -5,12 +5,20 @@ import asyncio
 import base64
 import json
 import mmap
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "client"))
+
+from clearbox_client.direct import DirectTransport
 
 PROMPT_TOKENS = 512
 MANY, MANY_TOKENS = 32, 256
@@ -20,64 +28,66 @@ STEADY_TOKENS = 512
 
 async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]]]:
     """Yield names and lists of seconds; the caller computes medians."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        for name, accept, transport, read in FORMS:
-            asked = body(PROMPT_TOKENS, 1, transport)
-            await fetch(client, asked, accept, read)
-            yield (
-                f"one, {name}",
-                [await fetch(client, asked, accept, read) for _ in range(rounds)],
-            )
-        for name, accept, transport, read in FORMS:
+    # The transport of clearbox-client: `httpx` by itself takes ten times as long.
+    transport = DirectTransport()
+    with (
+        httpx.Client(base_url=url, timeout=600, transport=transport) as client,
+        ThreadPoolExecutor(MANY) as threads,
+    ):
+        for form in FORMS:
+            ask = partial(fetch, client, PROMPT_TOKENS, 1, form)
+            ask()
+            yield f"one, {form.name}", [ask() for _ in range(rounds)]
+        for form in (NOT_CAPTURED, *FORMS):
             walls, gaps, healths = [], [], []
-            for _ in range(rounds):
-                others = asyncio.ensure_future(others_feel(client))
+            for number in range(-1, rounds):
+                others = asyncio.ensure_future(others_feel(url))
                 await asyncio.sleep(0.5)
                 begin = time.perf_counter()
-                asked = body(MANY_TOKENS, 2, transport)
-                await asyncio.gather(
-                    *(fetch(client, asked, accept, read) for _ in range(MANY))
-                )
-                walls.append(time.perf_counter() - begin)
+                ask = partial(fetch, client, MANY_TOKENS, 2, form)
+                loop = asyncio.get_running_loop()
+                asked = [loop.run_in_executor(threads, ask) for _ in range(MANY)]
+                await asyncio.gather(*asked)
+                wall = time.perf_counter() - begin
                 gap, health = await others
-                gaps.append(gap)
-                healths.append(health)
-            yield f"{MANY} at once, {name}", walls
-            yield f"{MANY} at once, {name}: longest token gap", gaps
-            yield f"{MANY} at once, {name}: longest /health", healths
-        gap, health = await others_feel(client)
+                if number >= 0:  # The first warms up.
+                    walls.append(wall)
+                    gaps.append(gap)
+                    healths.append(health)
+            yield f"{MANY} at once, {form.name}", walls
+            yield f"{MANY} at once, {form.name}: longest token gap", gaps
+            yield f"{MANY} at once, {form.name}: longest /health", healths
+        gap, health = await others_feel(url)
         yield "nothing else: longest token gap", [gap]
         yield "nothing else: longest /health", [health]
 
 
-def body(length: int, seed: int, transport: str) -> dict[str, Any]:
-    """The body of a request whose prompt is captured at all layers."""
+def body(length: int, seed: int, transport: str | None) -> dict[str, Any]:
+    """The body of a request, captured at all layers if there is a transport."""
     draw = np.random.default_rng(seed)
     spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
-    return {
+    asked = {
         "model": "m",
         "prompt": draw.integers(10, 30000, length).tolist(),
         "max_tokens": 1,
         "temperature": 0,
         "detokenize": False,
         "return_token_ids": True,
-        "capture": {"inline": {**spec, "transport": transport}},
     }
+    if transport is not None:
+        asked["capture"] = {"inline": {**spec, "transport": transport}}
+    return asked
 
 
-async def fetch(
-    client: httpx.AsyncClient,
-    asked: dict[str, Any],
-    accept: str,
-    read: Callable[[bytes], list[np.ndarray]],
-) -> float:
+def fetch(client: httpx.Client, length: int, seed: int, form: "Form") -> float:
     """Seconds until the rows are available as numpy arrays."""
+    asked = body(length, seed, form.transport)
     begin = time.perf_counter()
-    headers = {"Accept": accept}
-    reply = await client.post("/v1/completions", json=asked, headers=headers)
+    reply = client.post("/v1/completions", json=asked, headers={"Accept": form.accept})
     reply.raise_for_status()
-    arrays = read(reply.content)
+    if form.read is None:
+        return time.perf_counter() - begin
+    arrays = form.read(reply.content)
     seconds = time.perf_counter() - begin
     if not arrays or any(len(one) == 0 for one in arrays):
         raise RuntimeError("no rows came")
@@ -135,25 +145,33 @@ def from_arrow(data: bytes) -> list[np.ndarray]:
         ]
 
 
+class Form(NamedTuple):
+    """A form of responses."""
+
+    name: str
+    accept: str
+    transport: str | None
+    """None if the request captures nothing."""
+    read: Callable[[bytes], list[np.ndarray]] | None
+
+
 FORMS = (
-    # Name, Accept, transport, how the client reads it.
-    ("safetensors", "application/safetensors", "http", from_safetensors),
-    ("arrow", "application/vnd.apache.arrow.stream", "http", from_arrow),
-    ("shared memory", "application/json", "shm", from_shared_memory),
-    ("JSON", "application/json", "http", from_json),
+    Form("safetensors", "application/safetensors", "http", from_safetensors),
+    Form("arrow", "application/vnd.apache.arrow.stream", "http", from_arrow),
+    Form("shared memory", "application/json", "shm", from_shared_memory),
+    Form("JSON", "application/json", "http", from_json),
 )
+NOT_CAPTURED = Form("not captured", "application/json", None, None)
 
 
-async def others_feel(client: httpx.AsyncClient) -> tuple[float, float]:
+async def others_feel(url: str) -> tuple[float, float]:
     """The longest time between two tokens of a stream, and the slowest `/health`.
 
     The stream is read by a separate process, which is not delayed by this one's parsing
     of large responses.
     """
-    import sys
-
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, __file__, str(client.base_url)),
+        *(sys.executable, __file__, url),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await process.communicate()
@@ -162,12 +180,11 @@ async def others_feel(client: httpx.AsyncClient) -> tuple[float, float]:
 
 
 async def _watch(url: str) -> None:
-    asked = body(16, 3, "http") | {
+    asked = body(16, 3, None) | {
         "max_tokens": STEADY_TOKENS,
         "stream": True,
         "ignore_eos": True,
     }
-    del asked["capture"]
     gaps, healths = [0.0], [0.0]
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
 
@@ -192,6 +209,4 @@ async def _watch(url: str) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
     asyncio.run(_watch(sys.argv[1]))

@@ -87,6 +87,33 @@ STORAGE = {
 }
 """Throughput over that of a plain sequential writer, by kind of file."""
 
+DELIVERY = {
+    "of plain": {
+        "large caller": Goal(0.88, at_most=False),
+        "generated generated": Goal(0.95, at_most=False),
+    },
+    "of connector": {
+        "large caller": Goal(1.5, at_most=False),
+        "large packed": Goal(1.1, at_most=False),
+        "large sharded": Goal(1.1, at_most=False),
+        "large safetensors": Goal(1.1, at_most=False),
+    },
+    "of disk": {f"large {name}": goal for name, goal in STORAGE.items()},
+    "milliseconds": _at_most(
+        {
+            "one caller": 30,
+            "one, safetensors": 80,
+            "one, arrow": 80,
+            "one, shared memory": 80,
+            "one, JSON": 900,
+            "32 at once, safetensors": 1500,
+            "32 at once, arrow": 1500,
+            "32 at once, shared memory": 1500,
+        }
+    ),
+}
+"""Throughput over that of another way, by the other one, and milliseconds."""
+
 NATIVE = Goal(1.3, at_most=False)
 """Throughput of native code in `csrc/` over that of the best Python code."""
 

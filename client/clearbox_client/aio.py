@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
+from clearbox_client.bulk import accept_of, document_in
 from clearbox_client.client import connected, error_of
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
@@ -139,7 +140,7 @@ class AsyncClient:
 
     async def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(await self.model(), prompt, fields)
-        document = await self._ask("POST", path, json=body)
+        document = await self._ask("POST", path, json=body, headers=accept_of(body))
         reply = Reply.of(document)
         if not tokens:
             return reply
@@ -151,4 +152,4 @@ class AsyncClient:
             response = await self._http.request(method, path, **more)
         if response.is_error:
             raise error_of(response)
-        return response.json() if response.content else {}
+        return document_in(response)

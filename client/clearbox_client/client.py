@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from clearbox_client.bulk import accept_of, document_in
+from clearbox_client.direct import transport_for
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
@@ -29,14 +31,15 @@ class Client:
             model: the model's name on the server; by default its only model.
             api_key: the server's key, if it has one.
             timeout: most seconds for a response.
-            transport: an httpx transport, for tests and proxies.
+            transport: an httpx transport, for tests; without one, servers without TLS
+                are read by `DirectTransport`, unless the environment names a proxy.
 
         """
         self._http = httpx.Client(
             base_url=url,
             headers=headers_of(api_key),
             timeout=timeout,
-            transport=transport,
+            transport=transport or transport_for(url),
         )
         self._model = model
 
@@ -154,7 +157,7 @@ class Client:
 
     def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(self.model, prompt, fields)
-        document = self._ask("POST", path, json=body)
+        document = self._ask("POST", path, json=body, headers=accept_of(body))
         reply = Reply.of(document)
         if not tokens:
             return reply
@@ -166,7 +169,7 @@ class Client:
             response = self._http.request(method, path, **more)
         if response.is_error:
             raise error_of(response)
-        return response.json() if response.content else {}
+        return document_in(response)
 
 
 @contextmanager

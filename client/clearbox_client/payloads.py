@@ -14,7 +14,7 @@ Array = NDArray[Any]
 DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
-def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
+def values_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:
     """Decode row-major little-endian bytes; bfloat16 becomes float32.
 
     bfloat16 is the upper half of a float32, so this is exact.
@@ -43,8 +43,9 @@ def values_of(data: bytes, dtype: str, shape: Sequence[int]) -> Array:
 
 
 def entry_values(entry: Mapping[str, Any]) -> Array:
-    """The values `[rows, hidden_size]` of one entry of a payload."""
-    data = base64.b64decode(entry["data"])
+    """The values `[rows, hidden_size]` of one entry, with base64 or bytes as `data`."""
+    given = entry["data"]
+    data = base64.b64decode(given) if isinstance(given, str) else given
     encoding = entry.get("encoding")
     if encoding == "zstd":
         data = _unzstd(data)

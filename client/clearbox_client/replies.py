@@ -44,7 +44,7 @@ class Reply:
     tokens: list[str] | None
     """Texts of prompt and generated tokens, if `tokens=True` was passed."""
     raw: Mapping[str, Any] = field(repr=False)
-    """The response's JSON."""
+    """The response's JSON; rows are bytes or base64, as the server sent them."""
 
     @classmethod
     def of(

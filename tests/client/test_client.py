@@ -54,6 +54,50 @@ def test_values_are_the_servers_bit_for_bit(dtype: torch.dtype) -> None:
     assert found.tobytes() == rows.to(torch.from_numpy(found).dtype).numpy().tobytes()
 
 
+def test_rows_in_binary_form_equal_those_in_json() -> None:
+    from vllm.v1.capture.transport.bodies import as_json, as_safetensors
+    from vllm.v1.capture.transport.parts import described, parts_of
+    from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
+
+    payload = RowsByTap()
+    for layer in (1, 2):
+        facts = {"positions": [0, 1, 2], "token_ids": [7, 8, 9], "encoding": None}
+        payload.put((layer, "post_block"), torch.randn(3, 5).bfloat16(), facts)
+    key = VllmInternalRequestId("r"), -1, "*"
+    result = CaptureResult(key, "ok", payload=payload)  # type: ignore[arg-type]
+    parts = parts_of({"inline": result})
+
+    def tell(reference: Any) -> dict[str, Any]:
+        entries = [described(part, reference) for part in parts]
+        results = {"inline": {"status": "ok", "error": None, "payload": entries}}
+        return {"choices": [{"text": "é"}], "capture_results": results}
+
+    replies = []
+    for form in (as_json, as_safetensors):
+        body = form(tell, parts)
+        content = b"".join(body.pieces)
+
+        def respond(
+            request: httpx.Request,
+            content: bytes = content,
+            kind: str = body.media_type,
+        ) -> httpx.Response:
+            assert request.headers["accept"].startswith("application/safetensors")
+            headers = {"content-type": kind}
+            return httpx.Response(200, content=content, headers=headers)
+
+        client = Client(model="m", transport=httpx.MockTransport(respond))
+        replies.append(client.complete("x", capture={"inline": {}}))
+    one, other = replies
+    assert one.text == other.text == "é" and len(one.rows) == len(other.rows) == 2
+    for tap in ((1, "post_block"), (2, "post_block")):
+        assert np.array_equal(one.rows[tap].values, other.rows[tap].values)
+        assert one.rows[tap].positions == other.rows[tap].positions == [0, 1, 2]
+        assert one.rows[tap].token_ids == other.rows[tap].token_ids == [7, 8, 9]
+        expected = payload[tap].float().numpy()
+        assert np.array_equal(other.rows[tap].values, expected)
+
+
 def test_rows_that_are_cut_off_are_refused() -> None:
     told = entry(torch.ones(3, 4))
     told["data"] = base64.b64encode(b"\0" * 20).decode()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import pyarrow as pa
 import pybase64
 
@@ -39,10 +40,19 @@ class Body(NamedTuple):
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, in the style of the server's other responses."""
-    return json.dumps(
-        document, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
+    """A document as JSON, in the style of the server's other responses.
+
+    Results hold the positions and token ids of every tap. `msgspec` encodes them
+    several times as fast as `json`, which holds the interpreter meanwhile. They have no
+    NaN, which it would encode as null.
+    """
+    rest = dict(document)
+    results = rest.pop("capture_results", None)
+    text = json.dumps(rest, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if results is None:
+        return text
+    name = ',"capture_results":' if rest else '"capture_results":'
+    return f"{text[:-1]}{name}{msgspec.json.encode(results).decode()}}}"
 
 
 def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
