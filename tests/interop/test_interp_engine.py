@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -15,15 +16,20 @@ from fastapi import FastAPI
 
 from tests.support.models import llama
 from vllm.entrypoints.serve.interp_engine.attach import attach_router
+from vllm.interop.interp_engine import wire
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.reading import readable_tap
 from vllm.interop.interp_engine.steering import vectors_of
 from vllm.interop.interp_engine.types import Address, DirectionSet, LensSpec, tap_of
-from vllm.interop.interp_engine.wire import decode_tensor, encode_tensor
+from vllm.interop.interp_engine.wire import decode_tensor, encoded_pieces
 
 PROMPT = [5, 70, 300, 41, 9, 18]
 V = torch.linspace(-1, 1, 64)
 W = torch.linspace(2, -1, 64) ** 2
+
+
+def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> Any:
+    return json.loads(b"".join(encoded_pieces(tensor, dtype)))
 
 
 class Served:
@@ -332,6 +338,11 @@ def test_tensors_travel_in_three_dtypes() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         back = decode_tensor(encode_tensor(values, dtype))
         assert torch.equal(back, values.to(getattr(torch, dtype)).float())
+    sent = {"a": [values, [], {}], "b": {"c": values[:0], "d": "é"}}
+    with patch.object(wire, "PIECE_BYTES", 6):
+        written = json.loads(b"".join(encoded_pieces(sent, "float16")))
+    tensor, empty = (encode_tensor(one, "float16") for one in (values, values[:0]))
+    assert written == {"a": [tensor, [], {}], "b": {"c": empty, "d": "é"}}
     plain = {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}
     assert decode_tensor(plain) == 0
     for change in (

@@ -6,7 +6,8 @@
 
 import base64
 import binascii
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -18,17 +19,40 @@ DTYPES = ("float32", "float16", "bfloat16")
 MOST_DIMENSIONS = 8
 
 
-def encode_tensor(tensor: torch.Tensor, dtype: str = "float32") -> dict[str, Any]:
-    """Convert a tensor to `dtype` and encode it as JSON.
+PIECE_BYTES = 3 << 18
+"""Bytes that are encoded at a time; a multiple of 3, so that pieces join."""
+
+
+def encoded_pieces(value: Any, dtype: str) -> Iterator[bytes]:
+    """JSON of dicts and lists with tensors, which are converted to `dtype`, in pieces.
+
+    Encoding many megabytes in one call would hold the interpreter's lock.
 
     Raises:
         ValueError: the dtype is unknown.
 
     """
-    plain = tensor.detach().to("cpu", _dtype(dtype)).contiguous()
-    data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    encoded = base64.b64encode(data).decode()
-    return {"dtype": dtype, "shape": list(plain.shape), "data": encoded}
+    if torch.is_tensor(value):
+        plain = value.detach().to("cpu", _dtype(dtype)).contiguous()
+        yield f'{{"dtype": "{dtype}", "shape": {list(plain.shape)}, "data": "'.encode()
+        data = memoryview(b"")
+        if plain.numel():
+            data = memoryview(plain.flatten().view(torch.uint8).numpy())
+        for start in range(0, len(data), PIECE_BYTES):
+            yield base64.b64encode(data[start : start + PIECE_BYTES])
+        yield b'"}'
+    elif isinstance(value, Mapping):
+        for number, (key, one) in enumerate(value.items()):
+            yield (", " if number else "{").encode() + json.dumps(key).encode() + b": "
+            yield from encoded_pieces(one, dtype)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield b", " if number else b"["
+            yield from encoded_pieces(one, dtype)
+        yield b"]" if value else b"[]"
+    else:
+        yield json.dumps(value).encode()
 
 
 def decode_tensor(value: Any) -> torch.Tensor:

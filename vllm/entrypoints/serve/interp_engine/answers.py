@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from vllm import __version__
-from vllm.entrypoints.serve.interp_engine.schema import DecodeResiduals, Tokenize
+from vllm.entrypoints.serve.interp_engine.schema import Tokenize
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import GenStep, LensStep
-from vllm.interop.interp_engine.wire import encode_tensor
 
 Answer = dict[str, Any]
 
@@ -87,11 +86,9 @@ def _ids(model: ServedModel, body: Tokenize) -> list[int]:
     return ids
 
 
-def decoded(logits: torch.Tensor, body: DecodeResiduals) -> Answer:
-    """Logits `[rows, vocabulary]`, or the `top_k` largest; null where not finite."""
-    if body.top_k is None:
-        return {"tensor": encode_tensor(logits, body.output_dtype)}
-    top = torch.topk(logits, min(body.top_k, logits.shape[-1]), dim=-1)
+def largest(logits: torch.Tensor, top_k: int) -> Answer:
+    """The `top_k` largest of logits `[rows, vocabulary]`, or all."""
+    top = torch.topk(logits, min(top_k, logits.shape[-1]), dim=-1)
     return {"token_ids": top.indices.tolist(), "logits": top.values.tolist()}
 
 

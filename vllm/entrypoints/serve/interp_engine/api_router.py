@@ -15,11 +15,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
+from vllm.entrypoints.serve.capture.answers import made_on_threads
 from vllm.entrypoints.serve.interp_engine import schema
 from vllm.entrypoints.serve.interp_engine.answers import (
-    decoded,
     description,
     finish_of,
+    largest,
     lens_step,
     token_step,
     tokenized,
@@ -27,7 +28,7 @@ from vllm.entrypoints.serve.interp_engine.answers import (
 from vllm.entrypoints.serve.interp_engine.room import Room
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
-from vllm.interop.interp_engine.wire import decode_tensor, encode_tensor
+from vllm.interop.interp_engine.wire import decode_tensor, encoded_pieces
 from vllm.logger import init_logger
 from vllm.v1.residual.bounds import cut
 
@@ -98,14 +99,8 @@ async def capture(request: Request, body: schema.Capture) -> Response:
         steering_spec=body.steering,
         rows=body.rows,
     )
-    return await _sent(
-        lambda: {
-            "activations": {
-                str(at): encode_tensor(rows, body.output_dtype)
-                for at, rows in found.items()
-            }
-        }
-    )
+    named = {str(at): rows for at, rows in found.items()}
+    return _tensors({"activations": named}, body.output_dtype)
 
 
 @router.post("/project")
@@ -117,9 +112,7 @@ async def project(request: Request, body: schema.Project) -> Response:
     values = await _model(request).project(
         body.prompt_token_ids, directions, steering_spec=body.steering
     )
-    return await _sent(
-        lambda: {"values": [encode_tensor(one, body.output_dtype) for one in values]}
-    )
+    return _tensors({"values": values}, body.output_dtype)
 
 
 def _directions(body: schema.Project) -> list[DirectionSet]:
@@ -140,7 +133,7 @@ async def unembed_rows(request: Request, body: schema.UnembedRows) -> Response:
     model = _model(request)
     _room(request).take(len(body.token_ids), model.d_model, "token_ids")
     rows = await model.unembed_rows(body.token_ids)
-    return await _sent(lambda: {"tensor": encode_tensor(rows, body.output_dtype)})
+    return _tensors({"tensor": rows}, body.output_dtype)
 
 
 @router.post("/decode_residuals")
@@ -152,7 +145,10 @@ async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Re
     size = model.config.model_config.get_vocab_size()
     _room(request).take(count, size, "residuals")
     logits = await model.decode_residuals(rows)
-    return await _sent(lambda: decoded(logits, body))
+    if body.top_k is None:
+        return _tensors({"tensor": logits}, body.output_dtype)
+    most = body.top_k
+    return await _sent(lambda: largest(logits, most))
 
 
 @router.post("/generate")
@@ -230,6 +226,12 @@ async def lens(request: Request, body: schema.Lenses) -> Response:
 async def _sent(make: Callable[[], Answer]) -> Response:
     """The response with what `make` returns, which is called on a thread."""
     return await asyncio.to_thread(lambda: JSONResponse(make()))
+
+
+def _tensors(value: Answer, dtype: str) -> Response:
+    """The response with tensors, which is encoded as its client reads it."""
+    pieces = made_on_threads(encoded_pieces(value, dtype))
+    return StreamingResponse(pieces, media_type="application/json")
 
 
 def _room(request: Request) -> Room:
