@@ -259,7 +259,7 @@ def client_lens(results: dict[str, Any], norm: Any, head: Any, top: int) -> list
     import torch
 
     found = []
-    for tap in results["inline"]["payload"]["items"]:
+    for tap in results["inline"]["payload"]:
         data = np.frombuffer(base64.b64decode(tap["data"]), dtype=np.float32)
         rows = torch.from_numpy(data.copy()).reshape(tap["shape"])
         logs = head(norm(rows)).log_softmax(dim=-1)
