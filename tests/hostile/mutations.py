@@ -36,9 +36,10 @@ FIELDS = {
     "steering_vectors": VECTORS,
     "prefill_steering_vectors": {"post_attn": {"0": [ENTRY, {"vector": VECTOR}]}},
     "decode_steering_vectors": {
-        "post_block": {"0": {"vector": VECTOR, "scale": 0.1, "positions": {"last": 2}}}
+        "post_block": {"0": {"vector": VECTOR, "scale": 0.1, "positions": [3]}}
     },
 }
+CHAT_FIELDS = {key: FIELDS[key] for key in FIELDS if not key.startswith("decode")}
 READOUTS = {
     "readouts": {
         "norms": {"kind": "norm", "hooks": {"post_block": [0, 1]}, "positions": "all"},
@@ -71,7 +72,6 @@ LENS = {
     "apply_steering_vectors": json.dumps(
         [{"activations": [VECTOR], "layer_indices": [1], "scale": 2.0}]
     ),
-    "apply_hooks": json.dumps(HOOKED),
 }
 GATE = {"post_block": {key: PACKED[key] for key in PACKED if key != "scales"}}
 GATED = {
@@ -84,7 +84,7 @@ GATED = {
                 "threshold": 0.5,
                 "sharpness": 1.0,
             },
-            "scope": "next_step",
+            "scope": "this_token",
             "apply": {
                 "kind": "add",
                 "steer": {"kind": "inline", "packed": GATE},
@@ -110,11 +110,11 @@ INTERP: dict[str, dict[str, Any]] = {
 
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **FIELDS}),
-    ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **FIELDS}),
-    ("/invocations", {**SMALL, "prompt": "a story", **FIELDS}),
+    ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **CHAT_FIELDS}),
+    ("/invocations", {**SMALL, "prompt": [20, 30, 40], **FIELDS}),
     (
         "/inference/v1/generate",
-        {"token_ids": [20, 30], "sampling_params": {"max_tokens": 2, **FIELDS}},
+        {"token_ids": [20, 30, 40], "sampling_params": {"max_tokens": 2, **FIELDS}},
     ),
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **READOUTS}),
     ("/v1/chat/completions", {**SMALL, "messages": MESSAGES, **READOUTS}),
@@ -123,6 +123,14 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/sae/register", {"name": "m", "path": "/none", "layer": 1}),
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], "vllm_xargs": LENS}),
     ("/v1/completions", {**SMALL, "prompt": [20, 30, 40], **GATED}),
+    (
+        "/v1/completions",
+        {
+            **SMALL,
+            "prompt": "a story",
+            "vllm_xargs": {"apply_hooks": json.dumps(HOOKED)},
+        },
+    ),
     ("/v1/steering/vectors/register", {"name": "m", "kind": "steer", "packed": GATE}),
     ("/v1/steering/vectors/unregister", {"name": "m", "kind": "steer"}),
     ("/v1/hooks/register", {"hooks": HOOKED, "prefetch_params": ["lm_head.weight"]}),

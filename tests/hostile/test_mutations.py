@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.hostile.client import Client, Watch, watching
-from tests.hostile.mutations import SMALL, mutations
+from tests.hostile.mutations import RIGHT, SMALL, mutations
 from tests.support.server import Server
 from vllm.entrypoints.serve.steering.authority import MUTATING
 
@@ -69,6 +69,16 @@ def harmless(count: int) -> Iterator[tuple[str, bytes]]:
     for _, raw in mutations(seed=count, count=count):
         body = SMALL | {"prompt": [20, 30, 40], "user": "x" * len(raw)}
         yield "/v1/completions", json.dumps(body).encode()
+
+
+def test_what_is_mutated_is_accepted(client: Client, steerer: Client) -> None:
+    for path, body in RIGHT:
+        sender = steerer if path in MUTATING else client
+        reply = sender.post(path, body)
+        missing = any(word in str(reply.body) for word in ("/none", "no hook 'none'"))
+        unknown = path.endswith("readouts/modules/unregister")
+        assert reply.status == 200 or missing or unknown, (path, reply)
+    assert steerer.post("/v1/steering/clear", {}).status == 200
 
 
 def test_some_hundred_mutated_bodies(
