@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.v1.readouts.modules import save_probe
@@ -17,6 +18,10 @@ from vllm.v1.steering.frontend.engine_args import steering_config
 
 def model(width: int = 4, layers: int = 3) -> Any:
     return SimpleNamespace(
+        model="none",
+        served_model_name="none",
+        revision=None,
+        hf_config=LlamaConfig(hidden_size=width, num_attention_heads=1),
         dtype=torch.float32,
         get_hidden_size=lambda: width,
         get_total_num_hidden_layers=lambda: layers,
