@@ -430,7 +430,11 @@ def test_a_request_is_checked_against_what_is_set_now(
     def admitted() -> bool:
         fields = dict.fromkeys(FIELDS) | {"prefill_steering_vectors": HUGE}
         params: Any = Namespace(
-            max_tokens=4, _steering=None, conversation_id=None, **fields
+            max_tokens=4,
+            _steering=None,
+            conversation_id=None,
+            steering_receipt=False,
+            **fields,
         )
         try:
             frontend.admit(params, 5)

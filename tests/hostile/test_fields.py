@@ -101,7 +101,7 @@ def test_a_long_name_is_cut() -> None:
     with pytest.raises(VLLMValidationError) as refused:
         body = {"model": "m", "prompt": "x", "steer" * 100_000: 1}
         CompletionRequest.model_validate(body)
-    assert len(str(refused.value)) < 500
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.e2e
@@ -115,7 +115,7 @@ def test_a_server_says_it_once_and_plainly(client: Client) -> None:
         assert error["param"] == "capture_waits"
         assert error["message"].startswith("capture_waits: there is no such field")
         assert "validation error" not in error["message"]
-    foreign = {"vllm_xargs": {"apply_steering_vectors": "[]"}}
+    foreign = {"vllm_xargs": {"apply_steering_vectors": "[{}]"}}
     assert client.post("/v1/completions", body | foreign).status == 400
     assert client.post("/v1/completions", body | {"colour": 1}).status == 200
 

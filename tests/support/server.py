@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Servers run eagerly; only the sampler would compile something, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
+    # Tests read logs, and a test process may have another level for its own engines.
+    "VLLM_LOGGING_LEVEL": "INFO",
 }
 
 
