@@ -19,7 +19,7 @@ import torch
 from vllm.v1.capture.transport import borrower, lender
 from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
 
-WAIT = 60.0
+WAIT = 200.0
 ROWS = 64
 WIDTH = 1024
 BLOCK = 2 * ROWS * WIDTH * 4
