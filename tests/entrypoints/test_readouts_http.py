@@ -127,7 +127,8 @@ def test_each_chunk_carries_what_its_tokens_bring(server: Server) -> None:
     assert last == whole["p"]
     positions = [at for part in before if part for at in part["positions"]]
     assert positions == whole["p"]["positions"][: len(positions)]
-    assert len(positions) >= 4
+    # How many come before the last chunk depends on how fast the client reads.
+    assert positions
 
 
 def test_choices_have_their_own_under_their_index(server: Server) -> None:
