@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.residual.choices import by_choice
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -25,17 +26,10 @@ def response_readouts(
     With several choices, results are keyed by the choice's index as a string. None if
     there are no results.
     """
-    found = [
-        sample.readouts
-        for output in outputs
-        if output is not None
-        for sample in output.outputs
-    ]
-    if not any(found):
-        return None
-    if len(found) == 1:
-        return as_json(found[0] or {})
-    return {str(index): as_json(one or {}) for index, one in enumerate(found)}
+    found: dict[str, Any] | None = by_choice(
+        outputs, lambda sample: as_json(sample.readouts or {})
+    )
+    return found
 
 
 def stamp(chunk: Any, part: "CompletionOutput") -> None:

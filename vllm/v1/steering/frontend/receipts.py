@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.residual.choices import by_choice
 from vllm.v1.steering.receipts import Receipt
 
 if TYPE_CHECKING:
@@ -50,17 +51,8 @@ def response_receipts(
 
     With several choices, receipts are keyed by the choice's index as a string.
     """
-    found = [
-        sample.steering
-        for output in outputs
-        if output is not None
-        for sample in output.outputs
-    ]
-    if not any(found):
-        return None
-    if len(found) == 1:
-        return found[0]
-    return {str(index): one for index, one in enumerate(found)}
+    found: dict[str, Any] | None = by_choice(outputs, lambda sample: sample.steering)
+    return found
 
 
 def stamp(chunk: Any, part: "CompletionOutput") -> None:

@@ -126,9 +126,9 @@ class HeldGates:
             stop, length = start + int(view.num_scheduled[number]), lengths[number]
             req_id, offset = view.req_ids[number], int(first_row[number]) - start
             place = self._place(req_id)
-            ends = False
             undecided = start < length and req_id not in self._decided
-            if start < length <= stop and req_id not in self._decided:
+            ends = undecided and length <= stop
+            if ends:
                 self._decided.add(req_id)
                 row = offset + length - 1
                 self._decides += [
@@ -136,7 +136,6 @@ class HeldGates:
                     for one in deciding
                     if not one.gate.condition.mean
                 ]
-                ends = True
             if undecided:
                 rows_of = slice(offset + start, offset + min(stop, length))
                 self._means += [
