@@ -16,6 +16,19 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MOST_WARPS_FROM = 8192
 """Row width from which sixteen warps are used."""
+REGISTERS = {2048: 64, 4096: 80, 8192: 128}
+"""Most registers of a thread, by the largest row width for which it holds.
+
+As many blocks as possible then run on a multiprocessor with 65,536 registers: four,
+three and two. Without a limit it would be three, two and one, because instructions that
+measure doses need more than others.
+"""
+
+
+def registers(block: int) -> int | None:
+    """Most registers of a thread for a row width; None for as many as there are."""
+    return next((most for width, most in REGISTERS.items() if block <= width), None)
+
 
 if HAS_TRITON:
     _WORDS = tl.constexpr(WORDS)
@@ -84,9 +97,7 @@ if HAS_TRITON:
         c1 = tl.load(floats + 19, mask=live, other=0.0)
         c2 = tl.load(floats + 20, mask=live, other=0.0)
         c3 = tl.load(floats + 21, mask=live, other=0.0)
-        low = tl.load(floats + 22, mask=live, other=0.0)
-        high = tl.load(floats + 23, mask=live, other=0.0)
-        return kind, flags, read_at, write_at, c0, c1, c2, c3, low, high
+        return kind, flags, read_at, write_at, c0, c1, c2, c3
 
     @triton.jit(do_not_specialize=["first"])
     def _intervene_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
@@ -115,7 +126,7 @@ if HAS_TRITON:
         program = tl.load(index_ptr + row)
         words = tl.cast(program, tl.pointer_type(tl.int32))
         count = tl.load(words, mask=program != 0, other=0)
-        kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
+        kind, flags, read_at, write_at, c0, c1, c2, c3 = _instruction(
             words, 0, token + first, count
         )
         u = _vector(read_at, column, column < tl.where(count > 0, width, 0), ALIGNED)
@@ -156,6 +167,8 @@ if HAS_TRITON:
                     w = _vector(write_at, column, mask, ALIGNED)
                 amount = c0 + c1 * norm
                 if (flags & _DOT) != 0:
+                    low = tl.load(floats + 22)
+                    high = tl.load(floats + 23)
                     dot = tl.sum(x * u)
                     clipped = tl.minimum(tl.maximum(dot, low), high)
                     amount += c2 * dot + c3 * (clipped - dot)
@@ -181,6 +194,8 @@ if HAS_TRITON:
             if kind == _LOW_RANK:
                 rank = tl.load(at + 2)
                 activation = tl.load(at + 3)
+                low = tl.load(floats + 22)
+                high = tl.load(floats + 23)
                 biases = tl.load(longs + 7)
                 thresholds = tl.load(longs + 8)
                 c0s = tl.load(longs + 13)
@@ -251,7 +266,7 @@ if HAS_TRITON:
                     dose = tl.sqrt(moved) / tl.maximum(tl.sqrt(base), 1.1754944e-38)
                 tl.store(dose_at, dose)
             # Load the next instruction's fields while this one is executed.
-            kind, flags, read_at, write_at, c0, c1, c2, c3, low, high = _instruction(
+            kind, flags, read_at, write_at, c0, c1, c2, c3 = _instruction(
                 words, number + 1, token + first, count
             )
             there = tl.where(number + 1 < count, width, 0)
@@ -317,5 +332,6 @@ def launch_programs(
         ALIGNED=width % 4 == 0,
         BLOCK=block,
         num_warps=16 if block > MOST_WARPS_FROM else 8,
+        maxnreg=registers(block),
         launch_pdl=early,
     )

@@ -437,7 +437,7 @@ class WorkerCapture:
         return self._hands_on[1]
 
     def clear_slots(self) -> None:
-        """Clear all slots, for a graph that launches its taps in any case."""
+        """Clear all slots, for a graph that launches captures which nobody wants."""
         self._slots.clear()
 
     def end_step(self) -> None:
