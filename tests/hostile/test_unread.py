@@ -112,6 +112,7 @@ def test_what_clients_do_not_read_is_bounded(
         sleep(0.2)
 
 
+@pytest.mark.hostile
 def test_tensors_that_clients_of_interp_engine_do_not_read_are_bounded(
     attacked: Server, client: Client, api_key: str, opened: ExitStack
 ) -> None:
