@@ -271,8 +271,10 @@ def first_to_fire(
     case: Case, reference: Any, low: int, high: int
 ) -> tuple[list[int], float]:
     """A prompt and a threshold that a token at `[low, high)` is the first to exceed."""
-    for turn in range(len(PROMPT)):
-        prompt, found = PROMPT[turn:] + PROMPT[:turn], []
+    for seed in range(50):
+        drawn = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(_models.VOCAB, (SIZE,), generator=drawn).tolist()
+        found: list[torch.Tensor] = []
 
         def look(stream: torch.Tensor, found: Any = found) -> torch.Tensor:
             found.append(case.values(stream.double()))

@@ -175,16 +175,17 @@ def check_no_whole_prompt(tiers: SteeringTiers) -> None:
         SteeringValidationError: naming the parameter and the remedy.
 
     """
-    for one in conditions_of(tiers):
-        if one.needs_prompt:
-            what = "on the mean over" if one.mean else "that may fire in"
+    for condition in conditions_of(tiers):
+        if condition.needs_prompt:
+            mean = condition.mean
+            what = "on the mean over" if mean else "that may fire in"
             raise fail(
                 f"vectors: a condition {what} the prompt needs all of its tokens, "
                 "which are not computed if they are cached; give it in requests, or by "
                 "a module's name, or "
-                + ('leave out "reduce"' if one.mean else "in decode_vectors"),
+                + ('leave out "reduce"' if mean else "in decode_vectors"),
                 "vectors",
-                "mean" if one.mean else one.scope,
+                "mean" if mean else condition.scope,
             )
     for part in tiers.parts:
         for one in part.operations if part is not None else ():

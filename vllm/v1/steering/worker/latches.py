@@ -19,7 +19,8 @@ from vllm.model_executor.layers.residual.program import (
     SEGMENT,
 )
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.steering.worker.fired import FIRES_ABOVE, FiredCounts
+from vllm.v1.steering.receipts import FIRES_ABOVE
+from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Deciding
 
 
@@ -32,7 +33,7 @@ class Segment(NamedTuple):
     """Index of the first token in the step."""
     position: int
     """Position of the first token in its sequence."""
-    count: int
+    num_tokens: int
     decided: Sequence[tuple[Deciding, range]]
     """The gates that its tokens may open, and the tokens of the step that decide."""
 
@@ -69,12 +70,15 @@ class StepLatches:
             return
         noted = gates.view(torch.int32)
         firsts = [one.token for one in self._segments]
-        counts = [one.count for one in self._segments]
-        rows = [np.arange(one.token, one.token + one.count) for one in self._segments]
+        counts = [one.num_tokens for one in self._segments]
+        rows = [
+            np.arange(one.token, one.token + one.num_tokens) for one in self._segments
+        ]
         table = np.stack([np.concatenate(rows), np.repeat(firsts, counts)])
         tokens, segments = async_tensor_h2d(table, self._device, torch.int64).unbind()
         noted[:, SEGMENT].index_copy_(0, tokens, segments.int())
-        noted[:, OPENED:SEGMENT].index_fill_(0, self._rows(firsts), NEVER)
+        rows_of = async_tensor_h2d(firsts, self._device, torch.int64)
+        noted[:, OPENED:SEGMENT].index_fill_(0, rows_of, NEVER)
 
     def save(
         self, gates: torch.Tensor, since: torch.Tensor, value: torch.Tensor
@@ -102,7 +106,7 @@ class StepLatches:
         since[places] = torch.minimum(since[places], opened)
         value[places] = torch.where(opened == NEVER, value[places], 1.0)
         for one in self._segments:
-            if one.count > 1:  # A single token has counted itself.
+            if one.num_tokens > 1:  # A single token has counted itself.
                 self._tell(one, gates)
 
     def _tell(self, one: Segment, gates: torch.Tensor) -> None:
@@ -121,6 +125,3 @@ class StepLatches:
                 self._fired.grow(deciding.count, grown)
             if deciding.doses is not None:
                 deciding.doses[rows] = now
-
-    def _rows(self, rows: Sequence[int]) -> torch.Tensor:
-        return async_tensor_h2d(rows, self._device, torch.int64)
