@@ -3,7 +3,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,6 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
+from vllm.v1.capture.consumers.arrow.readouts import (
+    Column,
+    Values,
+    is_readout,
+    tokens_of,
+    values_by_tap,
+)
 from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
 from vllm.v1.capture.consumers.storage.encode import joined
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
@@ -96,6 +104,16 @@ class ArrowShard(Shard):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the columns of a table depend on."""
+
+    has_rows: bool = True
+    """Whether there are captured rows, in the column `values`."""
+    columns: tuple[Column, ...] = ()
+    """Of readouts."""
+
+
 class TableShard(ArrowShard):
     """An open table."""
 
@@ -105,11 +123,14 @@ class TableShard(ArrowShard):
         workspace: Workspace,
         tag: str,
         sidecar: dict[str, Any],
+        form: Form,
     ) -> None:
         name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
         folder = workspace.folder(tag)
         super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
-        self._schema = schema_of(sidecar, params.bfloat16 == "float32")
+        self._columns = form.columns
+        widens = params.bfloat16 == "float32"
+        self._schema = schema_of(sidecar, widens, form.columns, form.has_rows)
         self._writer = self._open_writer()
 
     def _open_writer(self) -> Any:
@@ -124,16 +145,18 @@ class TableShard(ArrowShard):
                 use_dictionary=["request_id", "hook"],
                 write_statistics=["request_id", "layer", "hook", "position"],
                 data_page_size=2 * BATCH_BYTES,
-                column_encoding={self._values_path(): "PLAIN"},
+                column_encoding=self._encodings(),
             )
         codec = None if compression == "none" else compression
         options = pa.ipc.IpcWriteOptions(compression=codec)
         return pa.ipc.new_file(self._file, self._schema, options=options)
 
-    def _values_path(self) -> str:
-        """The Parquet path of the column of values."""
+    def _encodings(self) -> dict[str, str] | None:
+        """The encoding of the column of values, by its Parquet path."""
+        if "values" not in self._schema.names:
+            return None
         is_list = pa.types.is_fixed_size_list(self._schema.field("values").type)
-        return "values.list.element" if is_list else "values"
+        return {"values.list.element" if is_list else "values": "PLAIN"}
 
     def append(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
@@ -143,8 +166,14 @@ class TableShard(ArrowShard):
         The caller holds the lock.
         """
         with self.abandoned_on_failure():
-            for finalize in finalizes:
-                self._append_key(request, name, finalize)
+            results = [one for one in finalizes if is_readout(one)]
+            values = values_by_tap(request, results)
+            rows = {one.key[1:]: one for one in finalizes if not is_readout(one)}
+            for tap, finalize in rows.items():
+                self._append_key(request, name, finalize, values.get(tap, {}))
+            tokens = tokens_of(results)
+            for tap, own in sorted(values.items()):
+                self._append_results((name, *tap), rows.get(tap), own, tokens)
             request.commit()
         self.num_bytes = self._file.tell()
         first, *others = (finalize.key for finalize in finalizes)
@@ -157,13 +186,46 @@ class TableShard(ArrowShard):
         )
 
     def _append_key(
-        self, request: StoredRequest, name: str, finalize: CaptureFinalize
+        self,
+        request: StoredRequest,
+        name: str,
+        finalize: CaptureFinalize,
+        values: Mapping[str, Values],
     ) -> None:
-        done = 0
+        """Write the rows of a key, with the results of readouts at their positions."""
+        done, sidecar = 0, finalize.sidecar
         for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
-            batch = batch_of(name, finalize, done, rows, self._schema)
-            if self._params.format == "parquet":
-                self._writer.write_batch(batch, row_group_size=len(rows))
-            else:
-                self._writer.write_batch(batch)
+            part = slice(done, done + len(rows))
+            batch = batch_of(
+                (name, sidecar["layer"], sidecar["hook"]),
+                sidecar["positions"][part],
+                sidecar["token_ids"][part],
+                rows,
+                self._schema,
+                self._columns,
+                values,
+            )
+            self._write(batch)
             done += len(rows)
+
+    def _append_results(
+        self,
+        place: tuple[str, int, str],
+        rows: CaptureFinalize | None,
+        values: Mapping[str, Values],
+        tokens: Mapping[int, int | None],
+    ) -> None:
+        """Write the results at a tap's positions without a captured row."""
+        written = set() if rows is None else set(rows.sidecar["positions"])
+        found = {position for one in values.values() for position in one.rows}
+        if left := sorted(found - written):
+            ids = [tokens[position] for position in left]
+            self._write(
+                batch_of(place, left, ids, None, self._schema, self._columns, values)
+            )
+
+    def _write(self, batch: pa.RecordBatch) -> None:
+        if self._params.format == "parquet":
+            self._writer.write_batch(batch, row_group_size=batch.num_rows)
+        else:
+            self._writer.write_batch(batch)
