@@ -248,11 +248,12 @@ class _Pieces:
     closed = False
 
     def __init__(self) -> None:
-        self._written: list[bytes] = []
+        self._written: list[memoryview] = []
 
     def write(self, data: Any) -> int:
-        self._written.append(bytes(data))
-        return len(self._written[-1])
+        """Called by the Arrow writer with bytes or a `pyarrow.Buffer`; not copied."""
+        self._written.append(memoryview(data))
+        return len(data)
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
@@ -264,7 +265,7 @@ class _Pieces:
     def take(self) -> Iterator[Piece]:
         written, self._written = self._written, []
         for data in written:
-            yield from cut(memoryview(data))
+            yield from cut(data)
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:

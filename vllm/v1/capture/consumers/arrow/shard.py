@@ -3,16 +3,26 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
-from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
+from vllm.v1.capture.consumers.arrow.row_file import MOST_BYTES, RowFile
+from vllm.v1.capture.consumers.arrow.table import (
+    IntColumns,
+    Span,
+    batch_of,
+    is_stored_as_captured,
+    schema_of,
+    values_in,
+    values_of,
+)
 from vllm.v1.capture.consumers.storage.encode import joined
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.request import StoredRequest
@@ -56,8 +66,12 @@ class ArrowShard(Shard):
         # Random, because independent engines may share a directory.
         self._final = str(folder / f"{name}-{uuid4().hex}.{ending}")
         self._path, fd = workspace.create()
+        self._file = self._opened(fd)
+
+    def _opened(self, fd: int) -> Any:
+        """The file object for Arrow's writer, which owns the descriptor `fd`."""
         os.close(fd)
-        self._file = pa.OSFile(self._path, "wb")  # Writes without the GIL.
+        return pa.OSFile(self._path, "wb")  # Writes without the GIL.
 
     @contextlib.contextmanager
     def abandoned_on_failure(self) -> Iterator[None]:
@@ -108,9 +122,20 @@ class TableShard(ArrowShard):
     ) -> None:
         name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
         folder = workspace.folder(tag)
-        super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
         self._schema = schema_of(sidecar, params.bfloat16 == "float32")
+        self._kind = self._schema.field("values").type
+        plain = params.format == "ipc" and params.compression == "none"
+        self._rows: RowFile | None = None
+        """Takes rows as they are; None if they are encoded."""
+        self._takes_rows = plain and is_stored_as_captured(sidecar, self._kind)
+        super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
         self._writer = self._open_writer()
+
+    def _opened(self, fd: int) -> Any:
+        if not self._takes_rows:
+            return super()._opened(fd)
+        self._rows = RowFile(fd)
+        return pa.PythonFile(self._rows, "w")
 
     def _open_writer(self) -> Any:
         compression = self._params.compression
@@ -132,7 +157,7 @@ class TableShard(ArrowShard):
 
     def _values_path(self) -> str:
         """The Parquet path of the column of values."""
-        is_list = pa.types.is_fixed_size_list(self._schema.field("values").type)
+        is_list = pa.types.is_fixed_size_list(self._kind)
         return "values.list.element" if is_list else "values"
 
     def append(
@@ -143,8 +168,11 @@ class TableShard(ArrowShard):
         The caller holds the lock.
         """
         with self.abandoned_on_failure():
-            for finalize in finalizes:
-                self._append_key(request, name, finalize)
+            for batch in self._batches(request, name, finalizes):
+                if self._params.format == "parquet":
+                    self._writer.write_batch(batch, row_group_size=batch.num_rows)
+                else:
+                    self._writer.write_batch(batch)
             request.commit()
         self.num_bytes = self._file.tell()
         first, *others = (finalize.key for finalize in finalizes)
@@ -156,14 +184,44 @@ class TableShard(ArrowShard):
             ],
         )
 
-    def _append_key(
-        self, request: StoredRequest, name: str, finalize: CaptureFinalize
-    ) -> None:
+    def _batches(
+        self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a request; a batch must be written before the next is taken."""
+        ints, kind = IntColumns(), self._kind
+        if self._rows is None:
+            for finalize in finalizes:
+                done = 0
+                blocks = request.blocks(finalize, BATCH_BYTES)
+                for rows in joined(blocks, BATCH_BYTES):
+                    span = Span(finalize.sidecar, done, len(rows))
+                    values = values_of(rows, kind)
+                    yield batch_of(name, [span], values, self._schema, ints)
+                    done += len(rows)
+            return
+        for spans, blocks in _grouped(request, finalizes):
+            buffer = self._rows.placeholder(blocks)
+            values = values_in(buffer, sum(map(len, blocks)), kind)
+            yield batch_of(name, spans, values, self._schema, ints)
+
+
+def _grouped(
+    request: StoredRequest, finalizes: Sequence[CaptureFinalize]
+) -> Iterator[tuple[list[Span], list[torch.Tensor]]]:
+    """Rows of several keys, about `MOST_BYTES` at a time."""
+    spans: list[Span] = []
+    blocks: list[torch.Tensor] = []
+    size = 0
+    for finalize in finalizes:
         done = 0
-        for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
-            batch = batch_of(name, finalize, done, rows, self._schema)
-            if self._params.format == "parquet":
-                self._writer.write_batch(batch, row_group_size=len(rows))
-            else:
-                self._writer.write_batch(batch)
-            done += len(rows)
+        for whole in request.blocks(finalize, MOST_BYTES):
+            for block in whole.split(max(MOST_BYTES // whole[:1].nbytes, 1)):
+                if blocks and size + block.nbytes > MOST_BYTES:
+                    yield spans, blocks
+                    spans, blocks, size = [], [], 0
+                spans.append(Span(finalize.sidecar, done, len(block)))
+                blocks.append(block)
+                done += len(block)
+                size += block.nbytes
+    if blocks:
+        yield spans, blocks

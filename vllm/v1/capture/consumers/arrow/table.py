@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of captured rows to Arrow record batches and back."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-
-from vllm.v1.capture.types import CaptureFinalize
 
 VALUE_TYPES = {"float16": pa.float16(), "float32": pa.float32()}
 """The captured dtypes that Arrow supports."""
@@ -51,46 +50,86 @@ def schema_of(sidecar: dict[str, Any], widen: bool) -> pa.Schema:
     )
 
 
+class Span(NamedTuple):
+    """Some consecutive rows of a key."""
+
+    sidecar: dict[str, Any]
+    """Of the key."""
+    first: int
+    """Index of the first row among the key's rows."""
+    count: int
+
+
+class IntColumns:
+    """Converts lists of integers, each once: keys share those of their positions."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, pa.Array]] = {}
+
+    def slice(self, values: list[int], span: Span) -> pa.Array:
+        """The entries of a span, as int32."""
+        found = self._made.get(id(values))
+        if found is None:
+            # With the list, so that no other one gets its id.
+            found = self._made[id(values)] = values, pa.array(values, pa.int32())
+        return found[1].slice(span.first, span.count)
+
+
 def batch_of(
     request_id: str,
-    finalize: CaptureFinalize,
-    first_row: int,
-    rows: torch.Tensor,
+    spans: Sequence[Span],
+    values: pa.Array,
     schema: pa.Schema,
+    ints: IntColumns,
 ) -> pa.RecordBatch:
-    """Convert rows of a key to a record batch, without a copy if the dtype is stored.
+    """A record batch of rows of one request.
 
     Args:
         request_id: the request's name.
-        finalize: the key with its sidecar.
-        first_row: index of the first of `rows` among the key's rows.
-        rows: `[rows, hidden_size]`.
+        spans: what the rows are, at least one.
+        values: the rows of all spans, in order.
         schema: as returned by `schema_of`.
+        ints: of the request.
 
     """
-    sidecar, count = finalize.sidecar, len(rows)
-    part = slice(first_row, first_row + count)
+    layers = [span.sidecar["layer"] for span in spans]
+    counts = [span.count for span in spans]
+    hooks = [pa.scalar(span.sidecar["hook"], pa.string()) for span in spans]
     columns = [
-        pa.repeat(pa.scalar(request_id, pa.string()), count),
-        pa.repeat(pa.scalar(sidecar["layer"], pa.int32()), count),
-        pa.repeat(pa.scalar(sidecar["hook"], pa.string()), count),
-        pa.array(sidecar["positions"][part], pa.int32()),
-        pa.array(sidecar["token_ids"][part], pa.int32()),
-        _values(rows, schema.field("values").type),
+        pa.repeat(pa.scalar(request_id, pa.string()), sum(counts)),
+        pa.array(np.repeat(np.array(layers, np.int32), counts)),
+        pa.concat_arrays(list(map(pa.repeat, hooks, counts))),
+        pa.concat_arrays([ints.slice(s.sidecar["positions"], s) for s in spans]),
+        pa.concat_arrays([ints.slice(s.sidecar["token_ids"], s) for s in spans]),
+        values,
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _values(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
+def is_stored_as_captured(sidecar: dict[str, Any], kind: pa.DataType) -> bool:
+    """Whether values of the type `kind` are the bytes of the captured rows."""
     if not pa.types.is_fixed_size_list(kind):
-        bits = rows.contiguous().view(torch.int16).numpy()
-        return pa.Array.from_buffers(kind, len(rows), [None, pa.py_buffer(bits)])
-    wanted = torch.float16 if kind.value_type == pa.float16() else torch.float32
-    values = rows.to(wanted).contiguous().numpy().reshape(-1)
-    flat = pa.Array.from_buffers(
-        kind.value_type, len(values), [None, pa.py_buffer(values)]
-    )
-    return pa.Array.from_buffers(kind, len(rows), [None], children=[flat])
+        return True
+    return kind.value_type == VALUE_TYPES.get(sidecar["dtype"])
+
+
+def values_of(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
+    """Rows `[rows, hidden_size]` as values, without a copy if `kind` is their dtype."""
+    if pa.types.is_fixed_size_list(kind):
+        wanted = torch.float16 if kind.value_type == pa.float16() else torch.float32
+        data = rows.to(wanted).contiguous().numpy()
+    else:
+        data = rows.contiguous().view(torch.int16).numpy()
+    return values_in(pa.py_buffer(data), len(rows), kind)
+
+
+def values_in(buffer: pa.Buffer, count: int, kind: pa.DataType) -> pa.Array:
+    """The array of `count` values whose bytes are `buffer`."""
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.Array.from_buffers(kind, count, [None, buffer])
+    length = count * kind.list_size
+    flat = pa.Array.from_buffers(kind.value_type, length, [None, buffer])
+    return pa.Array.from_buffers(kind, count, [None], children=[flat])
 
 
 def rows_of(table: pa.Table) -> torch.Tensor:
