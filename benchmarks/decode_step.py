@@ -16,6 +16,8 @@ turns with itself, which gives the cost of a case over plain steps of the same r
 on a GPU with a single process. Weights are random; the 1B-class model has 16 layers of
 width 2048, the 8B-class one 32 of 4096. Also compares the greedy tokens of all engines.
 `--quick`: both features on, three batch sizes, four rounds; about three minutes.
+`--runner 1`: under the V1 model runner, which records no graphs while serving, so that
+exact graphs are those of the start.
 """
 
 import argparse
@@ -198,6 +200,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--variants", help="default all; both with --quick")
     parser.add_argument("--only", default="", help="cases whose names hold this")
+    parser.add_argument("--runner", choices=("1", "2"), default="2")
     parser.add_argument("--rounds", type=int, help="default 6; 4 with --quick")
     parser.add_argument("--quick", action="store_true", help="about 3 minutes")
     parser.add_argument(
@@ -210,7 +213,9 @@ def main() -> None:
     names = (args.variants or ("both" if args.quick else ",".join(VARIANTS))).split(",")
     batches = QUICK_BATCHES if args.quick else BATCHES
     rounds = args.rounds or (4 if args.quick else 6)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.runner) - 1)
     report: dict[str, Any] = {**reports.begun(), "model": describe(args.model)}
+    report["runner"] = f"V{args.runner}"
 
     def start(name: str) -> Engine:
         return Engine(name, args.fork, args.model, VARIANTS[name], batches)

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: what readouts cost a server on a GPU, against the same server without them.
+"""Claim: what readouts cost an engine per token, over upstream's.
 
-    python benchmarks/readouts.py --model 8b --out benchmarks/results/readouts.json
-    python benchmarks/readouts.py --cpu      the lens against a client's own, on a CPU
+    python benchmarks/readouts.py --fork FORK_PATH --upstream UPSTREAM_PATH \
+        [--model 8b] [--cases probe lens] [--rounds 8] [--out readouts.json]
 
-On a GPU two engines in processes of their own, one without the feature (which is
-upstream, bit for bit) and one with it, take turns at the same batch. A token's time is
-that of a long batch less that of a short one, over the tokens between them; a round is
-off, case, off, and its ratio is the case over the mean of the two. Dummy weights.
+Two engines, each in a process with PYTHONPATH set to the folder (or folders, separated
+by colons) that has its `vllm`, start together and take turns with the same batch of 32
+requests. A token's time is that of a long batch less that of a short one, over the
+tokens between them. Each case is measured between two turns of upstream's, and its
+ratio is to their mean; the first round warms up and is not counted. Prompts of 4,096
+tokens are timed whole, with the mean row of all layers. Without `--upstream` the fork
+without readouts takes its place. Weights are random.
 
-On a CPU one server answers the same requests twice: with a lens of all layers, and with
-all rows in the response (`inline`), from which the client computes the same lens. Both
-are timed end to end, and their results are compared.
+Each figure is printed as it is measured, and the report is written after each round.
+`--device cpu --model tiny --eager` runs without a GPU.
 """
 
 import argparse
-import base64
-import gc
+import json
 import os
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +32,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # At the end, as the checkout has a folder `vllm` too.
 
 from benchmarks.harness import reports  # noqa: E402
-from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
+from benchmarks.harness.child import (  # noqa: E402
+    ENVIRONMENT,
+    Child,
+    answers,
+    requests,
+)
+from benchmarks.harness.llamas import MODELS, describe  # noqa: E402
 
-REQUESTS, SHORT, LONG, PROMPT = 32, 16, 112, 256
-LAYER = 12
-
-GOALS = {
-    "one probe": 1.01,
-    "256 probes": 1.01,
-    "SAE of 65,536 features, top 32": 1.05,
-    "lens of all layers, top 5, 1 of 32": 1.05,
-    "lens of all layers, top 5, 8 of 32": 1.10,
-}
+WORK = ROOT / "build" / "benchmarks" / "readouts"
+SHORT, LONG = 16, 112
+"""Tokens that each request of the two batches generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,302 +50,186 @@ class Case:
     """The readouts of some requests of a batch."""
 
     name: str
-    readouts: dict[str, Any]
-    requests: int = REQUESTS
-    rows_a_token: int = 1
+    spec: Mapping[str, Any]
+    reading: int
+    """How many of the batch's requests have readouts."""
+    taps: int = 1
+    """Rows that each token's result is computed from."""
+    is_long: bool = False
+    """Whether prompts of 4,096 tokens are timed, instead of generated tokens."""
+
+    @property
+    def readouts(self) -> dict[str, Any]:
+        """The request's field."""
+        return {"r": dict(self.spec)}
 
 
-def cases(layers: int) -> list[Case]:
-    """The cases, by the layers of the model."""
-    probe = {"kind": "probe", "probe": "one"}
-    many = {"kind": "probe", "probe": "many"}
-    sae = {"kind": "sae", "sae": "features", "top_k": 32}
+def cases(model: str) -> list[Case]:
+    """The cases, in the order in which they are measured."""
+    layers = MODELS[model]["num_hidden_layers"]
     lens = {"kind": "lens", "layers": "all", "top_k": 5}
-    return [
-        Case("nobody reads out", {}, 0),
-        Case("one probe", {"r": probe}),
-        Case("256 probes", {"r": many}),
-        Case("SAE of 65,536 features, top 32", {"r": sae}),
-        Case("lens of all layers, top 5, 1 of 32", {"r": lens}, 1, layers),
-        Case("lens of all layers, top 5, 8 of 32", {"r": lens}, 8, layers),
-    ]
-
-
-def write_modules(folder: Path, width: int) -> dict[str, Any]:
-    """Write modules with random weights; the engine arguments that load them."""
-    import json
-
-    import torch
-    from safetensors.torch import save_file
-
-    from vllm.v1.readouts.modules import save_probe
-
-    layer = min(LAYER, 2) if width < 1024 else LAYER
-    files = {}
-    for name, count in (("one", 1), ("many", 256)):
-        files[name] = str(folder / f"{name}.safetensors")
-        save_probe(files[name], torch.randn(count, width), layer=layer)
-    sae, features = folder / "sae", 65536 if width >= 1024 else 512
-    sae.mkdir()
-    weight = torch.randn(width, features, dtype=torch.bfloat16)
-    tensors = {
-        "W_enc": weight,
-        "W_dec": weight.T.contiguous(),
-        "b_enc": torch.zeros(features, dtype=torch.bfloat16),
-        "b_dec": torch.zeros(width, dtype=torch.bfloat16),
-        "threshold": torch.full((features,), 0.5, dtype=torch.bfloat16),
-    }
-    save_file(tensors, sae / "sae_weights.safetensors")
-    config = {
-        "architecture": "jumprelu",
-        "apply_b_dec_to_input": False,
-        "hook_name": f"blocks.{layer}.hook_resid_post",
-    }
-    (sae / "cfg.json").write_text(json.dumps(config))
-    return {"readout_modules": files, "sae": {"features": str(sae)}}
-
-
-def engine(model: str, **options: Any) -> Any:
-    """An engine with its core in a separate process."""
-    from vllm import LLM
-
-    return LLM(
-        model=model_folder(model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=4608,
-        max_num_seqs=REQUESTS,
-        gpu_memory_utilization=0.42,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        compilation_config={"cudagraph_capture_sizes": [1, 8, 16, 32]},
-        seed=0,
-        **options,
-    )
-
-
-def timed(llm: Any, case: Case, tokens: int, length: int = PROMPT) -> tuple[float, Any]:
-    """Seconds for a batch, and its outputs."""
-    from vllm import SamplingParams
-
-    prompts = [
-        {"prompt_token_ids": [(7 * i + 13 * j) % 31000 + 8 for j in range(length)]}
-        for i in range(REQUESTS if length == PROMPT else 8)
-    ]
-    params = [
-        SamplingParams(
-            max_tokens=tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            readouts=case.readouts if number < case.requests else None,
-        )
-        for number in range(len(prompts))
-    ]
-    began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - began, outputs
-
-
-def token_seconds(llm: Any, case: Case) -> float:
-    """Seconds per token of the whole batch."""
-    short = timed(llm, case, SHORT)[0]
-    return (timed(llm, case, LONG)[0] - short) / (LONG - SHORT)
-
-
-def measure(off: Any, on: Any, case: Case, rounds: int) -> dict[str, Any]:
-    """Ratios of one case, and the fraction of its rows' bytes copied to the host."""
-    nothing = Case("off", {}, 0)
-    timed(on, case, LONG)  # Compiles, records and fills caches.
-    timed(off, nothing, SHORT)
-    ratios, base = [], []
-    for _ in range(rounds):
-        before = token_seconds(off, nothing)
-        own = token_seconds(on, case)
-        after = token_seconds(off, nothing)
-        ratios.append(own / ((before + after) / 2))
-        base += [before, after]
-    _, outputs = timed(on, case, SHORT)
-    found = [o.readouts["r"] for o in outputs if o.readouts]
-    moved = sum(a.nbytes for one in found for a in one.arrays.values())
-    rows = sum(len(one.positions) for one in found) * case.rows_a_token
-    return {
-        **reports.summary(ratios),
-        "off_ms": statistics.median(base) * 1e3,
-        "bytes_of_rows": moved / (rows * 2 * MODELS["8b"]["hidden_size"])
-        if rows
-        else 0.0,
-    }
-
-
-def measure_mean(off: Any, on: Any, rounds: int) -> dict[str, Any]:
-    """Throughput of prompts of 4,096 tokens with the mean row of all layers."""
     mean = {"kind": "rows", "hooks": {"post_block": "all"}, "reduce": "mean"}
-    case = Case("mean", {"r": mean | {"positions": "all_prompt"}})
-    nothing = Case("off", {}, 0)
-    timed(on, case, 1, 4096)
-    timed(off, nothing, 1, 4096)
-    ratios = []
-    for _ in range(rounds):
-        before = timed(off, nothing, 1, 4096)[0]
-        own = timed(on, case, 1, 4096)[0]
-        after = timed(off, nothing, 1, 4096)[0]
-        ratios.append((before + after) / 2 / own)
-    return reports.summary(ratios)
+    sae = {"kind": "sae", "sae": "features", "top_k": 32}
+    return [
+        Case("no readouts", {}, 0),
+        Case("one probe", {"kind": "probe", "probe": "one"}, 32),
+        Case("256 probes", {"kind": "probe", "probe": "many"}, 32),
+        Case("SAE, top 32", sae, 32),
+        Case("lens, all layers, 1 of 32", lens, 1, layers),
+        Case("lens, all layers, 8 of 32", lens, 8, layers),
+        Case("mean row", mean | {"positions": "all_prompt"}, 32, is_long=True),
+    ]
 
 
-def check(on: Any) -> dict[str, float]:
-    """Compare the engine's results with its own rows, in graphs and bfloat16."""
-    import numpy as np
-    import torch
+class Side(Child):
+    """A process with an engine."""
 
-    spec = {
-        "r": {"kind": "probe", "probe": "many", "positions": "all"},
-        "rows": {"kind": "rows", "hooks": {"post_block": [LAYER]}, "positions": "all"},
-        "norm": {"kind": "norm", "hooks": {"post_block": [LAYER]}, "positions": "all"},
-        "sum": {
-            "kind": "rows",
-            "hooks": {"post_block": [LAYER]},
-            "positions": "all",
-            "reduce": "mean",
-        },
+    def __init__(self, role: str, path: str, settings: Mapping[str, Any]) -> None:
+        """Start it with this PYTHONPATH; `answer` waits for it."""
+        environment = {**os.environ, **ENVIRONMENT}
+        # The default for users: the engine core in its own process.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if path:
+            environment["PYTHONPATH"] = path
+        command = [sys.executable, __file__, "--child", role, json.dumps(settings)]
+        super().__init__(command, WORK / f"{role}.log", environment)
+
+    def do(self, what: str, **arguments: Any) -> Any:
+        """Call a method of the engine.
+
+        Raises:
+            RuntimeError: it failed.
+
+        """
+        found = self.ask({"what": what, **arguments})
+        if isinstance(found, dict) and "error" in found:
+            raise RuntimeError(found["error"])
+        return found
+
+    def time_of(self, case: Case, reads: bool) -> float:
+        """Seconds per token of the batch, or per batch of long prompts."""
+        chosen: dict[str, Any] = {}
+        if reads and case.reading:
+            chosen = {"readouts": case.readouts, "reading": case.reading}
+        if case.is_long:
+            return float(self.do("seconds", tokens=1, is_long=True, **chosen))
+        few, many = (self.do("seconds", tokens=n, **chosen) for n in (SHORT, LONG))
+        return float(many - few) / (LONG - SHORT)
+
+
+def child(role: str, settings: dict[str, Any]) -> None:
+    """Serve the parent's requests."""
+    answer = answers()
+    from benchmarks.harness.readout_sides import Engine
+
+    engine = Engine(role, settings)
+    answer({"start_seconds": engine.start_seconds})
+    for asked in requests():
+        try:
+            answer(getattr(engine, asked.pop("what"))(**asked))
+        except Exception as error:  # A failed case must not end the others.
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def measure(
+    off: Side, on: Side, chosen: Sequence[Case], report: dict[str, Any]
+) -> None:
+    """One round: each case between two turns of the engine without readouts."""
+    before: dict[bool, float] = {}
+    for case in chosen:
+        # Neighbouring cases share the turn between them.
+        if case.is_long not in before:
+            before = {case.is_long: off.time_of(case, False)}
+        own = on.time_of(case, True)
+        after = off.time_of(case, False)
+        base = (before[case.is_long] + after) / 2
+        before = {case.is_long: after}
+        ratio = base / own if case.is_long else own / base
+        report["samples"].setdefault(case.name, []).append(ratio)
+        report["off_ms"].setdefault(case.name, []).append(base * 1e3)
+        print(f"  {case.name:28} {ratio:.4f}  (off {base * 1e3:.3f} ms)", flush=True)
+
+
+def summarise(report: dict[str, Any], count: int) -> None:
+    """Put the medians of the last `count` rounds into the report."""
+    for name, ratios in report["samples"].items():
+        found = reports.summary(ratios[-count:])
+        report["cases"].setdefault(name, {}).update(found)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Start both engines, check results, and measure round by round."""
+    begin, load = time.perf_counter(), os.getloadavg()
+    report: dict[str, Any] = {
+        "kind": "readouts",
+        **reports.begun(),
+        "gpu": reports.ask_gpu("name"),
+        "model": describe(options.model),
+        "vocab": options.vocab or 32000,
+        "upstream": bool(options.upstream),
+        "cases": {},
+        "samples": {},
+        "off_ms": {},
     }
-    _, outputs = timed(on, Case("check", spec), SHORT)
-    errors = {"norm": 0.0, "mean": 0.0}
-    for output in outputs:
-        found = output.readouts
-        assert all(one.error is None for one in found.values()), found
-        rows = torch.from_numpy(np.asarray(found["rows"]["rows"])).float()[:, 0]
-        assert len(rows) == PROMPT + SHORT - 1
-        norm = torch.from_numpy(np.asarray(found["norm"]["norm"]))[:, 0]
-        gap = ((rows.norm(dim=-1) - norm).abs() / norm).max().item()
-        errors["norm"] = max(errors["norm"], gap)
-        mean = torch.from_numpy(np.asarray(found["sum"]["rows"]))[0]
-        gap = ((rows.mean(0) - mean).norm() / mean.norm()).item()
-        errors["mean"] = max(errors["mean"], gap)
-    return errors
-
-
-def on_gpu(options: argparse.Namespace) -> dict[str, Any]:
-    """Both engines, then the cases one after another; each is printed at once."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    size = MODELS[options.model]
-    head = reports.begun()
-    report: dict[str, Any] = {"kind": "readouts", **head}
-    report["model"] = describe(options.model)
-    report["cases"] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        modules = write_modules(Path(folder), size["hidden_size"])
-        off, on = engine(options.model), engine(options.model, **modules)
-        report["errors"] = check(on)
-        print("errors against the engine's own rows:", report["errors"], flush=True)
-        for case in cases(size["num_hidden_layers"]):
-            found = measure(off, on, case, options.rounds)
-            found["goal"] = GOALS.get(case.name)
-            report["cases"][case.name] = found
-            print(f"{case.name:38} {found}", flush=True)
+    every = cases(options.model)
+    wanted = options.cases or [""]
+    chosen = [one for one in every if any(text in one.name for text in wanted)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        names = ("model", "device", "eager", "kv_gib", "vocab")
+        settings = {name: getattr(options, name) for name in names}
+        settings["folder"] = folder
+        base = options.upstream or options.fork
+        off = running.enter_context(Side("off", base, settings))
+        on = running.enter_context(Side("on", options.fork, settings))
+        report["start"] = {"off": off.answer(), "on": on.answer()}
+        print(f"started after {time.perf_counter() - begin:.0f} s", flush=True)
+        report["errors"] = on.do("errors")
+        print(f"errors against the engine's own rows: {report['errors']}", flush=True)
+        for case in chosen:
+            if case.reading and not case.is_long:
+                moved = on.do("moved", **_of(case), taps=case.taps)
+                report["cases"][case.name] = moved
+                print(f"{case.name:30} {moved}", flush=True)
+        for number in range(options.rounds + 1):
+            if number and time.perf_counter() - begin > options.seconds:
+                break
+            print(f"round {number}" if number else "warm-up", flush=True)
+            measure(off, on, chosen, report)
+            summarise(report, max(number, 1))  # The warm-up, if there is no more.
+            report["rounds"] = number
             reports.save(report, options.out)
-        found = measure_mean(off, on, options.rounds)
-        report["cases"]["mean row of all layers, prompts of 4,096"] = found
-        print(f"mean row of all layers: throughput {found}", flush=True)
-        reports.save(report, options.out)
-        del off, on
-        gc.collect()
-    return report
+    report["machine"] = reports.machine(load)
+    for name, found in report["cases"].items():
+        print(f"{name:30} {found['median']:.4f} {found['interval']}")
+    reports.write(report, options.out)
 
 
-def client_lens(results: dict[str, Any], norm: Any, head: Any, top: int) -> list[Any]:
-    """The lens of every layer as computed by a client from rows in a response."""
-    import numpy as np
-    import torch
-
-    found = []
-    for tap in results["inline"]["payload"]:
-        data = np.frombuffer(base64.b64decode(tap["data"]), dtype=np.float32)
-        rows = torch.from_numpy(data.copy()).reshape(tap["shape"])
-        logs = head(norm(rows)).log_softmax(dim=-1)
-        found.append(logs.topk(top, dim=-1))
-    return found
-
-
-def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
-    """One server that answers both kinds of requests in turns."""
-    import torch
-    import transformers
-
-    from benchmarks.harness.models import random_llama, random_prompts
-    from tests.support.server import OWN_WORKER, Server
-
-    work = ROOT / "build" / "benchmarks"
-    model = random_llama(work / "models", options.layers, options.width)
-    inner = transformers.AutoModelForCausalLM.from_pretrained(model.folder).float()
-    report: dict[str, Any] = {"kind": "readouts-cpu", **reports.begun()}
-    report["machine"] = reports.machine(os.getloadavg())
-    arguments = ["--enable-readouts", "--capture-consumers", "inline"]
-    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    arguments += ["--gpu-memory-utilization", "0.2"]  # Of the machine's memory.
-    server = Server(model.folder, *arguments, "--served-model-name", "m", **OWN_WORKER)
-    prompts = random_prompts(options.requests, options.prompt, options.prompt)
-    base = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    lens = {"kind": "lens", "top_k": 5, "positions": "all"}
-    rows = {"hooks": {"post_block": "all"}, "positions": "all"}
-    times: dict[str, list[float]] = {"plain": [], "readout": [], "client": []}
-    try:
-        for _ in range(options.rounds + 1):
-            for how in times:
-                began = time.perf_counter()
-                for prompt in prompts:
-                    body = base | {"prompt": prompt}
-                    if how == "readout":
-                        body |= {"readouts": {"lens": lens}}
-                    elif how == "client":
-                        body |= {"capture": {"inline": rows}, "capture_wait": True}
-                    reply = server.post("/v1/completions", body)
-                    assert reply.status == 200, reply
-                    if how == "client":
-                        with torch.no_grad():
-                            own = client_lens(
-                                reply.body["capture_results"],
-                                inner.model.norm,
-                                inner.lm_head,
-                                5,
-                            )
-                    elif how == "readout":
-                        answer = reply.body["readouts"]["lens"]
-                times[how].append(time.perf_counter() - began)
-            found = torch.tensor(answer["logprobs"])
-            gap = (found - torch.stack([one.values for one in own], 1)).abs().max()
-            print(f"largest difference of log-probabilities {gap.item():.2g}; ", end="")
-            print({how: round(one[-1], 3) for how, one in times.items()}, flush=True)
-    finally:
-        server.close()
-    kept = {how: one[1:] for how, one in times.items()}  # The first warms up.
-    pairs = zip(kept["client"], kept["readout"])
-    report["client_over_readout"] = reports.summary([a / b for a, b in pairs])
-    extra = zip(kept["client"], kept["readout"], kept["plain"])
-    report["beyond_generation"] = reports.summary(
-        [(a - c) / max(b - c, 1e-9) for a, b, c in extra]
-    )
-    report["seconds"] = {how: statistics.median(one) for how, one in kept.items()}
-    print(report["client_over_readout"], report["seconds"], flush=True)
-    reports.save(report, options.out)
-    return report
+def _of(case: Case) -> dict[str, Any]:
+    return {"readouts": case.readouts, "reading": case.reading}
 
 
 def main() -> None:
-    """Measure, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu", action="store_true")
+    """Measure, print, and write JSON and plot."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fork", default="", help="PYTHONPATH of the fork")
+    parser.add_argument("--upstream", default="", help="PYTHONPATH of upstream")
     parser.add_argument("--model", choices=MODELS, default="8b")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=128)
-    default = ROOT / "build" / "benchmarks" / "readouts.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--vocab", type=int, default=0, help="default 32,000")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--cases", nargs="+", help="only those whose names hold these")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--seconds", type=float, default=420, help="no round begins after these"
+    )
+    parser.add_argument("--kv-gib", type=float, default=6.0, help="of each engine")
+    parser.add_argument("--out", type=Path, default=WORK / "readouts.json")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    (on_cpu if options.cpu else on_gpu)(options)
+    if options.child is not None:
+        child(options.child[0], json.loads(options.child[1]))
+        return
+    run(options)
 
 
 if __name__ == "__main__":

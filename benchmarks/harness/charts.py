@@ -218,6 +218,41 @@ def _prefix_hits(report: Report) -> list[Panel]:
     return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
 
 
+def _readouts(report: Report) -> list[Panel]:
+    labels = {
+        "no readouts": "no request reads out",
+        "one probe": "one probe, every request",
+        "256 probes": "256 probes, every request",
+        "SAE, top 32": "SAE of 65,536 features, top 32, every request",
+        "lens, all layers, 1 of 32": "lens of all layers, one request of 32",
+        "lens, all layers, 8 of 32": "lens of all layers, 8 requests of 32",
+        "mean row": "mean row of all layers, prompts of 4,096 tokens",
+    }
+    found = report["cases"]
+    rows = {
+        name: Row(label, (mark(found[name]),), goals.READOUTS.get(name))
+        for name, label in labels.items()
+        if "median" in found.get(name, {})
+    }
+    prompts = [rows.pop("mean row")] if "mean row" in rows else []
+    base = "upstream" if report["upstream"] else "the same without readouts"
+    return [
+        Panel(f"time per token of 32 requests / {base}", tuple(rows.values())),
+        Panel(f"throughput of prompts / {base}", tuple(prompts)),
+    ]
+
+
+def _readouts_client(report: Report) -> list[Panel]:
+    panels = []
+    for clock, unit in (("wall", "time"), ("cpu", "CPU time of client and server")):
+        rows = [
+            Row(label, (mark(found[clock]),), goals.CLIENT_LENS)
+            for label, found in report["cases"].items()
+        ]
+        panels.append(Panel(f"{unit} of the client's lens / the readout", tuple(rows)))
+    return panels
+
+
 def _dataset(report: Report) -> list[Panel]:
     sides = {
         "generate": "plain generation",
@@ -357,6 +392,11 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "storage": ("Consumers that write files", _storage),
     "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
     "native": ("Native code on one thread", _native),
+    "readouts": ("Readouts of an engine", _readouts),
+    "readouts_client": (
+        "A lens of all layers, against a client's own",
+        _readouts_client,
+    ),
     "prefix_hits": ("Prefix cache under four kinds of steering", _prefix_hits),
     "dataset": ("Prompts of 64 tokens to a data set of two layers", _dataset),
     "capture_cost": (

@@ -85,7 +85,8 @@ class Graphs:
         """
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-        self._runner.cudagraph_manager.release_graphs()
+        if has_manager(self._runner):
+            self._runner.cudagraph_manager.release_graphs()
         CUDAGraphWrapper.clear_all_graphs()
         self._runner.capture_model()
         return self._find_cases()
@@ -115,8 +116,8 @@ class Graphs:
         """Collect the existing graphs and record those of further cases."""
         plain = {
             one.num_tokens: graph
-            for one, graph in self._runner.cudagraph_manager.graphs.items()
-            if one.uniform_token_count == 1 and not getattr(one, "tapped", 0)
+            for one, graph in recorded(self._runner).items()
+            if not getattr(one, "tapped", 0)
         }
         made = cases(self._runner, self._batches) if self._has_features else ()
         self._cases |= {case.name: case for case in (Case(PLAIN, plain), *made)}
@@ -137,7 +138,10 @@ class Graphs:
 
         draw = torch.Generator().manual_seed(6)
         drawn = torch.randint(32000, (max(self._batches),), generator=draw)
-        self._runner.input_buffers.input_ids[: len(drawn)] = drawn
+        if has_manager(self._runner):
+            self._runner.input_buffers.input_ids[: len(drawn)] = drawn
+        else:
+            self._runner.input_ids.gpu[: len(drawn)] = drawn
 
     def _generate(self) -> list[list[int]]:
         """Greedy tokens for some random prompts."""
@@ -217,6 +221,20 @@ class Case:
         count = 1 if self.alone else batch
         number = torch.arange(count, device=rows.device) % len(self.programs)
         rows[:count] = (index.first_special + number).to(rows.dtype)
+
+
+def has_manager(runner):  # type: ignore[no-untyped-def]
+    """Whether this is the V2 runner, which can record graphs at any time."""
+    return runner.vllm_config.use_v2_model_runner
+
+
+def recorded(runner):  # type: ignore[no-untyped-def]
+    """The graphs of decode steps, by their keys."""
+    if has_manager(runner):
+        graphs = runner.cudagraph_manager.graphs.items()
+        return {key: graph for key, graph in graphs if key.uniform_token_count == 1}
+    entries = runner.model.concrete_cudagraph_entries.items()
+    return {key: entry.cudagraph for key, entry in entries if key.uniform}
 
 
 def program_cases(runner, taps):  # type: ignore[no-untyped-def]
@@ -302,30 +320,28 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
 
 
 def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]
-    """The graph recorded at the start that has these ops, or an exact one made now."""
+    """The graph recorded at the start that has these ops, or an exact one made now.
+
+    The V1 runner has those of the start only.
+    """
     from vllm.model_executor.layers.residual.capture_op import Launch
 
-    manager = runner.cudagraph_manager
-    plain = next(
-        one
-        for one in manager.graphs
-        if (one.num_tokens, one.uniform_token_count, one.tapped) == (batch, 1, 0)
-    )
-    if exact and ops not in Launch.families:
+    graphs = recorded(runner)
+    plain = next(k for k in graphs if (k.num_tokens, k.tapped) == (batch, 0))
+    may_record = exact and has_manager(runner)
+    if may_record and ops not in Launch.families:
         Launch.families = (*Launch.families, ops)
     sizes = {
         family: len(launched)
         for family, launched in enumerate(Launch.families)
         if ops <= launched
     }
-    if not exact:
-        sizes = {
-            f: n for f, n in sizes.items() if replace(plain, tapped=f) in manager.graphs
-        }
+    if not may_record:
+        sizes = {f: n for f, n in sizes.items() if replace(plain, tapped=f) in graphs}
     chosen = replace(plain, tapped=min(sizes, key=sizes.__getitem__))
-    if chosen not in manager.graphs:
-        manager.residual_recorder(chosen)
-    return manager.graphs[chosen]
+    if chosen not in graphs:
+        runner.cudagraph_manager.residual_recorder(chosen)
+    return recorded(runner)[chosen]
 
 
 def main() -> None:

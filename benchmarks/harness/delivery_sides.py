@@ -50,7 +50,7 @@ class Engine:
         if role == "fork":
             chosen["capture_consumers"] = self._consumers()
             if settings["device"] == "cuda":
-                chosen["capture_staging_bytes"] = _staging_bytes(size)
+                chosen["capture_staging_bytes"] = staging_bytes(size)
         if role == "connector":
             chosen |= self._connector(size["num_hidden_layers"])
         begin = time.perf_counter()
@@ -152,7 +152,7 @@ class Engine:
         return resident()
 
 
-def _staging_bytes(size: Mapping[str, int]) -> int:
+def staging_bytes(size: Mapping[str, int]) -> int:
     """The default of an engine that has the GPU to itself.
 
     It is a share of the GPU memory that the engine may use, and the engines of this

@@ -117,6 +117,23 @@ DELIVERY = {
 NATIVE = Goal(1.3, at_most=False)
 """Throughput of native code in `csrc/` over that of the best Python code."""
 
+READOUTS = {
+    **_at_most(
+        {
+            "one probe": 1.01,
+            "256 probes": 1.01,
+            "SAE, top 32": 1.05,
+            "lens, all layers, 1 of 32": 1.05,
+            "lens, all layers, 8 of 32": 1.10,
+        }
+    ),
+    "mean row": Goal(0.97, at_most=False),
+}
+"""Time per token over upstream's; of the mean row the throughput of prompts."""
+
+CLIENT_LENS = Goal(5.0, at_most=False)
+"""Time of a client that computes a lens from rows, over that of the readout."""
+
 DATASET = Goal(0.95, at_most=False)
 """Throughput of `vllm capture` over that of plain generation of the same prompts."""
 

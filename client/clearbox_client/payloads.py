@@ -11,7 +11,13 @@ from clearbox_client.errors import InputError
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+DTYPES = {
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int32": "<i4",
+    "int64": "<i8",
+}
 
 
 def values_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clearbox_client import ClearboxError, Client
+from clearbox_client.payloads import decode
 
 from tests.support.models import llama
 from tests.support.plugins import HOOKS, install
@@ -105,7 +106,8 @@ SPEC = {
 
 
 def test_a_response_carries_every_kind(server: Server) -> None:
-    reply = server.post("/v1/completions", body(readouts=SPEC))
+    asked = body(readouts=SPEC, capture={"inline": {"readouts": ["lens", "norm"]}})
+    reply = server.post("/v1/completions", asked)
     assert reply.status == 200, reply
     found = reply.body["readouts"]
     assert found["p"]["positions"] == [4, 5, 6, 7, 8]
@@ -116,6 +118,11 @@ def test_a_response_carries_every_kind(server: Server) -> None:
     rows = found["mean"]["rows"]
     data = np.frombuffer(base64.b64decode(rows["data"]), dtype=rows["dtype"])
     assert (rows["shape"], data.size) == ([1, HIDDEN], HIDDEN)
+    taken = decode(reply.body["capture_results"]["inline"]["payload"])
+    lens = taken[2, "post_block.lens.token_ids"]
+    assert lens.tolist() == [found["lens"]["token_ids"][0][0]]
+    norms = [one[0] for one in found["norm"]["norm"]]
+    assert np.allclose(taken[0, "post_block.norm.norm"][:, 0], norms)
 
 
 def test_each_chunk_carries_what_its_tokens_bring(server: Server) -> None:

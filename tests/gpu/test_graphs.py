@@ -10,8 +10,11 @@ import torch
 from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference, Stream, relative_error
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.residual import steer_op
+from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.v1.worker import residual_graphs
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +23,8 @@ LENGTHS = (5, 16, 31, 64, 7, 130, 3, 40)
 GENERATED = 24
 LATE = "full, additions late"
 """As in graphs for few rows of a wide stream."""
-WAYS = (*GRAPHS, LATE)
+V1 = {f"{name}, V1": options for name, options in GRAPHS.items() if name != "eager"}
+WAYS = (*GRAPHS, LATE, *V1)
 
 
 class Run(NamedTuple):
@@ -82,15 +86,24 @@ def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steer_op, "WIDE", 0)
         made[LATE] = run(open_engine(llama, reference=reference))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        envs.disable_envs_cache()
+        for name, options in V1.items():
+            made[name] = run(open_engine(llama, reference=reference, **options))
+    envs.disable_envs_cache()
     return made
 
 
-@pytest.mark.parametrize("way", ["full", "piecewise", LATE])
+@pytest.mark.parametrize(
+    "way", ["full", "piecewise", LATE, "full, V1", "piecewise, V1"]
+)
 def test_rows_from_graphs_are_those_without_graphs(
     runs: dict[str, Run], way: str
 ) -> None:
-    assert runs[way].tokens == runs["compiled"].tokens
-    for index, rows in runs["compiled"].rows.items():
+    without = runs["compiled, V1" if way in V1 else "compiled"]
+    assert runs[way].tokens == without.tokens
+    for index, rows in without.rows.items():
         for tap, expected in rows.items():
             assert runs[way].rows[index][tap].equal(expected), (index, tap)
 
@@ -126,6 +139,51 @@ def test_steered_rows_are_those_of_eager_code(
             # A capture sees the stream before its own point's vector.
             layer, hook = tap
             assert moved == (layer > 2 or (layer == 2 and hook != "pre_attn")), tap
+
+
+def test_the_v1_runner_records_families_and_runs_the_one_that_a_step_needs(
+    llama: Path,
+    reference: Reference,
+    open_engine: OpenEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    envs.disable_envs_cache()
+    engine = open_engine(llama, reference=reference)
+    worker: Any = engine.llm.llm_engine.model_executor.driver_worker
+    full = worker.worker.model_runner.model
+    families = Launch.families
+    entries = full.concrete_cudagraph_entries
+    recorded = {(key.num_tokens, key.tapped) for key in entries if key.uniform}
+    sizes = {size for size, _ in recorded}
+    assert recorded == {(s, f) for s in sizes for f in range(len(families))}
+    replayed: list[frozenset[int]] = []
+    call = type(full).__call__
+
+    def noted(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        context = get_forward_context()
+        if wrapper is full and context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+            replayed.append(families[context.batch_descriptor.tapped])
+        return call(wrapper, *args, **kwargs)
+
+    monkeypatch.setattr(type(full), "__call__", noted)
+    plain = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
+    prompts = [prompt(20, seed=1)] * 2
+    steered_params = SamplingParams(**plain, steering_vectors=steered(1, 0.5))  # type: ignore[arg-type]
+    found = []
+    for params in (
+        SamplingParams(**plain),  # type: ignore[arg-type]
+        steered_params,
+        asking("all", {"post_block": "all"}, max_tokens=4),
+    ):
+        replayed.clear()
+        engine.run(prompts, params)
+        assert replayed and len(set(replayed)) == 1
+        found.append(replayed[0])
+    none, steers, captures = found
+    assert none == frozenset()
+    assert steers and captures and not steers & captures
+    assert len(captures) == 4  # layers
 
 
 def test_a_graph_recorded_while_serving_does_the_same(

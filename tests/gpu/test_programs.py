@@ -103,18 +103,44 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
 V = torch.randn(512, generator=torch.Generator().manual_seed(1))
 U = (V / V.norm()).double()
 W = torch.randn(512, generator=torch.Generator().manual_seed(2))
-ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+FIRES = 0.06
+
+
+def has_fired(rows: torch.Tensor) -> torch.Tensor:
+    """Whether one of the rows `[tokens, H]` up to each has a large cosine, `[n, 1]`."""
+    cosine = rows @ W.double() / (rows.norm(dim=-1) * W.double().norm())
+    return (cosine > FIRES).double().cummax(dim=0).values[:, None]
+
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of the rows, given also those at an earlier hook point."""
+ENTRIES: dict[str, tuple[dict[str, Any], Change]] = {
     "project_out": (
         {"vector": V, "op": "project_out"},
-        lambda x: x - (x @ U)[:, None] * U,
+        lambda x, _: x - (x @ U)[:, None] * U,
     ),
     "clamp": (
         {"vector": V, "op": "clamp", "min": 2.0, "max": 2.5},
-        lambda x: x + ((x @ U).clamp(2.0, 2.5) - x @ U)[:, None] * U,
+        lambda x, _: x + ((x @ U).clamp(2.0, 2.5) - x @ U)[:, None] * U,
     ),
     "norm_match": (
         {"vector": V, "scale": 0.5, "norm_match": True},
-        lambda x: x + 0.5 * x.norm(dim=-1, keepdim=True) * U,
+        lambda x, _: x + 0.5 * x.norm(dim=-1, keepdim=True) * U,
+    ),
+    "latched": (
+        {
+            "vector": V,
+            "scale": 2.0,
+            "when": {
+                "probe": W,
+                "layer": 1,
+                "hook": "pre_attn",
+                "above": FIRES,
+                "cosine": True,
+                "scope": "rest",
+            },
+        },
+        lambda x, before: x + 2 * has_fired(before) * V.double(),
     ),
     "gated": (
         {
@@ -128,18 +154,20 @@ ENTRIES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
                 "sharpness": 0.05,
             },
         },
-        lambda x: x + 2 * torch.sigmoid(0.05 * (x @ W.double()))[:, None] * V.double(),
+        lambda x, _: (
+            x + 2 * torch.sigmoid(0.05 * (x @ W.double()))[:, None] * V.double()
+        ),
     ),
     "replace": (
         {"vector": V, "op": "replace", "positions": [3, 5, 30]},
-        lambda x: torch.stack(
+        lambda x, _: torch.stack(
             [V.double() if i in (3, 5, 30) else row for i, row in enumerate(x)]
         ),
     ),
 }
-LENGTHS = (20, 17, 29, 8, 40, 33, 5, 26, 12, 31)
-AROUND = {"post_block": [1], "pre_attn": [2]}
-"""Captures of the stream before and after the operations."""
+LENGTHS = (20, 17, 29, 8, 40, 33, 5, 37, 6, 26, 12, 31)
+AROUND = {"post_block": [1], "pre_attn": [1, 2]}
+"""Captures of the stream before and after the operations, and of an earlier one."""
 
 
 def run(engine: CapturedEngine, steers: bool, generated: int = 24) -> Any:
@@ -176,7 +204,7 @@ def test_operations_do_what_they_say_however_a_step_runs(
         rows = engine.rows(behind)
         given, found = rows[1, "post_block"].double(), rows[2, "pre_attn"].double()
         name = list(ENTRIES)[number // 2]
-        expected = ENTRIES[name][1](given)
+        expected = ENTRIES[name][1](given, rows[1, "pre_attn"].double())
         error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < BF16, (way, name, error.max())
         assert (found - given).abs().max() > 0.1, f"{name} did nothing"

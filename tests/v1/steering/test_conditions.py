@@ -267,6 +267,92 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
     assert shut or sharpness, "no gate was ever shut"
 
 
+def first_to_fire(
+    case: Case, reference: Any, low: int, high: int
+) -> tuple[list[int], float]:
+    """A prompt and a threshold that a token at `[low, high)` is the first to exceed."""
+    for seed in range(50):
+        drawn = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(_models.VOCAB, (SIZE,), generator=drawn).tolist()
+        found: list[torch.Tensor] = []
+
+        def look(stream: torch.Tensor, found: Any = found) -> torch.Tensor:
+            found.append(case.values(stream.double()))
+            return stream
+
+        reference.logprobs(prompt, {case.tap: look})
+        highest = found[0].cummax(dim=0).values
+        grown = highest.diff()[low - 1 : high - 1]
+        place = int(grown.argmax()) + low
+        if float(grown.max()) > 1e-2 * float(highest[-1].abs()):
+            return prompt, float(highest[place - 1 : place + 1].mean())
+    raise AssertionError("no prompt has such a token")
+
+
+@pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors"])
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_prompt_token_decides_for_the_rest(
+    steered: Any, tier: str, chunk: int
+) -> None:
+    """In either chunk of the prompt, beside others, with blocks in the prefix cache."""
+    llm, reference = steered
+    case = replace(CASES["above"], more={"scope": "rest"})
+    bounds = (BLOCK + 1, SIZE - 1) if chunk else (2, BLOCK - 2)
+    prompt, threshold = first_to_fire(case, reference, *bounds)
+    entry = {"vector": V, "scale": 2, "when": case.when(threshold)}
+    fields: dict[str, Any] = {tier: at(entry)}
+    plain = generate(llm, [prompt], [params(GENERATED)])[0]
+    asked = [params(), params(GENERATED, **fields), params()]
+    both = [generate(llm, [PROMPT, prompt, prompt[:9]], asked)[1]]
+    both += generate(
+        llm, [prompt], [params(GENERATED, steering_receipt=True, **fields)]
+    )
+    gates: list[torch.Tensor] = []
+
+    def decide(stream: torch.Tensor) -> torch.Tensor:
+        gates.append(case.gate(stream, threshold).cummax(dim=0).values)
+        if tier.startswith("prefill"):
+            gates[-1][SIZE:] = 0
+        return stream
+
+    def act(stream: torch.Tensor) -> torch.Tensor:
+        return ENTRIES["add"][1](stream.double(), gates[-1]).to(stream.dtype)
+
+    for output in both:
+        assert output.num_cached_tokens == 0, "a token that fires may be in the block"
+        ids = prompt + tokens(output)
+        changed = {case.tap: decide, ACTS: act}
+        expected = reference.logprobs(ids[:-1], changed)[SIZE - 1 :]
+        assert (logprobs(output) - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert not torch.equal(logprobs(output), logprobs(plain))
+    open_ = gates[-1][:, 0].nonzero()[:, 0].tolist()
+    assert bounds[0] <= open_[0] < bounds[1]
+    (fired,) = both[1].steering["fired"].values()
+    assert (fired["tokens"], fired["first"]) == (len(open_), open_[0])
+    assert both[1].steering["applied"][0]["tokens"] == len(open_)
+
+
+def test_what_a_prompt_token_decided_survives_preemption(steered: Any) -> None:
+    llm, reference = steered
+    case = replace(CASES["above"], more={"scope": "rest"})
+    prompt, threshold = first_to_fire(case, reference, 2, BLOCK - 2)
+    entry = {"vector": V, "scale": 2, "when": case.when(threshold)}
+    asked = params(GENERATED, steering_vectors=at(entry))
+    (expected,) = generate(llm, [prompt], [asked])
+    engine = llm.llm_engine
+    for steps in (1, 4):  # Within the prompt, and while it generates.
+        engine.add_request(f"preempted {steps}", {"prompt_token_ids": prompt}, asked)
+        for _ in range(steps):
+            engine.step()
+        assert engine.reset_prefix_cache(reset_running_requests=True)
+        found = None
+        while engine.has_unfinished_requests():
+            found = next((one for one in engine.step() if one.finished), found)
+        assert tokens(found) == tokens(expected)
+        wrong = (logprobs(found) - logprobs(expected)).abs().max()
+        assert wrong < 1e-4 * logprobs(expected).abs().max()
+
+
 def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
     llm, reference = steered
     prompts = [PROMPT[i : i + 9] for i in range(4)]
@@ -361,7 +447,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": "x"}, "finite"),
     ({"scope": "ever"}, "not one of"),
     ({"treshold": 1}, "unknown key 'treshold'"),
-    ({"scope": "rest"}, "acts on generated tokens"),
+    ({"scope": "rest", "layer": 1, "hook": "post_attn"}, "an earlier hook point"),
     ({"scope": "rest", "sharpness": 1}, "0 or 1"),
     ({"scope": "token", "reduce": "mean"}, 'needs "scope": "prompt"'),
     ({"scope": "prompt", "reduce": "median"}, "is not one of"),
@@ -376,6 +462,8 @@ def test_bad_conditions_are_refused_before_anything_is_scheduled(steered: Any) -
         entry = {"vector": V, "when": given if given is not None else {}}
         with pytest.raises(ValueError, match=said):
             generate(llm, [PROMPT], [params(1, steering_vectors=at(entry))])
+    with pytest.raises(ValueError, match="may fire in the prompt"):
+        llm.set_steering(at({"vector": V, "when": {**good, "scope": "rest"}}))
     many = [{"vector": V, "when": {**good, "above": n}} for n in range(9)]
     with pytest.raises(ValueError, match="9 distinct conditions"):
         generate(llm, [PROMPT], [params(1, steering_vectors=at(*many))])

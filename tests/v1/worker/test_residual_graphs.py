@@ -19,6 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.config.steering import SteeringConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.forward_context import BatchDescriptor
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.v1.worker import residual_graphs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -27,6 +28,8 @@ from vllm.v1.worker.residual_graphs import (
     GraphFamilies,
     GraphRecorder,
     Ops,
+    as_recorded,
+    dispatched_families,
     end_recording,
     families_at_start,
     record_family,
@@ -54,7 +57,9 @@ def config(ranks: int = 1, engines: int = 1, stages: int = 1) -> Any:
         data_parallel_size=engines,
         pipeline_parallel_size=stages,
     )
-    return SimpleNamespace(parallel_config=parallel, lora_config=None)
+    return SimpleNamespace(
+        parallel_config=parallel, lora_config=None, use_v2_model_runner=True
+    )
 
 
 class Manager:
@@ -79,12 +84,9 @@ class Manager:
         self.graphs[descriptor] = Launch.families[descriptor.tapped]
 
 
-def families(one_family: bool = False, may_record: bool = True) -> GraphFamilies:
-    return GraphFamilies(
-        families_at_start(CAPTURE, STEERING, {}, may_record),
-        one_family=one_family,
-        may_record=may_record,
-    )
+def families(may_record: bool = True) -> GraphFamilies:
+    started = families_at_start(CAPTURE, STEERING, {}, may_record)
+    return GraphFamilies(started, may_record=may_record)
 
 
 def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozenset[int]:
@@ -102,7 +104,7 @@ def run(graphs: GraphFamilies, manager: Any, needed: frozenset[int]) -> frozense
 def test_only_graphs_of_whole_passes_are_recorded_as_such(mode: CUDAGraphMode) -> None:
     families()
     last = len(Launch.families) - 1
-    record_family(replace(FULL, cg_mode=mode, tapped=last))
+    record_family(last, mode)
     assert Launch.taps == EVERYTHING
     assert Launch.whole == (mode == CUDAGraphMode.FULL)
     end_recording()
@@ -161,7 +163,7 @@ def test_graphs_are_recorded_on_one_stream_as_what_they_launch(
     def create_forward(descriptor: BatchExecutionDescriptor, warmup: bool) -> Any:
         def forward(mode: CUDAGraphMode) -> None:
             assert mode == CUDAGraphMode.NONE
-            record_family(descriptor)
+            record_family(descriptor.tapped, descriptor.cg_mode)
             passes.append((warmup, Launch.taps, torch.cuda.current_stream()))
             if descriptor.num_tokens == 2:
                 raise RuntimeError("out of memory")
@@ -403,13 +405,49 @@ def test_a_pass_without_graphs_launches_just_what_it_needs() -> None:
     assert Launch.taps == NOTHING
 
 
-def test_a_runner_with_one_set_of_graphs_launches_everything() -> None:
-    graphs = families(one_family=True)
-    assert Launch.taps == EVERYTHING
-    graphs.plan(frozenset({STEERING[0, "pre_attn"]}), NOTHING)
-    assert Launch.taps == EVERYTHING
-    graphs.end()
-    assert Launch.taps == EVERYTHING
+DISPATCHED = BatchDescriptor(num_tokens=24, num_reqs=24, uniform=True)
+"""A step of the V1 runner; the size is no power of two."""
+
+
+def test_the_v1_runner_records_whole_passes_in_all_families() -> None:
+    families(may_record=False)
+    pieces = replace(DISPATCHED, num_reqs=None, uniform=False)
+    modes = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+    made = dispatched_families(list(zip(modes, ([pieces], [DISPATCHED]))))
+    last = len(Launch.families) - 1
+    assert made == [
+        (CUDAGraphMode.PIECEWISE, [replace(pieces, tapped=n) for n in (0, last)]),
+        (CUDAGraphMode.FULL, [replace(DISPATCHED, tapped=n) for n in range(last + 1)]),
+    ]
+
+
+def test_the_v1_runner_finds_the_graphs_that_it_has_recorded() -> None:
+    graphs = families(may_record=False)
+    recorded: dict[BatchDescriptor, Ops] = {}
+    for mode, of_mode in dispatched_families([(CUDAGraphMode.FULL, [DISPATCHED])]):
+        for one in of_mode:
+            record_family(one.tapped, mode)
+            # The runner makes the key of a dummy pass anew.
+            recorded[as_recorded(DISPATCHED)] = Launch.taps
+            end_recording()
+    captures = frozenset(CAPTURE.values())
+    some = frozenset({CAPTURE[2, "pre_attn"]}), frozenset({STEERING[3, "post_attn"]})
+    for steers, takes, expected in (
+        (NOTHING, NOTHING, NOTHING),
+        (some[1], NOTHING, STEERS),
+        (NOTHING, some[0], captures),
+        (some[1], some[0], EVERYTHING),
+    ):
+        graphs.plan(steers, takes)
+        full = graphs.dispatch(CUDAGraphMode.FULL, DISPATCHED)
+        assert recorded[full] == expected
+        eager = graphs.dispatch(CUDAGraphMode.NONE, DISPATCHED)
+        pieces = graphs.dispatch(CUDAGraphMode.PIECEWISE, DISPATCHED)
+        everything = Launch.families.index(EVERYTHING)
+        assert (eager.tapped, pieces.tapped) == (0, everything if expected else 0)
+        graphs.end()
+        # An idle engine's dummy pass.
+        assert as_recorded(graphs.dispatch(CUDAGraphMode.FULL, DISPATCHED)).tapped == 0
 
 
 def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -> None:
@@ -422,4 +460,6 @@ def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -
     open_residual_stream(no_features, torch.nn.Module(), torch.device("cpu"))
     plain = {CUDAGraphMode.FULL: [FULL], CUDAGraphMode.PIECEWISE: [FULL]}
     assert with_families(plain, config()) == plain
+    dispatched = [(CUDAGraphMode.FULL, [DISPATCHED])]
+    assert dispatched_families(dispatched) == dispatched
     assert Launch.taps == NOTHING

@@ -52,7 +52,7 @@ class Bench:
         capture: Any = self.capture
         steering: Any = self.steering
         families = [NOTHING, CAPTURES | STEERS]
-        graphs = GraphFamilies(families, one_family=False, may_record=False)
+        graphs = GraphFamilies(families, may_record=False)
         self.stream = OpenResidualStream({}, capture, steering, graphs)
         self.views = 0
 

@@ -36,6 +36,8 @@ class ConsumerCapabilities:
     """A request that names it always waits for its results."""
     streams: bool
     """Intermediate outputs carry the rows computed so far."""
+    takes_readouts: bool
+    """A request's spec may have `readouts`, whose results it takes as further keys."""
     truncates: bool
     """The same as in `SinkCapabilities`, if the consumer is a sink."""
     max_inflight_bytes: int | None
@@ -82,6 +84,8 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
         and callable(getattr(consumer, "validate_client_spec", None)),
         waits=bool(getattr(consumer, "waits", False)),
         streams=bool(getattr(consumer, "streams", False)),
+        takes_readouts=takes_requests
+        and bool(getattr(consumer, "takes_readouts", False)),
         truncates=truncates(consumer),
         max_inflight_bytes=getattr(consumer, "max_inflight_bytes", None),
         folder=None if folder is None else Path(folder),

@@ -61,6 +61,11 @@ class CaptureConsumer(ABC):
     streams: ClassVar[bool] = False
     """Whether intermediate outputs carry the rows computed so far."""
 
+    takes_readouts: ClassVar[bool] = False
+    """Whether a request's spec may name readouts whose results it takes, as keys whose
+    hook is `HOOK.NAME.ARRAY`; their sidecars have `readout`, and their own `dtype` and
+    `hidden_size`. `validate_client_spec` must accept the key `readouts`."""
+
     required_sidecar_fields: ClassVar[frozenset[str]] = frozenset()
     """Sidecar fields that the consumer needs; a subset of `REQUIRABLE_FIELDS`."""
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from vllm.v1.readouts.plan import ReadoutPlan
+from vllm.v1.readouts.plan import ReadoutPlan, ReadoutRows
 
 OPEN_END = 1 << 40
 """The `stop` of a range that extends to the end of the request."""
@@ -89,6 +89,8 @@ class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
     sample_index: int
     finish_reason: str
     instances: list[str]
+    readouts: list[ReadoutRows] = []
+    """The results of readouts that consumers take."""
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True):
@@ -153,10 +155,18 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         )
 
     @property
-    def lanes(self) -> tuple[str, ...]:
+    def row_lanes(self) -> tuple[str, ...]:
         """Names of all readers that rows are delivered to (not `READOUTS`), sorted."""
         readers = {reader.instance for g in self.groups for reader in g.readers}
         return tuple(sorted(readers - {READOUTS}))
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of all readers of rows, and of results of readouts, sorted."""
+        if self.readouts is None or not self.readouts.readers:
+            return self.row_lanes
+        results = {reader.instance for reader in self.readouts.readers}
+        return tuple(sorted(results.union(self.row_lanes)))
 
     @property
     def instances(self) -> tuple[str, ...]:

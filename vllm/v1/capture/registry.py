@@ -48,6 +48,7 @@ SIDECAR_FIELDS = frozenset(
         "pipeline_parallel_rank",
         "pipeline_parallel_size",
         "positions",
+        "readout",
         "sample_index",
         "token_ids",
         "vllm_internal_request_id",
@@ -55,7 +56,12 @@ SIDECAR_FIELDS = frozenset(
 )
 """All fields that a sidecar may have."""
 
-REQUIRABLE_FIELDS = SIDECAR_FIELDS - {"capture_error", "capture_note", "dropped_rows"}
+REQUIRABLE_FIELDS = SIDECAR_FIELDS - {
+    "capture_error",
+    "capture_note",
+    "dropped_rows",
+    "readout",
+}
 """The fields that every sidecar has, which a consumer may require."""
 
 

@@ -126,6 +126,9 @@ def parse_spec(
 ) -> CaptureSpec:
     """Parse `{"hooks": {hook: layers}, "positions": selector}`.
 
+    Of a consumer that takes results of readouts, `readouts` is one of the extra keys;
+    then a spec may have it without `hooks`.
+
     Args:
         raw: what the user wrote; `positions` defaults to `"last_prompt"`.
         ctx: facts about the request and the model.
@@ -143,11 +146,22 @@ def parse_spec(
             f"{where} must be an object with the keys {sorted(allowed)}", where, raw
         )
     if unknown := sorted(str(key) for key in raw if key not in allowed):
+        why = "; this consumer takes no readouts" if unknown[0] == "readouts" else ""
         raise fail(
-            f"{where} has no key {shown(unknown[0])}; its keys are {sorted(allowed)}",
+            f"{where} has no key {shown(unknown[0])}{why}; its keys are "
+            f"{sorted(allowed)}",
             f"{where}.{unknown[0]}",
             raw[unknown[0]] if unknown[0] in raw else unknown[0],
         )
+    if "hooks" not in raw and raw.get("readouts") is not None:
+        if "positions" in raw:
+            raise fail(
+                f"{where}.positions: they are those of rows, and there are no hooks; "
+                "give the positions in the readout",
+                f"{where}.positions",
+                raw["positions"],
+            )
+        return CaptureSpec({}, "last_prompt")
     hooks = parse_hooks(raw.get("hooks"), ctx, f"{where}.hooks")
     positions = raw.get("positions", "last_prompt")
     resolve_positions(positions, ctx, f"{where}.positions")

@@ -86,11 +86,47 @@ class StopWhen(msgspec.Struct, frozen=True, array_like=True):
         return over or (self.below is not None and value < self.below)
 
 
+class ReadoutReader(msgspec.Struct, frozen=True, array_like=True):
+    """A consumer instance that takes results of readouts, besides any rows."""
+
+    instance: str
+    names: tuple[str, ...]
+    """Of the readouts."""
+
+
 class ReadoutPlan(msgspec.Struct, frozen=True, array_like=True):
     """The readouts and stop conditions of one request."""
 
     readouts: tuple[Readout, ...]
     stop_when: tuple[StopWhen, ...] = ()
+    readers: tuple[ReadoutReader, ...] = ()
+    """The consumers that take results."""
+
+
+class ReadoutRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One array of a readout's result at one tap, as a consumer takes rows."""
+
+    name: str
+    """Of the readout."""
+    kind: Kind
+    array: str
+    tap: Tap
+    positions: list[int]
+    """Ascending. If `reduced`, those that the only row was computed from."""
+    dtype: str
+    """The dtype's name in NumPy and torch."""
+    shape: tuple[int, ...]
+    """Of one row's value; `()` for a number."""
+    data: bytes
+    """The values in row-major order."""
+    reduced: bool = False
+    error: str = ""
+    """Why the result is incomplete; empty if it is complete."""
+
+    @property
+    def hook(self) -> str:
+        """The key's hook, such as `post_block.lens.logprobs`."""
+        return f"{self.tap[1]}.{self.name}.{self.array}"
 
 
 class ReadoutPart(msgspec.Struct, array_like=True):

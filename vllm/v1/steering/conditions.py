@@ -16,8 +16,9 @@ Scope: TypeAlias = Literal["token", "rest", "prompt"]
 
 SCOPES: tuple[Scope, ...] = ("token", "rest", "prompt")
 """Tokens for which a decision holds. `token`: only the token that was probed. `rest`:
-that token and all later ones, from the first token that fires. `prompt`: all generated
-tokens; the last token of the prompt decides, or the mean over the prompt."""
+that token and all later ones, from the first token that fires, in the prompt too where
+the entry acts there. `prompt`: all generated tokens; the last token of the prompt
+decides, or the mean over the prompt."""
 
 MAX_CONDITIONS = 8
 """Most distinct conditions of one request, and likewise of the engine's global
@@ -48,6 +49,13 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
     mean: bool = False
     """Whether the mean over the prompt decides, for the scope `prompt`, instead of the
     prompt's last token."""
+    in_prompt: bool = False
+    """Whether prompt tokens decide too, for the scope `rest`."""
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether all tokens of the prompt must be computed, cached or not."""
+        return self.mean or self.in_prompt
 
     @property
     def tap(self) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
@@ -148,6 +149,17 @@ def operation(
         details,
         num_rows,
     )
+
+
+def on_prompt(one: Operation) -> Operation:
+    """The operation, with its condition (of scope `rest`) decided in the prompt too."""
+    when = one.details.when
+    assert when is not None, "the operation has no condition"
+    if when.in_prompt:
+        return one
+    details = structs.replace(one.details, when=structs.replace(when, in_prompt=True))
+    digest = hashlib.sha256(f"in the prompt {one.digest}".encode()).hexdigest()
+    return structs.replace(one, details=details, digest=digest)
 
 
 def packed_arrays(

@@ -11,11 +11,12 @@ serving, once enough steps could have used it.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import NOBODY, Launch
 from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
@@ -144,11 +145,56 @@ def _coarse(
     return kept
 
 
-def record_family(descriptor: "BatchExecutionDescriptor") -> None:
-    """Set the ops that launch in the pass that is recorded or warmed up next."""
-    Launch.taps = Launch.families[descriptor.tapped]
-    Launch.whole = descriptor.cg_mode == CUDAGraphMode.FULL
+def dispatched_families(
+    plain: Sequence[tuple[CUDAGraphMode, list[BatchDescriptor]]],
+) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+    """The graphs that the V1 runner records: all plain ones, and those of families.
+
+    Its graphs are recorded at the start only, so whole passes have all families, for
+    every size. Steps with prompts are not padded further for a graph with ops, as V1
+    has padded them already when their ops become known.
+    """
+    last = len(Launch.families) - 1
+    return [
+        (
+            mode,
+            [
+                replace(one, tapped=family)
+                for one in of_mode
+                for family in range(last + 1)
+                if mode == CUDAGraphMode.FULL or family in (0, last)
+            ],
+        )
+        for mode, of_mode in plain
+    ]
+
+
+class Recorded:
+    """The family of the graph that is being recorded, 0 otherwise.
+
+    Engine thread only.
+    """
+
+    family: ClassVar[int] = 0
+
+
+def record_family(family: int, mode: CUDAGraphMode) -> None:
+    """Set the ops that launch in the passes that are recorded or warmed up next.
+
+    Args:
+        family: their index in `Launch.families`.
+        mode: of the graph that is recorded.
+
+    """
+    Recorded.family = family
+    Launch.taps = Launch.families[family]
+    Launch.whole = mode == CUDAGraphMode.FULL
     EarlyAdditions.begun.clear()
+
+
+def as_recorded(descriptor: BatchDescriptor) -> BatchDescriptor:
+    """The key of a dummy pass's graph in the V1 runner, which knows plain graphs."""
+    return replace(descriptor, tapped=Recorded.family)
 
 
 def without_graph(
@@ -176,6 +222,7 @@ def without_graph(
 
 def end_recording() -> None:
     """Reset the state after recording: no op launches until a step is planned."""
+    Recorded.family = 0
     Launch.taps, Launch.whole = Launch.families[0], False
     EarlyAdditions.begun.clear()
 
@@ -235,13 +282,14 @@ class GraphRecorder:
 def can_record(vllm_config: "VllmConfig") -> bool:
     """Whether graphs can be recorded between two steps.
 
-    Only if a single process runs the model, because recording with several ranks while
-    serving is untested. Not with LoRA adapters, because recording would overwrite their
-    state of the current step.
+    Only by the V2 runner. Only if a single process runs the model, because recording
+    with several ranks while serving is untested. Not with LoRA adapters, because
+    recording would overwrite their state of the current step.
     """
     parallel = vllm_config.parallel_config
     return (
-        parallel.world_size == 1
+        vllm_config.use_v2_model_runner
+        and parallel.world_size == 1
         and parallel.data_parallel_size == 1
         and vllm_config.lora_config is None
     )
@@ -272,30 +320,27 @@ class GraphFamilies:
     scheduler's outputs.
     """
 
-    def __init__(
-        self, families: Sequence[Ops], *, one_family: bool, may_record: bool
-    ) -> None:
+    def __init__(self, families: Sequence[Ops], *, may_record: bool) -> None:
         """Start with the families that are recorded at the start.
 
         Args:
             families: their ops; the first is empty, the last has all ops.
-            one_family: whether the runner records a single set of graphs, in which all
-                ops always launch and do nothing if they have no work.
             may_record: whether graphs may be recorded while serving.
 
         """
         self._started = len(families)
         self._may_record = may_record
-        self._idle = families[-1] if one_family else NOTHING
         self._needed: Ops = NOTHING
         self._parts = NOTHING, NOTHING
         self._both: Ops = NOTHING
         """The union of `_parts`, cached because most steps need the same ops."""
         self._chosen: dict[tuple[Ops, BatchExecutionDescriptor], Choice] = {}
         self._padded: dict[BatchExecutionDescriptor, BatchExecutionDescriptor] = {}
+        self._dispatched: dict[Ops, int] = {}
+        """The families that the V1 runner's full graphs had, by needed ops."""
         # Until the first step or recording every op is called and checks its arguments,
         # in compiled code as well, so that errors are raised at the start.
-        Launch.begin(self._idle or NOBODY, tuple(families))
+        Launch.begin(NOBODY, tuple(families))
 
     def plan(self, steers: Ops, captures: Ops) -> None:
         """Set the ops that the next forward pass needs for steering and capture."""
@@ -305,12 +350,11 @@ class GraphFamilies:
             if self._parts != (steers, captures):
                 self._parts, self._both = (steers, captures), steers | captures
             self._needed = self._both
-        Launch.taps = (self._idle | self._needed) if self._idle else self._needed
+        Launch.taps = self._needed
 
     def end(self) -> None:
         """Called after the pass is queued, so that dummy runs launch no op."""
-        self._needed = NOTHING
-        Launch.taps = self._idle
+        self._needed = Launch.taps = NOTHING
 
     def choose(
         self,
@@ -336,6 +380,23 @@ class GraphFamilies:
         ):
             return self._record(descriptor, manager) or known.descriptor
         return known.descriptor
+
+    def dispatch(
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor
+    ) -> BatchDescriptor:
+        """The key of the step's graph in the V1 runner, in place of the plain one's."""
+        if not self._needed or mode == CUDAGraphMode.NONE:
+            return descriptor
+        if mode == CUDAGraphMode.PIECEWISE:
+            return replace(descriptor, tapped=self._started - 1)
+        family = self._dispatched.get(self._needed)
+        if family is None:
+            if len(self._dispatched) > MOST_REMEMBERED:
+                self._dispatched.clear()
+            fits = (self._needed <= ops for ops in Launch.families)
+            family = next(index for index, fit in enumerate(fits) if fit)
+            self._dispatched[self._needed] = family
+        return replace(descriptor, tapped=family)
 
     def _padded_to(
         self,

@@ -52,6 +52,8 @@ from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import (
         BatchExecutionDescriptor,
@@ -114,6 +116,12 @@ class ResidualStream:
         """The graph to run in place of the plain graph `descriptor`."""
         return descriptor
 
+    def dispatch_graph(
+        self, mode: "CUDAGraphMode", descriptor: "BatchDescriptor"
+    ) -> "BatchDescriptor":
+        """The key of the graph to run in place of the plain one's (V1 runner)."""
+        return descriptor
+
     def begin_step(self, num_rows: int) -> None:
         """Write what the forward pass over `num_rows` rows (with padding) reads."""
 
@@ -157,7 +165,6 @@ class OpenResidualStream(ResidualStream):
         capture: WorkerCapture | None,
         steering: WorkerSteering | None,
         graphs: GraphFamilies,
-        clears_slots: bool = False,
         hooks: WorkerHooks | None = None,
     ) -> None:
         """Start without requests.
@@ -167,8 +174,6 @@ class OpenResidualStream(ResidualStream):
             capture: None if capture is disabled.
             steering: None if steering is disabled.
             graphs: chooses the CUDA graph of each step.
-            clears_slots: whether to clear the slots after each step, because dummy
-                passes launch taps as well.
             hooks: None if requests cannot have hook functions.
 
         """
@@ -178,7 +183,6 @@ class OpenResidualStream(ResidualStream):
         self.steering = steering
         self.hooks = hooks
         self._graphs = graphs
-        self._clears_slots = clears_slots
         self._is_idle = False
         """Whether the planned step neither captures nor steers."""
         self._rests = False
@@ -255,6 +259,12 @@ class OpenResidualStream(ResidualStream):
             return without_graph(descriptor, self.hooks.num_tokens)
         return self._graphs.choose(descriptor, manager)
 
+    def dispatch_graph(
+        self, mode: "CUDAGraphMode", descriptor: "BatchDescriptor"
+    ) -> "BatchDescriptor":
+        """The key of the graph with the ops that the step needs (V1 runner)."""
+        return self._graphs.dispatch(mode, descriptor)
+
     def begin_step(self, num_rows: int) -> None:
         """Write the slots and the table rows of the step."""
         if self._rests:
@@ -277,8 +287,6 @@ class OpenResidualStream(ResidualStream):
             self.hooks.end_step()
         if self._capture is not None:
             self._capture.end_step()
-            if self._clears_slots:
-                self._capture.clear_slots()
         self._rests = self._is_idle
 
     def with_readouts(self, output: Any) -> Any:
@@ -381,8 +389,6 @@ def _open(
     ask_before_calls()
     guard_copies()
     may_record = can_record(vllm_config)
-    # The V1 runner records one set of graphs.
-    one_family = device.type == "cuda" and not vllm_config.use_v2_model_runner
     graphs = GraphFamilies(
         families_at_start(
             {} if capture is None else capture.addresses,
@@ -390,17 +396,13 @@ def _open(
             {} if steering is None else steering.program_addresses,
             may_record,
         ),
-        one_family=one_family,
         may_record=may_record,
     )
-    # With data parallelism, an idle engine runs dummy batches while others have steps.
-    runs_idle = vllm_config.parallel_config.data_parallel_size > 1
     stream = OpenResidualStream(
         points,
         capture,
         steering,
         graphs,
-        one_family and runs_idle,
         open_hooks(vllm_config, model, steering),
     )
     stream.modules = modules

@@ -98,7 +98,7 @@ def test_until_the_first_step_every_op_looks_at_what_it_is_given(
 ) -> None:
     ask_before_calls()
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
-    graphs = GraphFamilies([frozenset(), STRANGE], one_family=False, may_record=False)
+    graphs = GraphFamilies([frozenset(), STRANGE], may_record=False)
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="memory other than its own"):
             run(hidden)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +15,16 @@ from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.plan import CapturePlan, group_taps, overlap
+from vllm.v1.capture.plan import (
+    OPEN_END,
+    CaptureEnd,
+    CapturePlan,
+    group_taps,
+    overlap,
+)
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
+from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, ReadoutRows
 
 
 class Consumers:
@@ -182,6 +191,56 @@ def test_positions_that_the_request_did_not_reach_are_noted() -> None:
     sidecar = consumers.finalizes["a", (0, "post_block")].sidecar
     assert sidecar["positions"] == [0]
     assert "did not reach the positions [6, 7]" in sidecar["capture_note"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "remark"),
+    [("stop", ("capture_error", "only 2 of 4")), ("abort", ("capture_note", "2 of 4"))],
+)
+def test_results_of_readouts_that_are_missing_are_told_as_rows_are(
+    reason: str, remark: tuple[str, str]
+) -> None:
+    tap = (3, "post_block")
+    norm = Readout("size", "norm", (tap,), ((0, 2), (4, OPEN_END)))
+    readers = (ReadoutReader("a", ("size",)),)
+    plan = msgspec.structs.replace(
+        plan_for({}, 4), readouts=ReadoutPlan((norm,), (), readers)
+    )
+    assert plan.lanes == ("a",)
+    values = np.array([1.5, 2.5], np.float32)
+    rows = ReadoutRows(
+        name="size",
+        kind="norm",
+        array="norm",
+        tap=tap,
+        positions=[0, 1],
+        dtype="float32",
+        shape=(),
+        data=values.tobytes(),
+    )
+    sent = CaptureEnd("r", "", [7, 8, 9], 0, reason, ["a"], [rows])
+    # As it arrives in the engine's process, where its types are not known.
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
+    received = msgspec.convert(decoded, CaptureEnd)
+    request = CapturedRequest("r", plan, (), [1, 2, 3, 4], {}, {}, frozenset())
+    end = RequestEnd(
+        request_id="r",
+        token_ids=(7, 8, 9),
+        sample_index=0,
+        finish_reason=reason,
+        answer=lambda instance, result: None,
+        instances=("a",),
+        readouts=tuple(received.readouts),
+    )
+    chunks, endings = request.finish(end)
+    (chunk,), (finalize,) = chunks["a"], endings["a"].finalizes
+    assert chunk.key == finalize.key == ("r", 3, "post_block.size.norm")
+    assert chunk.tensor.tolist() == [[1.5], [2.5]]
+    sidecar = finalize.sidecar
+    assert (sidecar["positions"], sidecar["token_ids"]) == ([0, 1], [1, 2])
+    assert (sidecar["dtype"], sidecar["hidden_size"]) == ("float32", 1)
+    assert remark[1] in sidecar[remark[0]]
+    assert sidecar.keys() & {"capture_error", "capture_note"} == {remark[0]}
 
 
 def test_a_request_of_which_nothing_was_computed_is_answered() -> None:

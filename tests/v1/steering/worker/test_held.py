@@ -10,27 +10,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from vllm.model_executor.layers.residual.program import (
+    GATE_COLUMNS,
+    Flag,
+    Instruction,
+    Kind,
+    run,
+)
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.worker.fired import FiredCounts
-from vllm.v1.steering.worker.gates import GATES, Deciding, Gate
+from vllm.v1.steering.worker.gates import Deciding, Gate
 from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
 
-PROMPT, REST, MEAN = 3, 9, 10
-"""Columns of a condition of the engine and of two of a request."""
+PROMPT, REST, MEAN, SPREADS = 3, 9, 10, 11
+"""Columns of a condition of the engine and of three of a request."""
 LAST = Condition(0, "pre_attn", b"", 0.0, False, True, 0.5, 0.0, "prompt", "")
 AVERAGE = structs.replace(LAST, mean=True)
 DECIDING = Deciding(Gate(LAST, PROMPT)), Deciding(Gate(AVERAGE, MEAN))
+WITHIN = structs.replace(LAST, scope="rest", in_prompt=True)
 PHASES: Any = {
-    1: SimpleNamespace(deciding=DECIDING, held=(), latched=()),
-    2: SimpleNamespace(deciding=(), held=(PROMPT, REST, MEAN), latched=(REST,)),
+    1: SimpleNamespace(
+        deciding=DECIDING,
+        held=(SPREADS,),
+        latched=(),
+        spreading=(Deciding(Gate(WITHIN, SPREADS)),),
+    ),
+    2: SimpleNamespace(
+        deciding=(),
+        held=(PROMPT, REST, MEAN, SPREADS),
+        latched=(REST,),
+        spreading=(Deciding(Gate(WITHIN, SPREADS)),),
+    ),
 }
+ONE = torch.ones(1, 1)
+PROBE = Instruction(
+    Kind.PROBE, ONE, flags=Flag.KEEP | Flag.LATCH, c2=0.5, c3=1.0, gate=SPREADS
+)
+ACTS = Instruction(Kind.LINEAR, ONE, flags=Flag.LATCH, c0=1.0, gate=SPREADS)
+
+
+def spread(values: list[float], gates: torch.Tensor) -> list[float]:
+    """The gates at a later hook point than the probe, which reads `values`."""
+    tokens = torch.arange(len(values))
+    # As at a hook point with several programs, which do not keep the tokens' order.
+    for part in (tokens[1::2], tokens[::2]):
+        run((PROBE,), torch.tensor(values)[part, None], part, gates)
+    added, _ = run((ACTS,), torch.zeros(len(values), 1), tokens, gates)
+    return added[:, 0].tolist()
 
 
 def carried_out(
     held: HeldGates, requests: dict[str, tuple[int, range]], fires: Any
-) -> dict[tuple[str, int], tuple[float, float]]:
-    """Run a step; returns both columns at each generated token.
+) -> tuple[dict[tuple[str, int], tuple[float, float]], dict[tuple[str, int], float]]:
+    """Run a step; returns `PROMPT` and `REST` at each generated token, and `SPREADS` at
+    each token.
 
     `fires` has the positions of a request at which the probe exceeds its threshold.
     """
@@ -42,9 +76,11 @@ def carried_out(
     )
     lengths = [length for length, _ in requests.values()]
     # The content that an earlier step has left.
-    gates = torch.rand(int(counts.sum()) + 2, GATES)
+    gates = torch.rand(int(counts.sum()) + 2, GATE_COLUMNS)
     held.plan(view, [(1, 2)] * len(names), lengths, PHASES)
     held.load(gates)
+    places = [(name, position) for name in names for position in requests[name][1]]
+    within = spread([float(fires(*place)) for place in places], gates)
     found, row = {}, 0
     for name, (length, span) in requests.items():
         for position in span:
@@ -57,7 +93,7 @@ def carried_out(
                 found[name, position] = pair
             row += 1
     held.save(gates)
-    return found
+    return found, dict(zip(places, within, strict=True))
 
 
 @given(
@@ -89,7 +125,10 @@ def test_however_tokens_are_split_each_finds_what_was_decided(
             stop = min(stop, start + int(random.integers(1, 5)))
             if start < stop and random.random() < 0.8:
                 batch[name] = length, range(start, stop)
-        for (name, position), (prompt, rest) in carried_out(held, batch, fires).items():
+        later, each = carried_out(held, batch, fires)
+        for (name, position), is_open in each.items():
+            assert is_open == any(fires(name, p) for p in range(position + 1))
+        for (name, position), (prompt, rest) in later.items():
             length = sizes[int(name)]
             assert prompt == fires(name, length - 1)
             assert rest == any(fires(name, p) for p in range(length, position + 1))
@@ -105,7 +144,7 @@ def test_places_are_used_again_and_memory_grows() -> None:
         first = {name: (2, range(2)) for name in names}
         carried_out(held, first, lambda name, position: name.startswith("0"))
         later = {name: (2, range(2, 3)) for name in names}
-        found = carried_out(held, later, lambda name, position: False)
+        found, _ = carried_out(held, later, lambda name, position: False)
         assert set(found.values()) == {(1.0 - turn, 0.0)}
         held.forget(names)
     assert len(held._value) == 2 * FIRST_ROOM
@@ -116,7 +155,8 @@ def test_other_conditions_of_the_engine_are_not_decided() -> None:
     carried_out(held, {"a": (2, range(2))}, lambda name, position: True)
     carried_out(held, {"a": (2, range(2, 3))}, lambda name, position: True)
     held.forget_engines()
-    found = carried_out(held, {"a": (2, range(3, 4))}, lambda name, position: False)
+    asked = {"a": (2, range(3, 4))}
+    found, _ = carried_out(held, asked, lambda name, position: False)
     assert found == {("a", 3): (0.0, 1.0)}
 
 
@@ -128,12 +168,12 @@ def test_the_mean_over_a_prompt_decides_however_it_is_chunked() -> None:
     doses = torch.full((8, 1), torch.nan)
     own = Deciding(Gate(AVERAGE, MEAN), count, doses[:, 0])
     phases: Any = {
-        1: SimpleNamespace(deciding=(own,), held=(), latched=()),
-        2: SimpleNamespace(deciding=(), held=(MEAN,), latched=()),
+        1: SimpleNamespace(deciding=(own,), held=(), latched=(), spreading=()),
+        2: SimpleNamespace(deciding=(), held=(MEAN,), latched=(), spreading=()),
     }
 
     def step(name: str, start: int, values: list[float], length: int) -> float:
-        gates = torch.rand(8, GATES)
+        gates = torch.rand(8, GATE_COLUMNS)
         view = StepView([name], np.array([start]), np.array([len(values)]), 8)
         held.plan(view, [(1, 2)], [length], phases)
         held.load(gates)

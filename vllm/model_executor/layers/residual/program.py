@@ -15,7 +15,9 @@ instruction's gate (1 if it has none) and n the norm of x that was saved last:
   norm and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (divided by |x| with `COSINE`) + c0, z = c3 (v - c2); the gate
   becomes 1 if z > 0 and else 0, or sigmoid(c1 z) if c1 is not 0; with `KEEP` it does
-  not decrease; with `VALUE` it becomes v itself;
+  not decrease; with `VALUE` it becomes v itself; with `LATCH` the first token of a
+  request's in the step whose gate opens is noted, and instructions with `LATCH` that
+  read the gate at later hook points find it open from that token on;
 - `MEASURE`: changes nothing; u has been added to the stream before.
 
 An instruction with `doses` also stores, for each token, the norm of its change over the
@@ -73,6 +75,8 @@ class Flag(IntFlag):
     """The probe stores v, from which the gate is decided later."""
     COUNT = 512
     """The probe counts the tokens whose gate is above one half."""
+    LATCH = 2048
+    """A gate that opens at one of a request's tokens is open at all later ones."""
 
 
 class Activation(IntEnum):
@@ -91,6 +95,17 @@ class Activation(IntEnum):
 WORDS = 32
 """Size of an instruction, and of the head of a program, in words of 4 bytes."""
 NO_GATE = -1
+GATES = 16
+"""Number of gates of a token, in the first columns of the tensor of gates."""
+OPENED = GATES
+"""For each gate, the column with the first token that opens it in this step (int32,
+`NEVER` if none does), in the row of the request's first token of the step."""
+SEGMENT = OPENED + GATES
+"""The column with the first token of the same request in this step, int32."""
+GATE_COLUMNS = SEGMENT + 4
+"""Number of columns; a multiple of four, for alignment."""
+NEVER = 2**31 - 1
+"""The token, or the position, at which a gate opens that has not opened."""
 FIRES_ABOVE = 0.5
 """The gate above which a condition has fired: that of a value at the threshold."""
 SMALLEST = 1.1754943508222875e-38
@@ -195,7 +210,7 @@ def run(
     program: Program,
     stream: torch.Tensor,  # [n, H], float32
     tokens: torch.Tensor,  # [n], int64: of the step
-    gates: torch.Tensor,  # [T, columns], float32, which probes write
+    gates: torch.Tensor,  # [T, GATE_COLUMNS], float32, which probes write
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows after a program, `[n, H]`, and which of them it changed, `[n]`."""
     changed = torch.zeros(len(stream), dtype=torch.bool, device=stream.device)
@@ -204,28 +219,44 @@ def run(
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
         if one.kind == Kind.PROBE:
-            decided = _probed(one, stream)
-            if one.flags & Flag.KEEP:
-                decided = torch.maximum(decided, gates[tokens, one.gate])
-            gates[tokens, one.gate] = decided
-            if one.doses is not None:
-                one.doses[tokens] = decided
-            if one.fired is not None:
-                one.fired.add_((decided > FIRES_ABOVE).sum())
+            _decide(one, stream, tokens, gates)
             continue
         if one.kind == Kind.MEASURE:
             if one.doses is not None:
                 one.doses[tokens] = _dose(stream - one.read, stream)
             continue
-        gate = torch.ones_like(norm)
-        if one.gate != NO_GATE:
-            gate = gates[tokens, one.gate, None]
+        gate = _gate(one, tokens, gates)
         before = stream
         stream, acts = _STEPS[one.kind](one, stream, tokens, norm, gate)
         changed |= acts.squeeze(-1)
         if one.doses is not None:
             one.doses[tokens] = _dose(before, stream)
     return stream, changed
+
+
+def _gate(one: Instruction, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """The gate of an instruction that is no probe, `[n, 1]`."""
+    if one.gate == NO_GATE:
+        return torch.ones(len(tokens), 1, device=gates.device)
+    gate = gates[tokens, one.gate, None]
+    if one.flags & Flag.LATCH:
+        is_open = _opened(gates, tokens, one.gate) <= tokens
+        gate = torch.where(is_open[:, None], 1.0, gate)
+    return gate
+
+
+def _note_opened(gates: torch.Tensor, tokens: torch.Tensor, gate: int) -> None:
+    """Note tokens `[n]`, int64, at which a gate opens, for later tokens."""
+    noted = gates.view(torch.int32)
+    segments = noted[tokens, SEGMENT].long()
+    column = noted[:, OPENED + gate]
+    column.scatter_reduce_(0, segments, tokens.int(), "amin")
+
+
+def _opened(gates: torch.Tensor, tokens: torch.Tensor, gate: int) -> torch.Tensor:
+    """The first token of each token's request that opens a gate, `[n]`, int32."""
+    noted = gates.view(torch.int32)
+    return noted[noted[tokens, SEGMENT].long(), OPENED + gate]
 
 
 def _dose(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -346,6 +377,22 @@ _STEPS = {
     Kind.LOW_RANK: _low_rank,
     Kind.ROTATE: _rotate,
 }
+
+
+def _decide(
+    one: Instruction, stream: torch.Tensor, tokens: torch.Tensor, gates: torch.Tensor
+) -> None:
+    """Carry out a probe."""
+    decided = _probed(one, stream)
+    if one.flags & Flag.KEEP:
+        decided = torch.maximum(decided, gates[tokens, one.gate])
+    gates[tokens, one.gate] = decided
+    if one.flags & Flag.LATCH:
+        _note_opened(gates, tokens[decided > 0], one.gate)
+    if one.doses is not None:
+        one.doses[tokens] = decided
+    if one.fired is not None:
+        one.fired.add_((decided > FIRES_ABOVE).sum())
 
 
 def _probed(one: Instruction, stream: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,14 @@ Legend: T tokens of the step (padding included), H width of the stream.
 
 import torch
 
-from vllm.model_executor.layers.residual.program import WORDS, Activation, Flag, Kind
+from vllm.model_executor.layers.residual.program import (
+    OPENED,
+    SEGMENT,
+    WORDS,
+    Activation,
+    Flag,
+    Kind,
+)
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MOST_WARPS_FROM = 8192
@@ -32,6 +39,8 @@ def registers(block: int) -> int | None:
 
 if HAS_TRITON:
     _WORDS = tl.constexpr(WORDS)
+    _OPENED = tl.constexpr(OPENED)
+    _SEGMENT = tl.constexpr(SEGMENT)
     _LINEAR = tl.constexpr(int(Kind.LINEAR))
     _REPLACE = tl.constexpr(int(Kind.REPLACE))
     _LOW_RANK = tl.constexpr(int(Kind.LOW_RANK))
@@ -49,6 +58,7 @@ if HAS_TRITON:
     _DOSE = tl.constexpr(int(Flag.DOSE))
     _VALUE = tl.constexpr(int(Flag.VALUE))
     _COUNT = tl.constexpr(int(Flag.COUNT))
+    _LATCH = tl.constexpr(int(Flag.LATCH))
     _RELU = tl.constexpr(int(Activation.RELU))
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
@@ -80,6 +90,13 @@ if HAS_TRITON:
         if activation == _CLIP:
             found = tl.minimum(tl.maximum(value, low), high)
         return found
+
+    @triton.jit
+    def _opened_at(gates_ptr, stride, token, first, gate):  # type: ignore[no-untyped-def]
+        """Where the first token of a token's request that opens a gate is noted."""
+        noted = tl.cast(gates_ptr, tl.pointer_type(tl.int32))
+        segment = tl.load(noted + token * stride + _SEGMENT).to(tl.int64) - first
+        return noted + segment * stride + _OPENED + gate
 
     @triton.jit
     def _instruction(words, number, token, count):  # type: ignore[no-untyped-def]
@@ -153,6 +170,11 @@ if HAS_TRITON:
             gate = tl.full([], 1.0, tl.float32)
             if kind != _PROBE:
                 gate = tl.load(gate_at, mask=slot >= 0, other=1.0)
+                if (flags & _LATCH) != 0:
+                    # Probes at earlier hook points have noted it.
+                    at_first = _opened_at(gates_ptr, gates_stride, token, first, slot)
+                    is_open = tl.load(at_first) <= token + first
+                    gate = tl.where(is_open, 1.0, gate)
             if (flags & _SAVE_NORM) != 0:
                 norm = tl.sqrt(tl.sum(x * x))
             doses = (flags & _DOSE) != 0
@@ -250,6 +272,9 @@ if HAS_TRITON:
                 if (flags & _KEEP) != 0:
                     decided = tl.maximum(decided, tl.load(gate_at))
                 tl.store(gate_at, decided)
+                if ((flags & _LATCH) != 0) & (decided > 0.0):
+                    at_first = _opened_at(gates_ptr, gates_stride, token, first, slot)
+                    tl.atomic_min(at_first, (token + first).to(tl.int32))
                 # Later instructions of this program may read the gate.
                 tl.debug_barrier()
                 dose = decided

@@ -54,15 +54,16 @@ class InlineParams:
 class InlineConsumer(CaptureConsumer):
     """Returns each key's rows as the payload, a `RowsByTap`.
 
-    A request's spec is `{"hooks": ..., "positions": ...}` with two optional keys that
-    only concern HTTP responses. `"encoding": "zstd"` compresses the row-major bytes
-    before they are base64-encoded. With `"transport": "shm"` the response refers to
-    shared memory, which a client on the same host maps.
+    A request's spec is `{"hooks": ..., "positions": ..., "readouts": ...}` with two
+    optional keys that only concern HTTP responses. `"encoding": "zstd"` compresses the
+    row-major bytes before they are base64-encoded. With `"transport": "shm"` the
+    response refers to shared memory, which a client on the same host maps.
     """
 
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
+    takes_readouts: ClassVar[bool] = True
     waits: ClassVar[bool] = True
     streams: ClassVar[bool] = True
 
@@ -90,7 +91,7 @@ class InlineConsumer(CaptureConsumer):
         """
         where = f"capture.{self.instance_name or 'inline'}"
         raw = plain(raw)
-        spec = parse_spec(raw, ctx, where, ("encoding", "transport"))
+        spec = parse_spec(raw, ctx, where, ("encoding", "transport", "readouts"))
         for name, known in (("encoding", ENCODINGS), ("transport", TRANSPORTS)):
             chosen = raw.get(name, known[0])
             if chosen not in known:

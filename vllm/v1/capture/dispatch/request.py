@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A captured request in a worker: turns its rows into chunks and sidecars."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.capture.delivery.consumer_thread import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
+from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothing_of
 from vllm.v1.capture.dispatch.row_buffer import RowBuffer, joined
 from vllm.v1.capture.dispatch.row_spans import Piece
 from vllm.v1.capture.memory.row_copy import RowCopy
@@ -28,6 +29,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     VllmInternalRequestId,
 )
+from vllm.v1.readouts.plan import ReadoutReader, ReadoutRows
 
 LAYER_CONVENTION = "0-based block index"
 
@@ -46,6 +48,8 @@ class RequestEnd:
     instances: tuple[str, ...]
     error: str | None = None
     """Why the whole capture failed, if it did."""
+    readouts: tuple[ReadoutRows, ...] = ()
+    """The results of readouts that consumers take."""
 
     def never_started(self) -> None:
         """Send errors for a request of which this worker has computed no row."""
@@ -78,6 +82,7 @@ class CapturedRequest:
         early: frozenset[str],
         max_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
+        takes_readouts: bool = True,
     ) -> None:
         """Start without rows.
 
@@ -92,6 +97,7 @@ class CapturedRequest:
                 (`truncates`).
             max_tokens: how many tokens the request may generate, if known.
             dtype: of the rows.
+            takes_readouts: whether consumers here take the results of readouts.
 
         """
         self.req_id = VllmInternalRequestId(req_id)
@@ -123,6 +129,8 @@ class CapturedRequest:
         )
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        plan_of_readouts = plan.readouts if takes_readouts else None
+        self._readout_readers = plan_of_readouts.readers if plan_of_readouts else ()
 
     def gather(
         self, pieces: Mapping[int, Sequence[Piece]], copies: list[RowCopy]
@@ -167,15 +175,22 @@ class CapturedRequest:
                 made = self._make_chunks(number, instance, kept)
                 chunks.setdefault(instance, []).extend(made)
         self._held.clear()
+        finalizes = {
+            name: self._finalizes(name, end, stop) for name in self._plan.lanes
+        }
+        for reader in self._readout_readers:
+            for made, finalize in self._readout_keys(reader, end, stop):
+                chunks.setdefault(reader.instance, []).extend(made)
+                finalizes[reader.instance].append(finalize)
         for batch in chunks.values():
             batch.sort(key=lambda chunk: (chunk.key[1:], chunk.row_offset))
         endings = {
             instance: Ending(
                 self.req_id,
-                tuple(self._finalizes(instance, end, stop)),
+                tuple(own),
                 lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
             )
-            for instance in self._plan.lanes
+            for instance, own in finalizes.items()
         }
         return chunks, endings
 
@@ -252,14 +267,24 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> dict[str, Any]:
         positions, remarks = self._positions(number, reader, end, stop)
+        return self._told(reader.instance, positions, remarks, end)
+
+    def _told(
+        self,
+        instance: str,
+        positions: list[int],
+        remarks: dict[str, str],
+        end: RequestEnd,
+    ) -> dict[str, Any]:
+        """The sidecar of rows at `positions`, without what identifies the key."""
         if end.error is not None:
-            remarks["capture_error"] = end.error
+            remarks = remarks | {"capture_error": end.error}
         return {
             **self._common,
             **remarks,
             "vllm_internal_request_id": self.req_id,
             "client_request_id": self._plan.client_request_id,
-            "client_spec": self._client_specs.get(reader.instance),
+            "client_spec": self._client_specs.get(instance),
             "sample_index": end.sample_index,
             "num_samples": self._plan.num_samples,
             "num_prompt_tokens": self._plan.num_prompt_tokens,
@@ -279,18 +304,29 @@ class CapturedRequest:
             positions = positions[-1:]
         spans = self._handed_on.get((number, reader.instance), [])
         arrived = _positions_below(stop, tuple(spans))
-        if arrived != positions:
-            share = f"{len(arrived)} of {len(positions)} rows"
-            if end.finish_reason != "abort":
-                return arrived, {"capture_error": f"only {share} arrived"}
-            return arrived, {"capture_note": f"the request was aborted after {share}"}
-        if missed := _unreached(reader.ranges, stop):
-            note = (
-                f"the request ended at position {stop - 1} and did not reach the "
-                f"positions {missed}"
-            )
-            return positions, {"capture_note": note}
-        return positions, {}
+        return arrived, remarks_on(positions, arrived, reader.ranges, end, stop)
+
+    def _readout_keys(
+        self, reader: ReadoutReader, end: RequestEnd, stop: int
+    ) -> Iterator[tuple[list[CaptureChunk], CaptureFinalize]]:
+        """The chunks and the end of each key with results that a consumer takes."""
+        assert self._plan.readouts is not None
+        for readout in self._plan.readouts.readouts:
+            if readout.name not in reader.names:
+                continue
+            found = [one for one in end.readouts if one.name == readout.name]
+            arrived = found[0].positions if found else []
+            # The token at which a readout ended the request was read out as well.
+            until = max(stop, arrived[-1] + 1) if arrived else stop
+            wanted = _positions_below(until, readout.ranges)
+            remarks = remarks_on(wanted, arrived, readout.ranges, end, until)
+            for rows in found or [nothing_of(readout)]:
+                if rows.error:
+                    remarks = remarks | {"capture_error": rows.error}
+                positions = arrived[-1:] if rows.reduced else arrived
+                facts = self._told(reader.instance, positions, remarks, end)
+                key = (self.req_id, rows.tap[0], rows.hook)
+                yield chunks_of(key, rows, positions), finalize_of(key, rows, facts)
 
     def _tokens_at(
         self, positions: Sequence[int], generated: Sequence[int]
@@ -309,6 +345,33 @@ def _positions_below(stop: int, ranges: Ranges) -> list[int]:
     for first, last in overlap(ranges, 0, stop):
         positions.extend(range(first, last))
     return positions
+
+
+def remarks_on(
+    wanted: list[int], arrived: list[int], ranges: Ranges, end: RequestEnd, stop: int
+) -> dict[str, str]:
+    """An error or a note for the sidecar, if rows are missing.
+
+    Args:
+        wanted: positions that the consumer reads, below `stop`.
+        arrived: positions whose rows arrived.
+        ranges: the positions that the request asked for.
+        end: of the request.
+        stop: the position after the last valid row.
+
+    """
+    if arrived != wanted:
+        share = f"{len(arrived)} of {len(wanted)} rows"
+        if end.finish_reason != "abort":
+            return {"capture_error": f"only {share} arrived"}
+        return {"capture_note": f"the request was aborted after {share}"}
+    if missed := _unreached(ranges, stop):
+        note = (
+            f"the request ended at position {stop - 1} and did not reach the "
+            f"positions {missed}"
+        )
+        return {"capture_note": note}
+    return {}
 
 
 def _unreached(ranges: Ranges, stop: int) -> list[int]:

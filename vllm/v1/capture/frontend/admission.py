@@ -7,6 +7,8 @@ After admission nothing fails because of user input.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.core.scheduler import scheduling_lag
@@ -38,7 +40,12 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
-from vllm.v1.readouts.frontend.admission import ReadoutAdmission, staged_ranges
+from vllm.v1.readouts.frontend.admission import (
+    ReadoutAdmission,
+    reader_of,
+    staged_ranges,
+)
+from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
@@ -163,7 +170,9 @@ class Admission:
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
         readouts = self.readouts.plan(params, ctx)
+        readers = self._readers(params.capture or {}, readouts)
         if readouts is not None:
+            readouts = replace(readouts, readers=readers)
             wanted[READOUTS] = staged_ranges(readouts)
         if not wanted:
             return None
@@ -183,6 +192,18 @@ class Admission:
         )
         self._check_budget(plan)
         return plan
+
+    def _readers(
+        self, capture: Mapping[str, Any], plan: ReadoutPlan | None
+    ) -> tuple[ReadoutReader, ...]:
+        """The consumers that take results of readouts."""
+        return tuple(
+            reader_of(name, spec["readouts"], plan)
+            for name, spec in sorted(capture.items())
+            if self.capabilities[name].takes_readouts
+            and isinstance(spec, dict)
+            and spec.get("readouts") is not None
+        )
 
     def describe(self) -> dict[str, Any]:
         """Consumers, limits and hook points, as JSON-like data."""

@@ -41,14 +41,17 @@ class Ends:
     def note(self, state: "RequestState", sample: "Sample", finish_reason: str) -> None:
         """Add the end of a sample, with the tokens that its client received."""
         assert state.detokenizer is not None
+        token_ids = list(state.detokenizer.output_token_ids)
+        collector = state.readouts
         self._noted.append(
             CaptureEnd(
                 request_id=state.request_id,
                 reply_to=self._reply_to,
-                token_ids=list(state.detokenizer.output_token_ids),
+                token_ids=token_ids,
                 sample_index=state.request_index,
                 finish_reason=finish_reason,
                 instances=list(sample.instances),
+                readouts=[] if collector is None else collector.rows(len(token_ids)),
             )
         )
 

@@ -19,7 +19,14 @@ from vllm.v1.capture.transport.parts import Part, Reference
 
 PIECE_BYTES = 3 << 20
 """Maximum bytes of rows per piece, a multiple of 3 for base64."""
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "int32": "I32",
+    "int64": "I64",
+}
 """Dtypes in the safetensors format; https://github.com/huggingface/safetensors."""
 
 Piece: TypeAlias = bytes | memoryview
@@ -238,6 +245,8 @@ def _arrow_type(dtype: str) -> pa.DataType:
         "float16": pa.float16(),
         "float64": pa.float64(),
         "bfloat16": pa.uint16(),
+        "int32": pa.int32(),
+        "int64": pa.int64(),
     }
     return types[dtype]
 

@@ -270,6 +270,7 @@ class WorkerCapture:
                     self._early,
                     max_tokens,
                     self._dtype,
+                    takes_readouts=self._is_last_stage,
                 )
             )
 
@@ -323,7 +324,13 @@ class WorkerCapture:
             finish_reason=end.finish_reason,
             answer=partial(self._answer, end.reply_to, end.request_id, alone),
             instances=tuple(end.instances),
+            readouts=tuple(end.readouts) if self._is_last_stage else (),
         )
+
+    @property
+    def _is_last_stage(self) -> bool:
+        """Whether this stage has the readouts, whose results it gives to consumers."""
+        return self._stage.pipeline_rank == self._stage.pipeline_size - 1
 
     def report_to(self, address: str) -> None:
         """Report counters to the front end at `address` from now on."""
@@ -425,12 +432,12 @@ class WorkerCapture:
             req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
             # Requests that have ended may still have a row, which is not delivered.
             plans = [self._plans.get(req_id) for req_id in req_ids]
-            hands_on = any(plan is not None and plan.lanes for plan in plans)
+            hands_on = any(plan is not None and plan.row_lanes for plan in plans)
             self._hands_on = layout.number, hands_on
         return self._hands_on[1]
 
     def clear_slots(self) -> None:
-        """Clear all slots, for a graph that launches its taps in any case."""
+        """Clear all slots, for a graph that launches captures which nobody wants."""
         self._slots.clear()
 
     def end_step(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates a request's readouts at admission and builds their plan."""
 
+import re
 import threading
 from collections.abc import Mapping
 from math import isfinite
@@ -13,7 +14,7 @@ from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
-from vllm.v1.readouts.plan import Readout, ReadoutPlan, StopWhen, Tap
+from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, StopWhen, Tap
 from vllm.v1.residual.plain_data import fault_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ MAX_READOUTS = 64
 """Readouts, and stop conditions, per request."""
 MAX_NAME = 128
 """Characters of a readout's name."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class ReadoutAdmission:
@@ -154,6 +156,47 @@ def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Ranges]:
         for tap in readout.staged:
             wanted[tap] = union((readout.ranges, wanted.get(tap, ())))
     return wanted
+
+
+def reader_of(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:
+    """What a consumer takes of a request's readouts.
+
+    Args:
+        consumer: the instance's name.
+        raw: `readouts` of its spec: a list of names, or `"all"`.
+        plan: the request's readouts; None if it has none.
+
+    Raises:
+        ReadoutValidationError: a name is unknown, or cannot be part of a file name.
+
+    """
+    where = f"capture.{consumer}.readouts"
+    told = [one for one in plan.readouts if not one.step] if plan is not None else []
+    having = {one.name: one for one in told}
+    names = list(having) if raw == "all" else raw
+    if not isinstance(names, list) or not names:
+        raise fail(
+            f'{where} must be "all" or a list of names of readouts; the request has '
+            f"{sorted(having)}. Add them under readouts",
+            where,
+            raw,
+        )
+    for name in names:
+        if not isinstance(name, str) or name not in having:
+            raise fail(
+                f"{where}: the request has no readout {name!r}; it has "
+                f"{sorted(having)}. Add it under readouts",
+                where,
+                name,
+            )
+        if not _PLAIN_NAME.fullmatch(name):
+            raise fail(
+                f"{where}: the name {name!r} becomes a part of keys and file names; "
+                "use only letters, digits, '_', '-' and '.'",
+                where,
+                name,
+            )
+    return ReadoutReader(consumer, tuple(dict.fromkeys(names)))
 
 
 def parse_stops(

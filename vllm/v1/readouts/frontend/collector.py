@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.capture.plan import overlap
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
-from vllm.v1.readouts.plan import Readout, ReadoutPart, ReadoutPlan
+from vllm.v1.readouts.frontend.rows import rows_of
+from vllm.v1.readouts.plan import Readout, ReadoutPart, ReadoutPlan, ReadoutRows
 from vllm.v1.readouts.results import Joined, ReadoutResult
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ class Collector:
         self._readouts = {one.name: one for one in told}
         self._joined = {one.name: Joined(one) for one in told}
         self._num_prompt_tokens = num_prompt_tokens
+        self._taken = {name for reader in plan.readers for name in reader.names}
+        """The readouts whose results consumers take."""
+        self._last: dict[str, ReadoutResult] | None = None
+        """The results of the last output, if it was made."""
 
     def add(self, part: ReadoutPart) -> None:
         """Add a part that came with an output."""
@@ -47,9 +52,30 @@ class Collector:
             if finished:
                 for name, result in whole.items():
                     _note_missing(self._readouts[name], result, stop)
+                self._last = whole
             return whole
         news = {name: one.news(stop) for name, one in self._joined.items()}
         return {name: one for name, one in news.items() if one is not None}
+
+    def rows(self, num_tokens: int) -> list[ReadoutRows]:
+        """The results that consumers take, once the request has ended.
+
+        Args:
+            num_tokens: generated tokens that the client has; needed if there was no
+                last output, because the request was aborted.
+
+        """
+        if not self._taken:
+            return []
+        found = self._last
+        if found is None:
+            stop = self._num_prompt_tokens + max(num_tokens - 1, 0)
+            found = {name: self._joined[name].whole(stop) for name in self._taken}
+        return [
+            rows
+            for name in sorted(self._taken)
+            for rows in rows_of(self._readouts[name], found[name])
+        ]
 
 
 def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:

@@ -131,9 +131,9 @@ class SteeringAdmission:
             setattr(params, name, None)
         if receipt:
             tiers = structs.replace(tiers, receipt=True)
-        if receipt or any(one.mean for one in conditions_of(tiers)):
+        if receipt or any(one.needs_prompt for one in conditions_of(tiers)):
             # Tokens of cached blocks are not computed: they would have neither doses
-            # nor a part in the mean.
+            # nor a part in the mean, and could not fire.
             params.skip_reading_prefix_cache = True
         params._steering = tiers if tiers or receipt else None
         if gates and params.conversation_id is not None:

@@ -168,20 +168,25 @@ def check_no_whole_prompt(tiers: SteeringTiers) -> None:
     """Refuse what only a request can have because it concerns its whole prompt.
 
     These are matrices with a row per prompt token, because prompts differ, and means
-    over the prompt, because other requests may read cached blocks.
+    over the prompt and decisions that hold from a prompt token on, because other
+    requests may read cached blocks.
 
     Raises:
         SteeringValidationError: naming the parameter and the remedy.
 
     """
-    if any(one.mean for one in conditions_of(tiers)):
-        raise fail(
-            "vectors: a condition on the mean over the prompt needs all of its tokens, "
-            "which are not computed if they are cached; give it in requests, or by a "
-            'module\'s name, or leave out "reduce"',
-            "vectors",
-            "mean",
-        )
+    for condition in conditions_of(tiers):
+        if condition.needs_prompt:
+            mean = condition.mean
+            what = "on the mean over" if mean else "that may fire in"
+            raise fail(
+                f"vectors: a condition {what} the prompt needs all of its tokens, "
+                "which are not computed if they are cached; give it in requests, or by "
+                "a module's name, or "
+                + ('leave out "reduce"' if mean else "in decode_vectors"),
+                "vectors",
+                "mean" if mean else condition.scope,
+            )
     for part in tiers.parts:
         for one in part.operations if part is not None else ():
             if _is_whole(one):

@@ -46,6 +46,10 @@ class FiredCounts:
         """Count one decision: its gate `[1]` is on the device."""
         self._counts[place : place + 1] += (gate > FIRES_ABOVE).long()
 
+    def grow(self, place: int, count: torch.Tensor) -> None:
+        """Count several decisions at once: their number is on the device."""
+        self._counts[place] += count
+
     def send(self) -> None:
         """Start the copy to the host, after a pass with conditions is queued."""
         count = len(self._places)

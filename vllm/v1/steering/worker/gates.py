@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.model_executor.layers.residual.program import (
+    GATES,
     NO_GATE,
     Flag,
     Instruction,
@@ -22,8 +23,7 @@ from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, conditions_of
 from vllm.v1.steering.worker.fired import FiredCounts
 
-GATES = 2 * MAX_CONDITIONS
-"""Number of gate columns: a multiple of four, for alignment."""
+assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"
 
 
 class Gate(NamedTuple):
@@ -35,7 +35,7 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deciding:
-    """A gate for generated tokens that the prompt decides."""
+    """A gate that is decided for later tokens."""
 
     gate: Gate
     count: int = 0
@@ -99,6 +99,8 @@ def probe_of(
     flags = Flag.COSINE if condition.cosine else Flag.NONE
     if condition.scope == "rest":
         flags |= Flag.KEEP
+    if condition.in_prompt:
+        flags |= Flag.LATCH
     if condition.mean:
         flags |= Flag.VALUE
     # One decision counts, which `HeldGates` selects.

@@ -2,8 +2,8 @@
 """Gates whose decisions hold for later tokens.
 
 A decision at the last prompt token, or by the mean over the prompt, holds for all
-generated tokens; a decision during
-generation holds from the first token that fires. Both are kept per request on the
+generated tokens; other decisions hold from the first token that fires, which may be one
+of the prompt (`latches.py`). Both are kept per request on the
 device, and copied to and from the gate rows before and after a pass, in the order of
 the device's stream: nothing waits for the host, and memory that CUDA graphs read keeps
 its address. A decision is made once: a request that is preempted and recomputes its
@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.model_executor.layers.residual.program import GATES, NEVER
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.worker.fired import FiredCounts
-from vllm.v1.steering.worker.gates import GATES, Deciding, decided
+from vllm.v1.steering.worker.gates import Deciding, decided
+from vllm.v1.steering.worker.latches import Segment, StepLatches
 from vllm.v1.steering.worker.programs import Phase
 
-NEVER = 2**31 - 1
-"""The position of a gate that has not opened."""
 FIRST_ROOM = 16
 """Number of requests for which memory is allocated at first."""
 
@@ -68,18 +68,20 @@ class HeldGates:
         self._places: dict[str, int] = {}
         self._free = list(range(FIRST_ROOM))
         self._decided: set[str] = set()
-        self._reads: list[tuple[int, int, int]] = []
-        """For the planned step: row of a token, row of its request, its position."""
+        self._reads: list[tuple[int, int, int, int]] = []
+        """For the planned step: row of a token, row of its request, its position, and
+        the number of consecutive tokens."""
         self._decides: list[tuple[int, int, int, int, int]] = []
         """Token row, request row, column, the position from which the decision holds,
         and the place of the condition's count."""
         self._fires: list[tuple[int, int, int, int]] = []
         """The first four, for gates that stay closed unless the token opens them."""
+        self._latches = StepLatches(device, fired)
 
     @property
     def is_used(self) -> bool:
         """Whether the planned step reads or makes held decisions."""
-        return bool(self._reads or self._decides or self._fires or self._means)
+        return bool(self._reads or self._decides or self._means or self._latches)
 
     def forget(self, finished: Iterable[str]) -> None:
         """Drop the decisions of finished requests."""
@@ -95,6 +97,7 @@ class HeldGates:
     def plan_nothing(self) -> None:
         """Plan a pass that neither reads nor decides gates."""
         self._reads, self._decides, self._fires, self._means = [], [], [], []
+        self._latches.clear()
 
     def plan(
         self,
@@ -120,7 +123,7 @@ class HeldGates:
             prompt, decode = (phases.get(row) for row in rows)
             deciding = () if prompt is None else prompt.deciding
             held = () if decode is None else decode.held
-            if not deciding and not held:
+            if not deciding and not held and (prompt is None or not prompt.spreading):
                 continue
             start = int(view.num_computed[number])
             stop, length = start + int(view.num_scheduled[number]), lengths[number]
@@ -143,14 +146,42 @@ class HeldGates:
                     for one in deciding
                     if one.gate.condition.mean
                 ]
+            middle = min(max(length, start), stop)
+            parts = (prompt, start, middle), (decode, middle, stop)
+            self._plan_latches(parts, place, offset)
             if stop <= length or decode is None or not held:
                 continue
-            generated = range(max(start, length), stop)
-            self._reads += [(offset + p, place, p) for p in generated]
+            self._reads.append((offset + middle, place, middle, stop - middle))
             last = stop - 1
             self._fires += [
                 (offset + last, place, column, last) for column in decode.latched
             ]
+
+    def _plan_latches(
+        self, parts: Sequence[tuple[Phase | None, int, int]], place: int, offset: int
+    ) -> None:
+        """Plan the gates that any of a request's tokens may open.
+
+        Args:
+            parts: phase, first position and the position after the last one, of its
+                prompt tokens and of its generated tokens in the step.
+            place: the row of the request.
+            offset: from a position to the row of its token.
+
+        """
+        decided = [
+            (one, range(offset + first, offset + stop))
+            for phase, first, stop in parts
+            if phase is not None and first < stop
+            for one in phase.spreading
+        ]
+        if not decided:
+            return
+        (_, start, middle), (_, _, stop) = parts
+        token = offset + start
+        self._latches.add(Segment(place, token, start, stop - start, decided))
+        if start < middle:
+            self._reads.append((token, place, start, middle - start))
 
     def _place(self, req_id: str) -> int:
         place = self._places.get(req_id)
@@ -172,12 +203,25 @@ class HeldGates:
         """Write the held decisions to the gate rows `[tokens, columns]`."""
         if not self._reads:
             return
-        rows, places, positions = self._indices(self._reads)
+        rows, places, positions = self._tokens()
         holds = self._since[places] <= positions[:, None]
-        gates[rows] = torch.where(holds, self._value[places], 0.0)
+        gates[rows, :GATES] = torch.where(holds, self._value[places], 0.0)
+        self._latches.load(gates)
+
+    def _tokens(self) -> torch.Tensor:
+        """Rows, rows of requests, and positions of the tokens that read gates."""
+        table = np.array(self._reads, dtype=np.int64).T
+        counts = table[3]
+        each = np.repeat(table[:3], counts, axis=1)
+        within = np.arange(each.shape[1]) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )
+        each[[0, 2]] += within
+        return async_tensor_h2d(each, self._device, torch.int64)
 
     def save(self, gates: torch.Tensor) -> None:
         """Store the decisions that the pass has made."""
+        self._latches.save(gates, self._since, self._value)
         if self._decides:
             rows, places, columns, since, counts = self._indices(self._decides)
             self._value[places, columns] = gates[rows, columns]

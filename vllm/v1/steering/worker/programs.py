@@ -7,7 +7,7 @@ point are part of the program, so that the order of operations is kept. Operatio
 positions make further programs, for the tokens on which they act.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ import torch
 
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.model_executor.layers.residual.program import (
+    GATE_COLUMNS,
     Activation,
     Flag,
     Instruction,
@@ -36,7 +37,6 @@ from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
 from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
-    GATES,
     Deciding,
     Gate,
     column_of,
@@ -377,25 +377,37 @@ class Phase:
             number for number, one in enumerate(self.operations) if one.num_rows
         )
         """The numbers of operations with one row per position."""
-        self.deciding = tuple(
-            Deciding(
-                gate,
-                0 if fired is None else fired.place(gate.condition),
-                self._probes[gate].doses,
-            )
-            for gate in self._deciding
-        )
+        self.deciding = self._decided(self._deciding, fired)
         """The gates that the prompt decides for later tokens."""
         held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
         self.held = tuple(gate.column for gate in held)
         """Gate columns that hold decisions of earlier tokens."""
-        self.latched = tuple(gate.column for gate in held if _is_latched(gate))
-        """The held columns that stay open once opened."""
+        in_prompt = [gate for gate in held if gate.condition.in_prompt]
+        self.latched = tuple(
+            gate.column
+            for gate in held
+            if _is_latched(gate) and not gate.condition.in_prompt
+        )
+        """The held columns that a generated token opens for all later ones."""
+        self.spreading = self._decided(in_prompt, fired)
+        """The gates that any token opens for later ones, also of the same step."""
         self.fixed = self._placed(self.taps.union(self._sums), frozenset())
         """The programs of tokens on which no operation with positions acts."""
         self._special: dict[frozenset[int], Programs] = {}
         self.templates: dict[frozenset[int], Template] = {}
         """Program templates for operations with one row per position."""
+
+    def _decided(
+        self, gates: Iterable[Gate], fired: FiredCounts | None
+    ) -> tuple[Deciding, ...]:
+        return tuple(
+            Deciding(
+                gate,
+                0 if fired is None else fired.place(gate.condition),
+                self._probes[gate].doses,
+            )
+            for gate in gates
+        )
 
     @property
     def decides(self) -> bool:
@@ -517,7 +529,10 @@ class Phase:
 
     def _instruction(self, number: int) -> Instruction:
         made, gate = self._instructions[number], self._gates[number]
-        return made if gate is None else replace(made, gate=column_of(gate))
+        if gate is None:
+            return made
+        latch = Flag.LATCH if gate.condition.in_prompt else Flag.NONE
+        return replace(made, gate=column_of(gate), flags=made.flags | latch)
 
 
 def _together(operations: Sequence[Operation]) -> list[Together]:
@@ -564,7 +579,7 @@ class ProgramIndex:
         self.first_special = num_rows
         length = round_up(num_rows + num_tokens, ALIGNMENT // torch.int64.itemsize)
         self._index = torch.zeros(len(taps), length, dtype=torch.int64, device=device)
-        self.gates = torch.zeros(num_tokens, GATES, dtype=torch.float32, device=device)
+        self.gates = torch.zeros(num_tokens, GATE_COLUMNS, device=device)
         self._programs: dict[int, Programs] = {}
 
     def at(self, tap: Tap) -> torch.Tensor:

@@ -1,12 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V1 runner calls capture and steering in each step."""
+"""The V1 runner calls capture and steering in each step.
 
-from fork.language import add_import, after, before, replace
+Its CUDA graphs are recorded in families with different launching taps.
+"""
+
+from fork.language import add_import, after, before, first, last, replace
 
 EDITS = [
     add_import(
         "from vllm.v1.worker import residual_stream",
         why="The runners' interface to capture and steering.",
+    ),
+    add_import(
+        "from vllm.v1.worker import residual_graphs",
+        why="Defines the families.",
+    ),
+    replace(
+        scope="GPUModelRunner.profile_cudagraph_memory",
+        anchor="self.cudagraph_dispatcher.get_capture_descs()",
+        by="residual_graphs.dispatched_families("
+        "self.cudagraph_dispatcher.get_capture_descs())",
+        why="The graphs of all families need memory.",
+    ),
+    replace(
+        scope="GPUModelRunner.capture_model",
+        anchor="self.cudagraph_dispatcher.get_capture_descs()",
+        by="residual_graphs.dispatched_families("
+        "self.cudagraph_dispatcher.get_capture_descs())",
+        why="Each graph of the target model is recorded once per family.",
+    ),
+    first(
+        scope="GPUModelRunner._warmup_and_capture",
+        insert=("residual_graphs.record_family(desc.tapped, cudagraph_runtime_mode)"),
+        why="While a graph is recorded its family decides whether taps launch.",
+    ),
+    last(
+        scope="GPUModelRunner._warmup_and_capture",
+        insert="residual_graphs.end_recording()",
+        why="Passes outside a step launch no taps.",
+    ),
+    before(
+        scope="GPUModelRunner._dummy_run",
+        anchor="num_tokens_padded = batch_desc.num_tokens",
+        insert="batch_desc = residual_graphs.as_recorded(batch_desc)",
+        why="The key under which a graph is recorded and found.",
     ),
     before(
         scope="GPUModelRunner.load_model",
@@ -36,9 +73,11 @@ self.residual.plan_step(
         self.num_computed_tokens if self.use_async_spec_decode else None,
     )
 )
+batch_desc = self.residual.dispatch_graph(cudagraph_mode, batch_desc)
 self.residual.begin_step(num_tokens_padded)
 """,
-        why="The batch's order and padding are known.",
+        why="The batch's order and padding are known; a step that captures or steers "
+        "runs a graph in which taps launch.",
     ),
     before(
         scope="GPUModelRunner.execute_model",

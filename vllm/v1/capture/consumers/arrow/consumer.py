@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.capture.consumers.arrow.context_shard import ContextShard
 from vllm.v1.capture.consumers.arrow.params import WHERE, ArrowParams
+from vllm.v1.capture.consumers.arrow.readouts import columns_of, is_readout
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
-from vllm.v1.capture.consumers.arrow.shard import TableShard
+from vllm.v1.capture.consumers.arrow.shard import Form, TableShard
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.names import (
@@ -26,23 +27,29 @@ from vllm.v1.capture.consumers.storage.sink import (
 )
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import parse_spec, plain
+from vllm.v1.capture.selectors import fail, parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_TABLES = (("parquet", "rows"), ("ipc", "rows"))
+"""The combinations of format and layout that are tables."""
+
+
 class ArrowConsumer(StorageSink):
     """Writes tables with a row per position, or one safetensors file per request.
 
     The columns are request id, layer, hook, position, token id and values; see
-    `schema_of`. A `CaptureSink`. The result's payload is the list of paths of the
-    files, which are complete when the result is returned.
+    `schema_of`. In tables, results of readouts have columns of their own. A
+    `CaptureSink`. The result's payload is the list of paths of the files, which are
+    complete when the result is returned.
     """
 
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
+    takes_readouts: ClassVar[bool] = True
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = ArrowParams.parse(params)
@@ -66,20 +73,34 @@ class ArrowConsumer(StorageSink):
         return self._spec
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Parse `{"hooks": ..., "positions": ..., "tag": ..., "request_id": ...}`.
+        """Parse `hooks`, `positions`, `readouts`, `tag` and `request_id`.
 
-        Only `hooks` is required.
+        Only `hooks` is required, or `readouts`, which only tables have.
 
         Raises:
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
         raw, where = plain(raw), f"capture.{self.instance_name or 'arrow'}"
-        spec = parse_spec(raw, ctx, where, ("request_id", "tag"))
+        spec = parse_spec(raw, ctx, where, ("request_id", "tag", "readouts"))
+        self._check_readouts(raw.get("readouts"), f"{where}.readouts")
         for name in ("request_id", "tag"):
             if raw.get(name) is not None:
                 path_part(raw[name], f"{where}.{name}")
         return spec
+
+    def _check_readouts(self, given: Any, where: str) -> None:
+        """Refuse readouts if the files have no columns for them."""
+        params = self._params
+        if given is None or (params.format, params.layout) in _TABLES:
+            return
+        form = "layout=saelens" if params.layout == "saelens" else "format=safetensors"
+        raise fail(
+            f"{where}: results of readouts are columns of tables, and this consumer "
+            f"has {form}; use one with format=parquet or ipc, or leave them out",
+            where,
+            given,
+        )
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
         """The paths of files with this request only; tables hold several requests."""
@@ -120,10 +141,13 @@ class _Tables:
                 )
             )
             return
+        rows = [one.sidecar for one in finalizes if not is_readout(one)]
+        form = Form(bool(rows), columns_of(finalizes))
+        described = rows[0] if rows else sidecar
         self._shards.add(
             # One open table per thread, so that threads need not wait for each other.
-            [(tag, number) for number in range(self._tables)],
-            partial(TableShard, self._params, workspace, tag, sidecar),
+            [(tag, number, form) for number in range(self._tables)],
+            partial(TableShard, self._params, workspace, tag, described, form),
             lambda shard: shard.append(request, name, finalizes),
         )
 

@@ -3,7 +3,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,15 +14,21 @@ import pyarrow.parquet as pq
 import torch
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
+from vllm.v1.capture.consumers.arrow.readouts import (
+    Column,
+    Values,
+    is_readout,
+    tokens_of,
+    values_by_tap,
+)
 from vllm.v1.capture.consumers.arrow.row_file import MOST_BYTES, RowFile
 from vllm.v1.capture.consumers.arrow.table import (
     IntColumns,
     Span,
     batch_of,
+    batch_of_spans,
     is_stored_as_captured,
     schema_of,
-    values_in,
-    values_of,
 )
 from vllm.v1.capture.consumers.storage.encode import joined
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
@@ -110,6 +117,16 @@ class ArrowShard(Shard):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the columns of a table depend on."""
+
+    has_rows: bool = True
+    """Whether there are captured rows, in the column `values`."""
+    columns: tuple[Column, ...] = ()
+    """Of readouts."""
+
+
 class TableShard(ArrowShard):
     """An open table."""
 
@@ -119,15 +136,20 @@ class TableShard(ArrowShard):
         workspace: Workspace,
         tag: str,
         sidecar: dict[str, Any],
+        form: Form,
     ) -> None:
         name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
         folder = workspace.folder(tag)
-        self._schema = schema_of(sidecar, params.bfloat16 == "float32")
-        self._kind = self._schema.field("values").type
+        self._columns = form.columns
+        widens = params.bfloat16 == "float32"
+        self._schema = schema_of(sidecar, widens, form.columns, form.has_rows)
         plain = params.format == "ipc" and params.compression == "none"
+        self._takes_rows = plain and form.has_rows and not form.columns
+        if self._takes_rows:
+            kind = self._schema.field("values").type
+            self._takes_rows = is_stored_as_captured(sidecar["dtype"], kind)
         self._rows: RowFile | None = None
-        """Takes rows as they are; None if they are encoded."""
-        self._takes_rows = plain and is_stored_as_captured(sidecar, self._kind)
+        """Takes the rows as they are; None if they are encoded."""
         super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
         self._writer = self._open_writer()
 
@@ -149,16 +171,18 @@ class TableShard(ArrowShard):
                 use_dictionary=["request_id", "hook"],
                 write_statistics=["request_id", "layer", "hook", "position"],
                 data_page_size=2 * BATCH_BYTES,
-                column_encoding={self._values_path(): "PLAIN"},
+                column_encoding=self._encodings(),
             )
         codec = None if compression == "none" else compression
         options = pa.ipc.IpcWriteOptions(compression=codec)
         return pa.ipc.new_file(self._file, self._schema, options=options)
 
-    def _values_path(self) -> str:
-        """The Parquet path of the column of values."""
-        is_list = pa.types.is_fixed_size_list(self._kind)
-        return "values.list.element" if is_list else "values"
+    def _encodings(self) -> dict[str, str] | None:
+        """The encoding of the column of values, by its Parquet path."""
+        if "values" not in self._schema.names:
+            return None
+        is_list = pa.types.is_fixed_size_list(self._schema.field("values").type)
+        return {"values.list.element" if is_list else "values": "PLAIN"}
 
     def append(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
@@ -168,11 +192,10 @@ class TableShard(ArrowShard):
         The caller holds the lock.
         """
         with self.abandoned_on_failure():
-            for batch in self._batches(request, name, finalizes):
-                if self._params.format == "parquet":
-                    self._writer.write_batch(batch, row_group_size=batch.num_rows)
-                else:
-                    self._writer.write_batch(batch)
+            if self._rows is None:
+                self._append_keys(request, name, finalizes)
+            else:
+                self._append_rows(self._rows, request, name, finalizes)
             request.commit()
         self.num_bytes = self._file.tell()
         first, *others = (finalize.key for finalize in finalizes)
@@ -184,25 +207,76 @@ class TableShard(ArrowShard):
             ],
         )
 
-    def _batches(
-        self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
-    ) -> Iterator[pa.RecordBatch]:
-        """The rows of a request; a batch must be written before the next is taken."""
-        ints, kind = IntColumns(), self._kind
-        if self._rows is None:
-            for finalize in finalizes:
-                done = 0
-                blocks = request.blocks(finalize, BATCH_BYTES)
-                for rows in joined(blocks, BATCH_BYTES):
-                    span = Span(finalize.sidecar, done, len(rows))
-                    values = values_of(rows, kind)
-                    yield batch_of(name, [span], values, self._schema, ints)
-                    done += len(rows)
-            return
+    def _append_rows(
+        self,
+        file: RowFile,
+        request: StoredRequest,
+        name: str,
+        finalizes: list[CaptureFinalize],
+    ) -> None:
+        """Write the rows of all keys as they are."""
+        ints = IntColumns()
         for spans, blocks in _grouped(request, finalizes):
-            buffer = self._rows.placeholder(blocks)
-            values = values_in(buffer, sum(map(len, blocks)), kind)
-            yield batch_of(name, spans, values, self._schema, ints)
+            buffer = file.placeholder(blocks)
+            self._write(batch_of_spans(name, spans, buffer, self._schema, ints))
+
+    def _append_keys(
+        self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
+    ) -> None:
+        """Write the keys, those of rows and those of readouts."""
+        results = [one for one in finalizes if is_readout(one)]
+        values = values_by_tap(request, results)
+        rows = {one.key[1:]: one for one in finalizes if not is_readout(one)}
+        for tap, finalize in rows.items():
+            self._append_key(request, name, finalize, values.get(tap, {}))
+        tokens = tokens_of(results)
+        for tap, own in sorted(values.items()):
+            self._append_results((name, *tap), rows.get(tap), own, tokens)
+
+    def _append_key(
+        self,
+        request: StoredRequest,
+        name: str,
+        finalize: CaptureFinalize,
+        values: Mapping[str, Values],
+    ) -> None:
+        """Write the rows of a key, with the results of readouts at their positions."""
+        done, sidecar = 0, finalize.sidecar
+        for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
+            part = slice(done, done + len(rows))
+            batch = batch_of(
+                (name, sidecar["layer"], sidecar["hook"]),
+                sidecar["positions"][part],
+                sidecar["token_ids"][part],
+                rows,
+                self._schema,
+                self._columns,
+                values,
+            )
+            self._write(batch)
+            done += len(rows)
+
+    def _append_results(
+        self,
+        place: tuple[str, int, str],
+        rows: CaptureFinalize | None,
+        values: Mapping[str, Values],
+        tokens: Mapping[int, int | None],
+    ) -> None:
+        """Write the results at a tap's positions without a captured row."""
+        written = set() if rows is None else set(rows.sidecar["positions"])
+        found = {position for one in values.values() for position in one.rows}
+        if left := sorted(found - written):
+            ids = [tokens[position] for position in left]
+            self._write(
+                batch_of(place, left, ids, None, self._schema, self._columns, values)
+            )
+
+    def _write(self, batch: pa.RecordBatch) -> None:
+        if self._params.format == "parquet":
+            self._writer.write_batch(batch, row_group_size=batch.num_rows)
+        else:
+            self._writer.write_batch(batch)
 
 
 def _grouped(

@@ -1,28 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of captured rows to Arrow record batches and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from vllm.v1.capture.consumers.arrow.readouts import Column, Values, described
+
 VALUE_TYPES = {"float16": pa.float16(), "float32": pa.float32()}
 """The captured dtypes that Arrow supports."""
 
 
-def schema_of(sidecar: dict[str, Any], widen: bool) -> pa.Schema:
+def schema_of(
+    sidecar: dict[str, Any],
+    widen: bool,
+    columns: Sequence[Column] = (),
+    has_rows: bool = True,
+) -> pa.Schema:
     """The schema of a table, with facts about all rows as metadata.
 
     Arrow has no bfloat16. A row of it is stored as one binary value with its bits or,
     with `widen`, as a list of float32, which is exact and twice as large.
 
     Args:
-        sidecar: of a key in the table.
+        sidecar: of a key in the table, with captured rows if `has_rows`.
         widen: whether bfloat16 is stored as float32.
+        columns: results of readouts, after the column `values`.
+        has_rows: whether the table has captured rows, in the column `values`; with
+            `columns` it may be null.
 
     """
+    fields = [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("layer", pa.int32(), nullable=False),
+        pa.field("hook", pa.string(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("token_id", pa.int32()),
+    ]
+    facts = {
+        "model": str(sidecar["model"]),
+        "layer_convention": sidecar["layer_convention"],
+    }
+    if has_rows:
+        values, told = _values_field(sidecar, widen, nullable=bool(columns))
+        fields.append(values)
+        facts |= told
+    if columns:
+        fields += [pa.field(column.name, column.type) for column in columns]
+        facts["readouts"] = described(columns)
+    return pa.schema(fields, metadata=facts)
+
+
+def _values_field(
+    sidecar: dict[str, Any], widen: bool, nullable: bool
+) -> tuple[pa.Field, dict[str, str]]:
     dtype, width = sidecar["dtype"], sidecar["hidden_size"]
     if dtype in VALUE_TYPES or widen:
         element = VALUE_TYPES.get(dtype, pa.float32())
@@ -30,23 +64,74 @@ def schema_of(sidecar: dict[str, Any], widen: bool) -> pa.Schema:
     else:
         values = pa.binary(width * getattr(torch, dtype).itemsize)
         stored = "bits, little-endian"
-    return pa.schema(
-        [
-            pa.field("request_id", pa.string(), nullable=False),
-            pa.field("layer", pa.int32(), nullable=False),
-            pa.field("hook", pa.string(), nullable=False),
-            pa.field("position", pa.int32(), nullable=False),
-            pa.field("token_id", pa.int32()),
-            pa.field("values", values, nullable=False),
-        ],
-        metadata={
-            "model": str(sidecar["model"]),
-            "layer_convention": sidecar["layer_convention"],
-            "hidden_size": str(width),
-            "captured_dtype": dtype,
-            "stored_dtype": stored,
-            "widened": str(dtype not in VALUE_TYPES and widen).lower(),
-        },
+    return pa.field("values", values, nullable=nullable), {
+        "hidden_size": str(width),
+        "captured_dtype": dtype,
+        "stored_dtype": stored,
+        "widened": str(dtype not in VALUE_TYPES and widen).lower(),
+    }
+
+
+def batch_of(
+    place: tuple[str, int, str],
+    positions: Sequence[int],
+    token_ids: Sequence[int | None],
+    rows: torch.Tensor | None,
+    schema: pa.Schema,
+    columns: Sequence[Column] = (),
+    values: Mapping[str, Values] | None = None,
+) -> pa.RecordBatch:
+    """Convert rows of a tap to a record batch, without a copy if the dtype is stored.
+
+    Args:
+        place: the request's name, the layer and the hook point.
+        positions: of the table's rows.
+        token_ids: one per position.
+        rows: `[rows, hidden_size]`; None if none were captured at these positions.
+        schema: as returned by `schema_of`.
+        columns: the columns with results of readouts.
+        values: of these columns.
+
+    """
+    count = len(positions)
+    arrays = [
+        *(
+            pa.repeat(pa.scalar(value, schema.field(number).type), count)
+            for number, value in enumerate(place)
+        ),
+        pa.array(positions, pa.int32()),
+        pa.array(token_ids, pa.int32()),
+    ]
+    if "values" in schema.names:
+        kind = schema.field("values").type
+        arrays.append(pa.nulls(count, kind) if rows is None else _values(rows, kind))
+    found = values or {}
+    arrays += [one.array(found.get(one.name), positions) for one in columns]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _values(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_fixed_size_list(kind):
+        wanted = torch.float16 if kind.value_type == pa.float16() else torch.float32
+        data = rows.to(wanted).contiguous().numpy()
+    else:
+        data = rows.contiguous().view(torch.int16).numpy()
+    return _values_in(pa.py_buffer(data), len(rows), kind)
+
+
+def _values_in(buffer: pa.Buffer, count: int, kind: pa.DataType) -> pa.Array:
+    """The array of `count` values whose bytes are `buffer`."""
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.Array.from_buffers(kind, count, [None, buffer])
+    length = count * kind.list_size
+    flat = pa.Array.from_buffers(kind.value_type, length, [None, buffer])
+    return pa.Array.from_buffers(kind, count, [None], children=[flat])
+
+
+def is_stored_as_captured(dtype: str, kind: pa.DataType) -> bool:
+    """Whether values of the type `kind` are the bytes of rows of `dtype`."""
+    return not pa.types.is_fixed_size_list(kind) or (
+        kind.value_type == VALUE_TYPES.get(dtype)
     )
 
 
@@ -66,7 +151,7 @@ class IntColumns:
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, pa.Array]] = {}
 
-    def slice(self, values: list[int], span: Span) -> pa.Array:
+    def part(self, values: list[int], span: Span) -> pa.Array:
         """The entries of a span, as int32."""
         found = self._made.get(id(values))
         if found is None:
@@ -75,20 +160,20 @@ class IntColumns:
         return found[1].slice(span.first, span.count)
 
 
-def batch_of(
+def batch_of_spans(
     request_id: str,
     spans: Sequence[Span],
-    values: pa.Array,
+    buffer: pa.Buffer,
     schema: pa.Schema,
     ints: IntColumns,
 ) -> pa.RecordBatch:
-    """A record batch of rows of one request.
+    """A record batch of rows of several keys of one request.
 
     Args:
         request_id: the request's name.
         spans: what the rows are, at least one.
-        values: the rows of all spans, in order.
-        schema: as returned by `schema_of`.
+        buffer: the bytes of the rows, in this order.
+        schema: as returned by `schema_of`, without columns of readouts.
         ints: of the request.
 
     """
@@ -99,41 +184,17 @@ def batch_of(
         pa.repeat(pa.scalar(request_id, pa.string()), sum(counts)),
         pa.array(np.repeat(np.array(layers, np.int32), counts)),
         pa.concat_arrays(list(map(pa.repeat, hooks, counts))),
-        pa.concat_arrays([ints.slice(s.sidecar["positions"], s) for s in spans]),
-        pa.concat_arrays([ints.slice(s.sidecar["token_ids"], s) for s in spans]),
-        values,
+        pa.concat_arrays([ints.part(s.sidecar["positions"], s) for s in spans]),
+        pa.concat_arrays([ints.part(s.sidecar["token_ids"], s) for s in spans]),
+        _values_in(buffer, sum(counts), schema.field("values").type),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def is_stored_as_captured(sidecar: dict[str, Any], kind: pa.DataType) -> bool:
-    """Whether values of the type `kind` are the bytes of the captured rows."""
-    if not pa.types.is_fixed_size_list(kind):
-        return True
-    return kind.value_type == VALUE_TYPES.get(sidecar["dtype"])
-
-
-def values_of(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
-    """Rows `[rows, hidden_size]` as values, without a copy if `kind` is their dtype."""
-    if pa.types.is_fixed_size_list(kind):
-        wanted = torch.float16 if kind.value_type == pa.float16() else torch.float32
-        data = rows.to(wanted).contiguous().numpy()
-    else:
-        data = rows.contiguous().view(torch.int16).numpy()
-    return values_in(pa.py_buffer(data), len(rows), kind)
-
-
-def values_in(buffer: pa.Buffer, count: int, kind: pa.DataType) -> pa.Array:
-    """The array of `count` values whose bytes are `buffer`."""
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.Array.from_buffers(kind, count, [None, buffer])
-    length = count * kind.list_size
-    flat = pa.Array.from_buffers(kind.value_type, length, [None, buffer])
-    return pa.Array.from_buffers(kind, count, [None], children=[flat])
-
-
 def rows_of(table: pa.Table) -> torch.Tensor:
     """The values of a table as a tensor `[rows, hidden_size]` in the captured dtype.
+
+    Table rows with results of readouts alone are left out.
 
     Args:
         table: a table that pyarrow read from the consumer's files; may be filtered.
@@ -145,7 +206,7 @@ def rows_of(table: pa.Table) -> torch.Tensor:
     facts = table.schema.metadata or {}
     dtype = getattr(torch, facts[b"captured_dtype"].decode())
     width = int(facts[b"hidden_size"])
-    column = table.column("values").combine_chunks()
+    column = table.column("values").drop_null().combine_chunks()
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     parts = [_rows(chunk, dtype, width) for chunk in chunks]
     return torch.cat(parts) if parts else torch.empty(0, width, dtype=dtype)

@@ -46,6 +46,7 @@ class FilesystemConsumer(StorageSink):
 
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
+    takes_readouts: ClassVar[bool] = True
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)
@@ -75,7 +76,7 @@ class FilesystemConsumer(StorageSink):
 
         """
         raw, where = plain(raw), f"capture.{self.instance_name or 'filesystem'}"
-        extra = ("request_id", "tag", "layout", "codec")
+        extra = ("request_id", "tag", "layout", "codec", "readouts")
         spec = parse_spec(raw, ctx, where, extra)
         for name in ("request_id", "tag"):
             if raw.get(name) is not None:

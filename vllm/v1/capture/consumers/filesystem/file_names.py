@@ -15,7 +15,9 @@ from vllm.v1.capture.types import HOOK_NAMES
 _STAGE = r"(?:-pp\d\d)?"
 SHARD = re.compile(rf"(shard{_STAGE}-\d{{3}})-(\d{{5,12}})\.(bin|json)")
 OWN = re.compile(
-    rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})|packed{_STAGE})\.(?:bin|json)"
+    rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})(?:\.[\w.-]+)?|packed{_STAGE})"
+    r"\.(?:bin|json)",
+    re.ASCII,
 )
 """Files in the directory of one request."""
 PACKED = re.compile(rf"packed{_STAGE}\.json")

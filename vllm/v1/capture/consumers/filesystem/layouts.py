@@ -15,7 +15,7 @@ import torch
 
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.sidecar import entry, key_json, request_facts
-from vllm.v1.capture.consumers.storage.codecs import Codec, parse_codec
+from vllm.v1.capture.consumers.storage.codecs import Codec, Raw, parse_codec
 from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.request import StoredRequest
@@ -33,12 +33,17 @@ class Writing:
     name: str
     """The request's name, as a part of a path."""
     codec: Codec
+    """Of rows; results of readouts are stored raw."""
+
+    def codec_of(self, finalize: CaptureFinalize) -> Codec:
+        """The codec of a key."""
+        return Raw() if "readout" in finalize.sidecar else self.codec
 
     def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
         """Create the encoder of a key."""
         sidecar = finalize.sidecar
         dtype = getattr(torch, sidecar["dtype"])
-        return KeyEncoder(self.codec, sidecar["hidden_size"], dtype)
+        return KeyEncoder(self.codec_of(finalize), sidecar["hidden_size"], dtype)
 
     @property
     def max_bytes(self) -> int:

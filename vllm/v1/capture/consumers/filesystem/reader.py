@@ -310,4 +310,5 @@ def _read_entry(file: Any, entry: dict[str, Any], dtype_name: str) -> torch.Tens
     file.seek(entry["offset"])
     data = bytearray(file.read(entry["nbytes"]))
     where = f"{file.name} at {entry['offset']}"
-    return decode(data, entry, dtype_name, where)
+    # The results of readouts have dtypes of their own.
+    return decode(data, entry, entry.get("dtype", dtype_name), where)

@@ -281,7 +281,8 @@ def encoded_bytes(finalizes: list[CaptureFinalize], writing: Writing) -> int | N
     for finalize in finalizes:
         sidecar = finalize.sidecar
         dtype = getattr(torch, sidecar["dtype"])
-        row_bytes = writing.codec.row_bytes(sidecar["hidden_size"], dtype)
+        codec = writing.codec_of(finalize)
+        row_bytes = codec.row_bytes(sidecar["hidden_size"], dtype)
         if row_bytes is None:
             return None
         total += sidecar["num_rows"] * row_bytes

@@ -42,6 +42,7 @@ def key_json(
         "hook": sidecar["hook"],
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
+        **_readout(sidecar),
         **_note(sidecar),
         **_encoding(encoder),
     }
@@ -73,6 +74,8 @@ def entry(
 
     """
     own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
+    if sidecar["dtype"] != shared["dtype"]:
+        own["dtype"] = sidecar["dtype"]
     return {
         "layer": sidecar["layer"],
         "hook": sidecar["hook"],
@@ -81,6 +84,7 @@ def entry(
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         **_encoding(encoder),
         **own,
+        **_readout(sidecar),
         **_note(sidecar),
     }
 
@@ -91,6 +95,10 @@ def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
         "codec": encoder.describe(),
         **({} if checksum is None else {"crc32c": checksum}),
     }
+
+
+def _readout(sidecar: dict[str, Any]) -> dict[str, Any]:
+    return {"readout": sidecar["readout"]} if "readout" in sidecar else {}
 
 
 def _note(sidecar: dict[str, Any]) -> dict[str, str]:

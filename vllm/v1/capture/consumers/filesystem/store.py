@@ -313,7 +313,7 @@ def _stored(
         offset=entry["offset"],
         num_rows=entry["shape"][0],
         width=entry["shape"][1],
-        dtype=getattr(torch, facts["dtype"]),
+        dtype=getattr(torch, entry.get("dtype", facts["dtype"])),
         codec=entry.get("codec", {"name": "raw"}),
         positions=entry.get("positions") or facts.get("positions") or (),
         token_ids=entry.get("token_ids") or facts.get("token_ids") or (),

@@ -8,9 +8,9 @@ in a result can always be read.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
@@ -97,20 +97,23 @@ class Shard(ABC):
 
 S = TypeVar("S", bound=Shard)
 
+ShardKey: TypeAlias = tuple[Hashable, ...]
+"""The tag, a number, and whatever else the requests of a shard must have in common."""
+
 
 class ShardSet(Generic[S]):
     """The open shards, one per key."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._open: dict[tuple[str, int], S] = {}
+        self._open: dict[ShardKey, S] = {}
         self._full: list[S] = []
         """Shards that are sealed but still being written."""
         self._lock = threading.Lock()
 
     def add(
         self,
-        keys: Sequence[tuple[str, int]],
+        keys: Sequence[ShardKey],
         new: Callable[[], S],
         work: Callable[[S], None],
     ) -> S:
@@ -139,7 +142,7 @@ class ShardSet(Generic[S]):
             finally:
                 shard.lock.release()
 
-    def _locked(self, keys: Sequence[tuple[str, int]], new: Callable[[], S]) -> S:
+    def _locked(self, keys: Sequence[ShardKey], new: Callable[[], S]) -> S:
         for key in keys:
             shard = self._shard(key, new)
             if shard.lock.acquire(blocking=False):
@@ -148,7 +151,7 @@ class ShardSet(Generic[S]):
         shard.lock.acquire()
         return shard
 
-    def _shard(self, key: tuple[str, int], new: Callable[[], S]) -> S:
+    def _shard(self, key: ShardKey, new: Callable[[], S]) -> S:
         with self._lock:
             shard = self._open.get(key)
             if shard is None or shard.sealed:
@@ -156,7 +159,7 @@ class ShardSet(Generic[S]):
                 shard = self._open[key] = new()
             return shard
 
-    def _retire(self, key: tuple[str, int]) -> None:
+    def _retire(self, key: ShardKey) -> None:
         shard = self._open.pop(key, None)
         if shard is not None and not shard.written_out:
             self._full.append(shard)

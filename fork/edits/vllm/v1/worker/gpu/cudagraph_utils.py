@@ -27,7 +27,7 @@ tapped: int = 0
     ),
     first(
         scope="ModelCudaGraphManager.capture.create_forward_fn.forward_fn",
-        insert="residual_graphs.record_family(desc)",
+        insert="residual_graphs.record_family(desc.tapped, desc.cg_mode)",
         why="While a graph is recorded its family decides whether taps launch.",
     ),
     add_argument(
