@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.client import Client
+from tests.hostile.memory import add_reporter
 from tests.support.models import llama
 from tests.support.server import Server
 
@@ -46,10 +47,13 @@ def attacked(
         *("--api-key", api_key, "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
+        # Few, so that requests get blocks of the KV cache that others have used.
+        *("--num-gpu-blocks-override", "32"),
         *("--capture-consumers", "memory", "--enable-scale-out", "--enable-readouts"),
         *("--vllm-lens-api", "--interp-engine-api"),
         VLLM_SERVER_DEV_MODE="1",
         VLLM_STEERING_API_KEY=f"second-{steering_key}",
+        **add_reporter(tmp_path_factory.mktemp("reporter")),
     )
     yield opened
     opened.close()

@@ -3,9 +3,12 @@
 
 import json
 import logging
+import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,11 @@ from vllm.v1.capture.failures import Failures
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.registry import as_sink
+from vllm.v1.readouts.worker.custom import CustomReadouts
+from vllm.v1.readouts.worker.program import Job
 from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.worker.step_consumers import StepConsumers
 
 ROWS = {(0, "post_block"): rows_of(2, 4, 0, torch.float32)}
 
@@ -105,6 +112,53 @@ class Leaving:
 
     def validate_client_spec(self, raw: Any, ctx: Any) -> Any:
         raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), RuntimeError("no")]
+)
+def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in a server, whose engine handles SIGINT.
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    nothing: Any = None
+    readouts = CustomReadouts(nothing)
+    readouts._made["leaving"] = SimpleNamespace(compute=raising(error))
+    told = readouts.compute(entry("leaving"), torch.zeros(2, 1, 4), 2)
+    assert isinstance(told, str) and told.startswith(type(error).__name__)
+    consumer = SimpleNamespace(on_step=raising(error), shutdown=raising(error))
+    steps = object.__new__(StepConsumers)
+    steps._consumers, steps._complained, steps._prompts = (
+        {"leaving": consumer},
+        set(),
+        {},
+    )
+    steps._step, steps._steering = 0, None
+    steps._stats = {"leaving": Counter()}
+    steps.on_rows(Job(nothing, [entry("leaving")]), torch.zeros(2, 4), 0)
+    steps.close()
+    assert steps._stats["leaving"]["steps"] == 1
+
+
+def test_a_users_interrupt_is_no_error_of_a_plugin() -> None:
+    assert is_interrupt(KeyboardInterrupt())
+    assert not is_interrupt(SystemExit())
+
+
+def raising(error: BaseException) -> Any:
+    def called(*_: Any, **__: Any) -> None:
+        raise error
+
+    return called
+
+
+def entry(name: str) -> Any:
+    """Two tokens of a request with a readout of one hook point."""
+    readout = SimpleNamespace(
+        module=name, name=name, taps=((0, "post_block"),), params="", code=b""
+    )
+    return SimpleNamespace(req_id="r", readout=readout, start=0, count=2, first=0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from tests.hostile.client import Client
 from tests.hostile.conftest import INLINE_BYTES, WIDTH
 from tests.support.server import Server
+from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES, MOST_TOGETHER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -37,7 +38,13 @@ BODY: dict[str, Any] = {
 class Deaf:
     """A client that reads the beginning of a response and then stops."""
 
-    def __init__(self, server: Server, key: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        key: str,
+        body: dict[str, Any],
+        path: str = "/v1/completions",
+    ) -> None:
         text = json.dumps(body).encode()
         where = urlsplit(server.url)
         self.socket = socket.socket()
@@ -45,10 +52,10 @@ class Deaf:
         self.socket.settimeout(120)
         self.socket.connect((where.hostname, where.port))
         self.socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            b"POST %b HTTP/1.1\r\nHost: x\r\n"
             b"Content-Type: application/json\r\n"
             b"Authorization: Bearer %b\r\n"
-            % key.encode()
+            % (path.encode(), key.encode())
             + b"Content-Length: %d\r\n\r\n" % len(text)
             + text
         )
@@ -101,5 +108,29 @@ def test_what_clients_do_not_read_is_bounded(
     opened.close()
     deadline = monotonic() + 30
     while client.post("/v1/completions", BODY).status != 200:
+        assert monotonic() < deadline, "clients that are gone hold memory"
+        sleep(0.2)
+
+
+@pytest.mark.hostile
+def test_tensors_that_clients_of_interp_engine_do_not_read_are_bounded(
+    attacked: Server, client: Client, api_key: str, opened: ExitStack
+) -> None:
+    path = "/v1/interp-engine/unembed_rows"
+    body = {"token_ids": [5] * (MOST_BYTES // (WIDTH * 4))}
+    admitted = MOST_TOGETHER // MOST_BYTES
+    before = resident(attacked.pid)
+    deaf = [Deaf(attacked, api_key, body, path) for _ in range(2 * admitted)]
+    for one in deaf:
+        opened.enter_context(one.socket)
+    assert sum(one.is_admitted() for one in deaf) == admitted
+    # Their bodies and a message or two of the engine's are held besides.
+    assert resident(attacked.pid) - before < 1.75 * MOST_TOGETHER
+    refused = client.post(path, {"token_ids": [5]})
+    assert refused.status == 503 and "try again" in str(refused.body)
+    assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
+    opened.close()
+    deadline = monotonic() + 30
+    while client.post(path, {"token_ids": [5]}).status != 200:
         assert monotonic() < deadline, "clients that are gone hold memory"
         sleep(0.2)

@@ -50,6 +50,8 @@ def configured(*consumers: Any) -> CaptureConfig:
         readout_modules=None,
         mlp_hook_points=False,
         capture_graphsafe_key=None,
+        capture_graphsafe_keys=None,
+        capture_consumers_config_override=None,
         **dict.fromkeys(
             (
                 *("capture_staging_bytes", "capture_host_memory_bytes"),

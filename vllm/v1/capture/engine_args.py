@@ -143,6 +143,7 @@ def capture_config(
             a consumer, or an option is invalid.
 
     """
+    _check_override(args.capture_consumers_config_override)
     entries: list[Any] = [*consumers_of_variables()]
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
@@ -208,7 +209,10 @@ def capture_config(
         driver_key=key,
         mlp_points=args.mlp_hook_points,
         readouts=reads,
-        graphsafe_keys=args.capture_graphsafe_key or [],
+        graphsafe_keys=[
+            *(args.capture_graphsafe_key or ()),
+            *(args.capture_graphsafe_keys or ()),
+        ],
         **{name: value for name, value in chosen.items() if value is not None},
     )
     if config.enabled and envs.VLLM_USE_RUST_FRONTEND:
@@ -299,6 +303,17 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
             "--capture-spill-dir and --capture-spill-max-bytes have no effect under "
             "--capture-overload-policy %s",
             config.overload_policy,
+        )
+
+
+def _check_override(value: object) -> None:
+    """Refuse an argument of the reference fork's `EngineArgs`."""
+    if value is not None:
+        raise CaptureValidationError(
+            "capture_consumers_config_override is not supported; give its consumers as "
+            "capture_consumers=[...], a list of texts, objects or ready instances",
+            parameter="capture_consumers_config_override",
+            value=type(value).__name__,
         )
 
 

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.program import Job
+from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.steering_actions import SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
 
@@ -88,7 +89,9 @@ class StepConsumers:
         began = perf_counter()
         try:
             actions = list(self._consumers[name].on_step(view) or ())
-        except (Exception, SystemExit):  # Plug-in code may raise anything.
+        except BaseException as error:  # Plug-in code may raise anything.
+            if is_interrupt(error):
+                raise
             actions = []
             if name not in self._complained:
                 self._complained.add(name)
@@ -138,5 +141,7 @@ class StepConsumers:
         for name, consumer in self._consumers.items():
             try:
                 consumer.shutdown()
-            except (Exception, SystemExit):  # Plug-in code may raise anything.
+            except BaseException as error:  # Plug-in code may raise anything.
+                if is_interrupt(error):
+                    raise
                 logger.exception("The consumer %r failed to shut down", name)

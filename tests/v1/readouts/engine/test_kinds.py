@@ -232,6 +232,9 @@ def test_custom_readouts_by_name_and_as_functions(
     def fails(rows, context):
         raise RuntimeError("not these rows")
 
+    def leaves(rows, context):
+        raise SystemExit("enough")
+
     logged: list[Any] = []
     monkeypatch.setattr(custom.logger, "exception", lambda *said: logged.append(said))
     hooks = {"hooks": {"post_block": [0, 2]}, "positions": "all", "kind": "custom"}
@@ -239,6 +242,7 @@ def test_custom_readouts_by_name_and_as_functions(
         "named": hooks | {"name": "scaled", "params": {"by": 2.0}},
         "given": hooks | {"fn": doubled},
         "wrong": hooks | {"fn": fails},
+        "left": hooks | {"fn": leaves},
     }
     for output in read_out(engine, [prompt(7, 1), prompt(30, 2)], spec):
         rows = stream(engine, output)[:-1, [0, 2]]
@@ -247,6 +251,7 @@ def test_custom_readouts_by_name_and_as_functions(
             assert found.error is None
             close(found["values"], 2 * rows.norm(dim=-1))
         assert "not these rows" in output.readouts["wrong"].error
-    assert len(logged) == 1, "a kind of readout is logged once, with its traceback"
+        assert output.readouts["left"].error == "SystemExit: enough"
+    assert len(logged) == 2, "a kind of readout is logged once, with its traceback"
     with pytest.raises(ValueError, match="must be a Python function"):
         read_out(engine, [prompt(3)], {"x": hooks | {"fn": "print"}})

@@ -17,6 +17,7 @@ from vllm.v1.hooks.plan import GROUP, ROWS, HookPlan, HookSpec
 from vllm.v1.hooks.results import HookResult, encode
 from vllm.v1.hooks.worker.context import HookContext
 from vllm.v1.hooks.worker.parameters import Parameters
+from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.step_view import StepView
 
 logger = init_logger(__name__)
@@ -161,7 +162,9 @@ class WorkerHooks:
     def _loaded(self, spec: HookSpec) -> Running:
         try:
             return Running(spec, _function(spec))
-        except (Exception, SystemExit) as error:  # A user's code may raise anything.
+        except BaseException as error:  # A user's code may raise anything.
+            if is_interrupt(error):
+                raise
             return Running(spec, None, error=self._described(spec, error))
 
     def _run(
@@ -189,7 +192,9 @@ class WorkerHooks:
         try:
             found = one.function(context, rows)
             return _changed(found, rows, before)
-        except (Exception, SystemExit) as error:  # A user's code may raise anything.
+        except BaseException as error:  # A user's code may raise anything.
+            if is_interrupt(error):
+                raise
             one.error = self._described(one.spec, error)
             return None
 

@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.readouts.plan import Tap
 from vllm.v1.readouts.worker.program import Entry
+from vllm.v1.residual.plugin_errors import is_interrupt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +80,9 @@ class CustomReadouts:
                     f"with a first dimension of {entry.count}"
                 )
             return found
-        except (Exception, SystemExit) as error:  # Plug-in code may raise anything.
+        except BaseException as error:  # Plug-in code may raise anything.
+            if is_interrupt(error):
+                raise
             if name not in self._complained:
                 self._complained.add(name)
                 logger.exception("The readout %r failed", name)

@@ -77,7 +77,7 @@ class WorkerReadouts:
         parallel = vllm_config.parallel_config
         self.modules = modules
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self.head = Head(model, last_layer, vocab_size)
+        self.head = Head(model, last_layer, vocab_size, device.type)
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
         self._shared = parallel.tensor_parallel_size > 1
