@@ -297,9 +297,7 @@ def test_bad_features_are_refused_before_anything_is_scheduled(steered: Any) -> 
         generate(llm, [PROMPT], [params(1, steering_vectors=elsewhere)])
     many = [{**good, "sae": "within", "feature": n} for n in range(17)]
     with pytest.raises(ValueError, match="17 activations of transcoders"):
-        generate(
-            llm, [PROMPT], [params(1, steering_vectors={"post_block": {1: many}})]
-        )
+        generate(llm, [PROMPT], [params(1, steering_vectors={"post_block": {1: many}})])
     for place in ({"post_block": {2: good}}, {"pre_attn": {1: good}}):
         with pytest.raises(ValueError, match="was trained at post_block of layer 1"):
             generate(llm, [PROMPT], [params(1, steering_vectors=place)])
