@@ -75,14 +75,17 @@ def random_prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
     ]
 
 
-def random_llama(folder: Path, layers: int, width: int) -> Model:
+def random_llama(
+    folder: Path, layers: int, width: int, vocab_size: int = 1280
+) -> Model:
     """A Llama with random weights and the demo model's tokenizer; written once."""
-    model = Model(
-        f"llama-{layers}x{width}", folder / f"llama-{layers}x{width}", "float32"
-    )
+    name = f"llama-{layers}x{width}"
+    if vocab_size != 1280:
+        name += f"x{vocab_size}"
+    model = Model(name, folder / name, "float32")
     if not (model.folder / "model.safetensors").exists():
         config = transformers.LlamaConfig(
-            vocab_size=1280,
+            vocab_size=vocab_size,
             hidden_size=width,
             intermediate_size=width * 8 // 3,
             num_hidden_layers=layers,

@@ -6,17 +6,32 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from pydantic import BaseModel
 
-from vllm.entrypoints.serve.capture import sending
-from vllm.entrypoints.serve.capture.sending import counting_unsent
+from vllm.entrypoints.serve.capture import answers, sending
+from vllm.entrypoints.serve.capture.answers import Document
+from vllm.entrypoints.serve.capture.sending import (
+    LEAST_PIECE,
+    MOST_PIECE,
+    Sender,
+    counting_unsent,
+)
+from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
-from vllm.v1.capture.frontend.unsent import UnsentRows, when_response_ends
-from vllm.v1.capture.transport.bodies import PIECE_BYTES
+from vllm.v1.capture.frontend.unsent import (
+    ResponseScope,
+    UnsentRows,
+    when_response_ends,
+)
+from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.transport import handouts as handouts_module
+from vllm.v1.capture.transport.handouts import Handouts
 from vllm.v1.capture.types import CaptureResult
 
 SIZES = {"inline": 1000}
-BODY = bytes(range(256)) * (PIECE_BYTES // 100)
+BODY = bytes(range(256)) * (LEAST_PIECE // 100)
 
 
 def start(length: int | None) -> dict[str, Any]:
@@ -60,10 +75,41 @@ def test_a_body_is_sent_in_pieces_and_counts_until_its_last_byte() -> None:
     response.run()
     pieces = [message["body"] for message in response.sent[1:]]
     assert b"".join(pieces) == BODY
-    assert max(map(len, pieces)) == PIECE_BYTES
+    assert len(pieces[0]) == LEAST_PIECE
     # After the last byte the client may send the next request; only an end follows.
     assert response.held == [1000] * len(response.sent[:-1]) + [0, 0]
-    assert [m["more_body"] for m in response.sent[1:]] == [True] * 3 + [False]
+    more = [message["more_body"] for message in response.sent[1:]]
+    assert more == [True] * (len(pieces) - 1) + [False]
+
+
+def test_pieces_grow_while_a_client_reads_quickly_and_shrink_when_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(sending, "monotonic", lambda: clock)
+    sizes: list[int] = []
+    seconds_per_piece = 0.001
+
+    async def send(message: Any) -> None:
+        nonlocal clock
+        clock += seconds_per_piece
+        sizes.append(len(message["body"]))
+
+    async def run() -> None:
+        nonlocal seconds_per_piece
+        scope = ResponseScope()
+        scope.until_the_end(lambda: None)
+        sender = Sender(scope, send)
+        await sender(body(bytes(5 * MOST_PIECE), more=True))
+        assert sizes[:3] == [LEAST_PIECE, 2 * LEAST_PIECE, 4 * LEAST_PIECE]
+        assert max(sizes) == MOST_PIECE
+        sizes.clear()
+        seconds_per_piece = 2.0
+        await sender(body(bytes(5 * MOST_PIECE)))
+        assert sizes[:2] == [MOST_PIECE, MOST_PIECE // 2]
+        assert min(sizes[:-1]) == LEAST_PIECE
+
+    asyncio.run(run())
 
 
 def test_a_body_of_unknown_length_counts_until_its_end() -> None:
@@ -85,6 +131,31 @@ def test_a_client_that_does_not_read_is_given_up(
     with pytest.raises(OSError, match="does not read"):
         response.run(stuck)
     assert response.unsent.bytes_for("inline") == 0
+
+
+def test_shared_memory_expires_without_another_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handouts = Handouts(1 << 20)
+    monkeypatch.setattr(answers, "HANDOUTS", handouts)
+    for module in (answers, handouts_module):
+        monkeypatch.setattr(module, "KEPT_SECONDS", -1.0)
+    payload = RowsByTap()
+    about = {"positions": [0], "token_ids": [1], "encoding": None, "transport": "shm"}
+    payload.put((0, "post_block"), torch.ones(1, 4), about)
+    result = CaptureResult(("r", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
+
+    class Reply(BaseModel):
+        capture_results: Any
+
+    async def respond() -> None:
+        document = Document(Reply(capture_results=deferred({"inline": result})))
+        await document.hand_out()
+        assert not document.parts and handouts.held_bytes
+        while handouts.held_bytes:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(respond(), 30))
 
 
 def test_a_response_that_fails_frees_its_rows() -> None:

@@ -21,6 +21,12 @@ GENERATED = 6
 FEATURES = 200
 TAP = (1, "post_block")
 NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
+TRANSCODERS = {
+    "within": ("blocks.1.hook_resid_mid", "none"),
+    "across": ("blocks.0.hook_resid_post", "layer_norm"),
+    "rescaled": ("blocks.1.hook_resid_pre", "constant_norm_rescale"),
+}
+"""By name, where it reads, and how it normalizes; all write to `TAP`."""
 PLACE = {"hook_name": "blocks.1.hook_resid_post"}
 
 
@@ -32,6 +38,17 @@ def write_saes(folder: Path) -> dict[str, str]:
     options: dict[str, Any] = {"metadata": PLACE, "d_in": _models.HIDDEN}
     _layouts.saelens(folder / "jump", jump, architecture="jumprelu", **options)
     _layouts.saelens(folder / "topk", standard, architecture="topk", k=6, **options)
+    for name, (reads, norm) in TRANSCODERS.items():
+        skips = _layouts.chosen(parts, *NAMES, "threshold", "W_skip")
+        _layouts.saelens(
+            folder / name,
+            skips,
+            architecture="jumprelu_skip_transcoder",
+            d_in=_models.HIDDEN,
+            d_out=_models.HIDDEN,
+            metadata={"hook_name": reads, "hook_name_out": PLACE["hook_name"]},
+            normalize_activations=norm,
+        )
     for norm in ("constant_norm_rescale", "layer_norm"):
         _layouts.saelens(
             folder / norm,
@@ -116,6 +133,8 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
     llm, reference, saes = steered
     cases: list[tuple[str, Wanted]] = []
     for name, sae in saes.items():
+        if name in TRANSCODERS:
+            continue
         if name == "topk":
             cases.append((name, {7: ("add", 3.0, False)}))
             continue
@@ -150,6 +169,63 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
             wanted,
         )
         assert (plain - expected).abs().max() / largest > 1e-3, (name, wanted)
+
+
+@pytest.mark.parametrize("name", TRANSCODERS)
+def test_a_transcoder_reads_in_one_place_and_writes_in_another(
+    steered: Any, name: str
+) -> None:
+    llm, reference, saes = steered
+    sae = saes[name]
+    reads = sae.reads.tap
+    probe = torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(1))
+    found: list[torch.Tensor] = []
+
+    def read(stream: torch.Tensor) -> torch.Tensor:
+        found.append(stream.double())
+        return stream
+
+    reference.logprobs(PROMPT, {reads: read})
+    share = (encode(sae, found[-1]) != 0).double().mean(dim=0)
+    first, second, *_ = map(int, (share - 0.5).abs().argsort())
+    when = {"probe": probe, "layer": 1, "hook": "pre_attn", "above": 0.0}
+    cases: list[tuple[Wanted, Any]] = [
+        ({first: ("set", 5.0, False), second: ("scale", -2.0, False)}, None),
+        ({first: ("add", 3.0, True), second: ("add", 2.0, False)}, None),
+        ({first: ("set", 5.0, False)}, when),
+    ]
+    sampling = []
+    for wanted, gate in cases:
+        spec = entries(name, wanted)
+        for entry in spec["post_block"][1]:
+            entry |= {} if gate is None else {"when": gate}
+        sampling.append(params(GENERATED, steering_vectors=spec))
+    outputs = generate(llm, [PROMPT] * len(cases), sampling)
+    for (wanted, gate), output in zip(cases, outputs, strict=True):
+        ids, gates = PROMPT + tokens(output), [torch.ones(1, 1)]
+
+        def decide(stream: torch.Tensor, gates: Any = gates, gate: Any = gate) -> Any:
+            if gate is not None:
+                gates.append((stream.double() @ probe.double() > 0).double()[:, None])
+            return stream if reads != (1, "pre_attn") else read(stream)
+
+        def act(x: torch.Tensor, wanted: Any = wanted, gates: Any = gates) -> Any:
+            activations = encode(sae, found[-1]).double()
+            change = torch.zeros_like(x, dtype=torch.float64)
+            for feature, (mode, value, only) in wanted.items():
+                a = activations[:, feature]
+                new = {"set": torch.full_like(a, value), "add": a + value}
+                amount = new.get(mode, a * value) - a
+                amount = amount * (a != 0) if only else amount
+                change += amount[:, None] * sae.w_dec[feature].double()
+            return (x.double() + gates[-1] * change).to(x.dtype)
+
+        taps = {reads: read, (1, "pre_attn"): decide, TAP: act}
+        expected = reference.logprobs(ids[:-1], taps)[SIZE - 1 :]
+        plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
+        largest = expected.abs().max()
+        assert (logprobs(output) - expected).abs().max() / largest < 1e-4, wanted
+        assert (plain - expected).abs().max() / largest > 1e-3, wanted
 
 
 def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(steered: Any) -> None:
@@ -216,6 +292,12 @@ def test_bad_features_are_refused_before_anything_is_scheduled(steered: Any) -> 
         spec = {"post_block": {1: {**good, **change}}}
         with pytest.raises(ValueError, match=said):
             generate(llm, [PROMPT], [params(1, steering_vectors=spec)])
+    elsewhere = {"post_attn": {1: {**good, "sae": "within"}}}
+    with pytest.raises(ValueError, match="writes to post_block of layer 1"):
+        generate(llm, [PROMPT], [params(1, steering_vectors=elsewhere)])
+    many = [{**good, "sae": "within", "feature": n} for n in range(17)]
+    with pytest.raises(ValueError, match="17 activations of transcoders"):
+        generate(llm, [PROMPT], [params(1, steering_vectors={"post_block": {1: many}})])
     for place in ({"post_block": {2: good}}, {"pre_attn": {1: good}}):
         with pytest.raises(ValueError, match="was trained at post_block of layer 1"):
             generate(llm, [PROMPT], [params(1, steering_vectors=place)])

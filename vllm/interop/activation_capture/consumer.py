@@ -137,7 +137,7 @@ class _Files:
             results[0].payload = self._manifest(sidecar, name, folder, layers)
         request.settle(results)
 
-    def due(self, now: float, closing: bool) -> Sequence[Task]:
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Return no tasks, because each request is written at once."""
         return ()
 

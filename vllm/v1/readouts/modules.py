@@ -58,6 +58,10 @@ class ModuleInfo:
     """Active features per row, for an SAE with a fixed number of them."""
     is_transcoder: bool = False
     """Whether an SAE writes at another place than it reads."""
+    writes: Tap | None = None
+    """`(layer, hook)` at which it writes, if its file states it."""
+    width_out: int = 0
+    """Hidden size of the rows that it writes."""
     fingerprint: str = ""
     """SHA-256 of an SAE's weights and of how it uses them."""
 
@@ -149,6 +153,8 @@ def describe_module(
             selection=module.selection,
             active=module.k,
             is_transcoder=module.is_transcoder,
+            writes=module.writes.tap,
+            width_out=module.d_out,
             fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path)) if metadata is None else metadata

@@ -11,6 +11,10 @@ import msgspec
 
 Mode: TypeAlias = Literal["set", "add", "scale"]
 
+MAX_CARRIED = 16
+"""Most features of transcoders whose activations one request uses, and likewise the
+engine's global vectors."""
+
 MODES: tuple[Mode, ...] = ("set", "add", "scale")
 
 
@@ -27,6 +31,9 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True):
     mode: Mode = "set"
     only_if_active: bool = False
     """Whether only tokens with a nonzero activation of the feature are changed."""
+    reads: tuple[int, str] | None = None
+    """For a transcoder the `(layer, hook)` at which it reads; None for an SAE, which
+    reads where it writes."""
 
     @property
     def amounts(self) -> tuple[float, float]:
@@ -41,6 +48,11 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True):
     def needs_activation(self) -> bool:
         """Whether the change depends on the current activation."""
         return self.mode != "add" or self.only_if_active
+
+    @property
+    def carries(self) -> bool:
+        """Whether the activation is carried from one hook point to another."""
+        return self.reads is not None and self.needs_activation
 
     def told(self) -> dict[str, Any]:
         """The operation as plain data for a response."""

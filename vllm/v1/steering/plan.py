@@ -219,6 +219,17 @@ def conditions_of(tiers: SteeringTiers) -> tuple[Condition, ...]:
     return distinct(one.details.when for one in operations)
 
 
+def carried_of(tiers: SteeringTiers) -> tuple[str, ...]:
+    """The digests of operations with transcoders' activations, in their order."""
+    operations = (one for part in tiers.parts for one in _operations(part))
+    carried = (one.digest for one in operations if _carries(one))
+    return tuple(dict.fromkeys(carried))
+
+
+def _carries(one: Operation) -> bool:
+    return one.details.feature is not None and one.details.feature.carries
+
+
 def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:
     """The configuration that admission resolved for a request, if any."""
     params = request.sampling_params

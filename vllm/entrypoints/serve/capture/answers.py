@@ -16,13 +16,14 @@ from fastapi.responses import StreamingResponse
 
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
+from vllm.v1.capture.memory.parallel_copy import num_threads
 from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.transport.bodies import FORMS, Piece, as_json, form_for
-from vllm.v1.capture.transport.handouts import HANDOUTS, Handout
+from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
 
-_threads = ThreadPoolExecutor(2, "capture-answer")
+_threads = ThreadPoolExecutor(max(num_threads(), 2), "capture-answer")
 
 
 def carries_rows(response: Any) -> bool:
@@ -62,13 +63,17 @@ class Document:
         self.parts = parts_of(self._results)
         self._handout: Handout | None = None
 
-    def hand_out(self) -> None:
-        """Copy the rows requested in shared memory to it. Blocking."""
+    async def hand_out(self) -> None:
+        """Copy the rows requested in shared memory to it, on a thread."""
         shared = [part for part in self.parts if part.transport == "shm"]
-        if shared:
-            self._handout = HANDOUTS.make(shared)
-        if self._handout is not None:
-            self.parts = [part for part in self.parts if part.transport != "shm"]
+        if not shared:
+            return
+        self._handout = await _on_thread(partial(HANDOUTS.make, shared))
+        if self._handout is None:
+            return
+        self.parts = [part for part in self.parts if part.transport != "shm"]
+        # Also if this server gets no other request.
+        asyncio.get_running_loop().call_later(KEPT_SECONDS + 1, HANDOUTS.expire)
 
     def tell(self, reference: Reference) -> Mapping[str, Any]:
         """The whole response as JSON-serialisable data.
@@ -102,12 +107,13 @@ async def answer(
 ) -> StreamingResponse:
     """The HTTP response to a request whose results carry rows."""
     document = Document(response)
-    await _on_thread(document.hand_out)
+    await document.hand_out()
     form = form_for(request.headers.get("accept", ""), document.parts)
     body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
+    pieces = ready(body.pieces) if body.is_ready else made_on_threads(body.pieces)
     return StreamingResponse(
-        made_on_threads(body.pieces),
+        pieces,
         media_type=body.media_type,
         headers={**(headers or {}), **sized},
     )
@@ -118,12 +124,19 @@ async def event(
 ) -> AsyncIterator[Piece]:
     """A server-sent event whose results carry rows."""
     document = Document(chunk, exclude, exclude_unset)
-    await _on_thread(document.hand_out)
+    await document.hand_out()
     body = await _on_thread(partial(as_json, document.tell, document.parts))
     yield b"data: "
     async for piece in made_on_threads(body.pieces):
         yield piece
     yield b"\n\n"
+
+
+async def ready(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
+    """Yield pieces that exist already: each change of threads would take longer."""
+    for piece in pieces:
+        if len(piece):
+            yield piece
 
 
 async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:

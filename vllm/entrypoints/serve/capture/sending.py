@@ -8,18 +8,27 @@ next piece waits until the one before has left, and the rows count towards
 
 import asyncio
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.unsent import ResponseScope, response_scope
-from vllm.v1.capture.transport.bodies import PIECE_BYTES
 
 logger = init_logger(__name__)
 
 STALL_SECONDS = 120.0
 """A client that reads nothing for so long is given up, and its rows are freed."""
+
+LEAST_PIECE, MOST_PIECE = 1 << 18, 1 << 23
+"""The least and most bytes given to the server at once.
+
+The server asks for more only after all of it has left, so that a fast client waits
+between two pieces, and a slow one has `STALL_SECONDS` for each.
+"""
+QUICK_SECONDS, SLOW_SECONDS = 0.02, 1.0
+"""A piece that leaves in less or more time than this doubles or halves the next."""
 
 
 def counting_unsent(app: ASGIApp) -> ASGIApp:
@@ -41,6 +50,7 @@ class Sender:
         self._send = send
         self._left: int | None = None
         """Bytes of the body that are to come, where its head says how many."""
+        self._piece_bytes = LEAST_PIECE
 
     async def __call__(self, message: Message) -> None:
         """Send a message.
@@ -54,13 +64,35 @@ class Sender:
         if not self._response.holds:
             await self._send(message)
             return
-        for piece in _pieces(message):
+        for piece in self._pieces(message):
+            begin = monotonic()
             await self._send_soon(piece)
+            self._adapt(len(piece.get("body", b"")), monotonic() - begin)
             self._end_with(piece)
+
+    def _pieces(self, message: Message) -> Iterator[dict[str, Any]]:
+        """A message with a large body as several; the last is small."""
+        body = message.get("body", b"")
+        if len(body) <= self._piece_bytes:
+            yield dict(message)
+            return
+        # A slice of a view is not a copy.
+        body = memoryview(body)
+        while body:
+            piece, body = body[: self._piece_bytes], body[self._piece_bytes :]
+            more = message.get("more_body", False) or bool(body)
+            yield {**message, "body": piece, "more_body": more}
+
+    def _adapt(self, sent: int, seconds: float) -> None:
+        if seconds > SLOW_SECONDS:
+            self._piece_bytes = max(self._piece_bytes // 2, LEAST_PIECE)
+        elif seconds < QUICK_SECONDS and sent == self._piece_bytes:
+            self._piece_bytes = min(self._piece_bytes * 2, MOST_PIECE)
 
     async def _send_soon(self, message: Message) -> None:
         try:
-            await asyncio.wait_for(self._send(message), STALL_SECONDS)
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send(message)
         except TimeoutError:
             logger.warning(
                 "A client has not read its captured rows for %.0f s; they are freed "
@@ -84,19 +116,3 @@ def _content_length(start: Message) -> int | None:
         if name.lower() == b"content-length":
             return int(value)
     return None
-
-
-def _pieces(message: Message) -> Iterator[dict[str, Any]]:
-    """A message with a large body as several; the last is small.
-
-    Between two of them the server waits until what it has buffered is sent.
-    """
-    body = message.get("body", b"")
-    if len(body) <= PIECE_BYTES:
-        yield dict(message)
-        return
-    for start in range(0, len(body), PIECE_BYTES):
-        last = start + PIECE_BYTES >= len(body)
-        more = message.get("more_body", False) or not last
-        piece = body[start : start + PIECE_BYTES]
-        yield {**message, "body": piece, "more_body": more}

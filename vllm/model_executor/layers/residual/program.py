@@ -13,12 +13,16 @@ instruction's gate (1 if it has none) and n the norm of x that was saved last:
   is multiplied by |x| or by d;
 - `ROTATE`: the component of x in the plane of u and w, which are orthonormal, keeps its
   norm and gets the angle whose cosine and sine are c0 and c1;
-- `PROBE`: v = x . u (divided by |x| with `COSINE`) + c0, z = c3 (v - c2); the gate
+- `PROBE`: v = x . u (divided as for `LOW_RANK`) + c0, z = c3 (v - c2); the gate
   becomes 1 if z > 0 and else 0, or sigmoid(c1 z) if c1 is not 0; with `KEEP` it does
   not decrease; with `VALUE` it becomes v itself; with `LATCH` the first token of a
   request's in the step whose gate opens is noted, and instructions with `LATCH` that
   read the gate at later hook points find it open from that token on;
 - `MEASURE`: changes nothing; u has been added to the stream before.
+
+With `CARRIED`, n is y = f(v + bias) for the v that a probe with `VALUE` has stored at
+an earlier hook point, and f `JUMPRELU`; with `ONLY_ACTIVE` nothing is written where y
+is 0.
 
 An instruction with `doses` also stores, for each token, the norm of its change over the
 norm of x before it: for `MEASURE` that of u over that of x - u, for `PROBE` the gate.
@@ -75,6 +79,8 @@ class Flag(IntFlag):
     """The probe stores v, from which the gate is decided later."""
     COUNT = 512
     """The probe counts the tokens whose gate is above one half."""
+    CARRIED = 4096
+    """In place of n, y is used, for a value that a probe has stored."""
     LATCH = 2048
     """A gate that opens at one of a request's tokens is open at all later ones."""
 
@@ -102,7 +108,11 @@ OPENED = GATES
 `NEVER` if none does), in the row of the request's first token of the step."""
 SEGMENT = OPENED + GATES
 """The column with the first token of the same request in this step, int32."""
-GATE_COLUMNS = SEGMENT + 4
+STORED = SEGMENT + 4
+"""The first column of values for `CARRIED`."""
+MOST_STORED = 32
+"""Number of such columns."""
+GATE_COLUMNS = STORED + MOST_STORED
 """Number of columns; a multiple of four, for alignment."""
 NEVER = 2**31 - 1
 """The token, or the position, at which a gate opens that has not opened."""
@@ -138,6 +148,8 @@ class Instruction:
     gate: int = NO_GATE
     """The gate column by which the instruction is multiplied, or that a probe
     writes."""
+    stored: int = NO_GATE
+    """`CARRIED`: the column of the value."""
     offset: int | None = None
     """If set, token t of the step reads and writes row t + offset."""
     doses: torch.Tensor | None = None  # [T], may be strided
@@ -167,6 +179,7 @@ class Instruction:
             flags |= Flag.COUNT
         rank = 1 if self.offset is not None else len(self.read)
         made[:5] = self.kind, flags, rank, self.activation, self.gate
+        made[25] = self.stored
         bytes_of_row = self.read.stride(0) * self.read.element_size()
         shift = 0 if self.offset is None else self.offset * bytes_of_row
         longs[3] = 0 if self.offset is None else bytes_of_row
@@ -227,7 +240,8 @@ def run(
             continue
         gate = _gate(one, tokens, gates)
         before = stream
-        stream, acts = _STEPS[one.kind](one, stream, tokens, norm, gate)
+        factor = _carried(one, tokens, gates) if one.flags & Flag.CARRIED else norm
+        stream, acts = _STEPS[one.kind](one, stream, tokens, factor, gate)
         changed |= acts.squeeze(-1)
         if one.doses is not None:
             one.doses[tokens] = _dose(before, stream)
@@ -243,6 +257,17 @@ def _gate(one: Instruction, tokens: torch.Tensor, gates: torch.Tensor) -> torch.
         is_open = _opened(gates, tokens, one.gate) <= tokens
         gate = torch.where(is_open[:, None], 1.0, gate)
     return gate
+
+
+def _carried(
+    one: Instruction, tokens: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """The y of a value that a probe has stored, `[n, 1]`."""
+    value = gates[tokens, one.stored, None]
+    if one.bias is not None:
+        value = value + one.bias
+    threshold = 0.0 if one.threshold is None else one.threshold
+    return torch.where(value > threshold, value, 0.0)
 
 
 def _note_opened(gates: torch.Tensor, tokens: torch.Tensor, gate: int) -> None:
@@ -300,6 +325,8 @@ def _linear(
 ) -> Outcome:
     read = _rows(one.read, one, tokens)
     amount = gate * _coefficient(one, stream, read, norm)
+    if one.flags & Flag.ONLY_ACTIVE:
+        amount = torch.where(norm != 0, amount, 0.0)
     return stream + amount * _rows(one.written, one, tokens), amount != 0
 
 
@@ -402,6 +429,8 @@ def _probed(one: Instruction, stream: torch.Tensor) -> torch.Tensor:
     value = (stream * one.read[:1]).sum(-1)
     if one.flags & Flag.COSINE:
         value = value / stream.norm(dim=-1).clamp(min=SMALLEST)
+    if one.flags & Flag.STANDARD:
+        value = value / (stream.std(dim=-1) + DEVIATION)
     if one.flags & Flag.VALUE:
         return value + one.c0
     beyond = one.c3 * (value + one.c0 - one.c2)

@@ -47,6 +47,7 @@ if HAS_TRITON:
     _ROTATE = tl.constexpr(int(Kind.ROTATE))
     _PROBE = tl.constexpr(int(Kind.PROBE))
     _MEASURE = tl.constexpr(int(Kind.MEASURE))
+    _CARRIED = tl.constexpr(int(Flag.CARRIED))
     _DOT = tl.constexpr(int(Flag.DOT))
     _SAVE_NORM = tl.constexpr(int(Flag.SAVE_NORM))
     _OTHER_WRITE = tl.constexpr(int(Flag.OTHER_WRITE))
@@ -187,7 +188,15 @@ if HAS_TRITON:
                 w = u
                 if (flags & _OTHER_WRITE) != 0:
                     w = _vector(write_at, column, mask, ALIGNED)
-                amount = c0 + c1 * norm
+                factor = norm
+                if (flags & _CARRIED) != 0:
+                    at_value = gates_ptr + token * gates_stride + tl.load(at + 25)
+                    factor = tl.load(at_value) + _number(tl.load(longs + 7), 0, 0.0)
+                    threshold = _number(tl.load(longs + 8), 0, 0.0)
+                    factor = tl.where(factor > threshold, factor, 0.0)
+                amount = c0 + c1 * factor
+                if (flags & _ONLY_ACTIVE) != 0:
+                    amount = tl.where(factor != 0.0, amount, 0.0)
                 if (flags & _DOT) != 0:
                     low = tl.load(floats + 22)
                     high = tl.load(floats + 23)
@@ -263,6 +272,9 @@ if HAS_TRITON:
                 value = tl.sum(x * u)
                 if (flags & _COSINE) != 0:
                     value /= tl.maximum(tl.sqrt(tl.sum(x * x)), 1.1754944e-38)
+                if (flags & _STANDARD) != 0:
+                    off = tl.where(mask, x - tl.sum(x) / width, 0.0)
+                    value /= tl.sqrt(tl.sum(off * off) / (width - 1)) + 1e-5
                 beyond = c3 * (value + c0 - c2)
                 decided = tl.where(beyond > 0.0, 1.0, 0.0)
                 if c1 != 0.0:

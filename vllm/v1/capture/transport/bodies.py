@@ -17,11 +17,8 @@ import pybase64
 
 from vllm.v1.capture.transport.parts import Part, Reference
 
-PIECE_BYTES = 3 << 18
-"""Bytes per piece, a multiple of 3 for base64.
-
-Writing a piece to a socket takes the event loop less than a millisecond.
-"""
+PIECE_BYTES = 3 << 20
+"""Maximum bytes of rows per piece, a multiple of 3 for base64."""
 DTYPES = {
     "float32": "F32",
     "float16": "F16",
@@ -44,6 +41,8 @@ class Body(NamedTuple):
     size: int | None
     """Bytes of all pieces, for `Content-Length`; None if unknown in advance."""
     pieces: Iterator[Piece]
+    is_ready: bool = False
+    """Whether the pieces exist already, so that the next one takes no time."""
 
 
 def json_text(document: Mapping[str, Any]) -> str:
@@ -119,7 +118,7 @@ def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
     known = not any(part.encoding for part in parts)
     media_type = f"multipart/mixed; boundary={boundary}"
     pieces = _multipart(boundary, first, parts, last)
-    return Body(media_type, size if known else None, pieces)
+    return Body(media_type, size if known else None, pieces, is_ready=known)
 
 
 def _multipart(
@@ -179,7 +178,8 @@ def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
     text = json.dumps({"__metadata__": {"response": document}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text
-    return Body("application/safetensors", len(first) + offset, _after(first, parts))
+    pieces = _after(first, parts)
+    return Body("application/safetensors", len(first) + offset, pieces, is_ready=True)
 
 
 def _after(first: bytes, parts: Sequence[Part]) -> Iterator[Piece]:
@@ -257,11 +257,12 @@ class _Pieces:
     closed = False
 
     def __init__(self) -> None:
-        self._written: list[bytes] = []
+        self._written: list[memoryview] = []
 
     def write(self, data: Any) -> int:
-        self._written.append(bytes(data))
-        return len(self._written[-1])
+        """Called by the Arrow writer with bytes or a `pyarrow.Buffer`; not copied."""
+        self._written.append(memoryview(data))
+        return len(data)
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
@@ -273,7 +274,7 @@ class _Pieces:
     def take(self) -> Iterator[Piece]:
         written, self._written = self._written, []
         for data in written:
-            yield from cut(memoryview(data))
+            yield from cut(data)
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:

@@ -10,6 +10,13 @@ from vllm.v1.capture.staging.ring import Segment, Staging
 STEPS_AT_ONCE = 128
 """Maximum number of steps whose rows are passed on together."""
 
+BYTES_AT_ONCE = 4 << 20
+"""Bytes per request that are passed on together.
+
+Each time takes a request about 15 us of Python. What is left at its end delays its
+result: the copies to the host, and from there to the request's own memory.
+"""
+
 
 class Offload:
     """Sends steps to the dispatcher; used on the engine's thread only.
@@ -28,6 +35,7 @@ class Offload:
         """Number of steps that are unsent, or sent but not handed on."""
         self._rows = 0
         """Number of rows of these steps."""
+        self._most_rows = max(BYTES_AT_ONCE // staging.host_rows[:1].nbytes, 1)
 
     def reserve(self, num_rows: int) -> Segment:
         """Reserve staging rows for a step; blocks until there is room."""
@@ -56,6 +64,7 @@ class Offload:
             step.true_starts is not None  # It cannot join a chain of steps.
             or self._steps >= STEPS_AT_ONCE
             or self._rows >= self._staging.ring.num_rows // 8
+            or self._rows >= self._most_rows * _num_requests(step)
         ):
             self.hand_on()
         elif at_once:
@@ -89,3 +98,9 @@ class Offload:
         self.send()
         self._dispatcher.hand_on()
         self._steps = self._rows = 0
+
+
+def _num_requests(step: StagedStep) -> int:
+    """The number of decoding requests, those with several groups counted as often."""
+    blocks = step.placed.layout.blocks
+    return max(sum([len(block.seated) for block in blocks]), 1)

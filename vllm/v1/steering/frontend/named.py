@@ -82,6 +82,8 @@ class NamedFiles:
             info.selection,
             info.tap,
             info.is_transcoder,
+            info.writes,
+            info.width_out,
         )
 
     def _info(self, kind: str, name: str, remedy: str, at: str) -> ModuleInfo:

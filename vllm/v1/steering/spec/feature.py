@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES, FeatureUse
 from vllm.v1.steering.plan import Tap
@@ -56,8 +57,11 @@ def parse_feature(
             f"{at}.only_if_active must be a boolean", f"{at}.only_if_active", only
         )
     value = finite(entry["value"], f"{at}.value")
-    use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only)
+    reads = sae.tap if sae.is_transcoder else None
+    use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only, reads)
     _check_selection(use, sae, at)
+    if sae.is_transcoder and use.needs_activation:
+        _check_reads(name, sae, tap, model, at)
     return use
 
 
@@ -72,14 +76,8 @@ def _check_place(
             name,
         )
     if sae.is_transcoder:
-        raise fail(
-            f"{at}.sae: {shown(name)} is a transcoder, which reads in one place and "
-            "writes in another; steer by its decoder row with "
-            '"op": "add" where it writes',
-            f"{at}.sae",
-            name,
-        )
-    if sae.tap is not None and sae.tap != tap:
+        _check_transcoder(name, sae, tap, model, at)
+    elif sae.tap is not None and sae.tap != tap:
         raise fail(
             f"{at}.sae: {shown(name)} was trained at {sae.tap[1]} of layer "
             f"{sae.tap[0]}, and the entry is at {tap[1]} of layer {tap[0]}; move the "
@@ -87,6 +85,56 @@ def _check_place(
             f"{at}.sae",
             name,
         )
+
+
+def _check_transcoder(
+    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
+) -> None:
+    """Refuse an entry that is not where a transcoder writes."""
+    if sae.width_out != model.hidden_size:
+        raise fail(
+            f"{at}.sae: {shown(name)} writes rows of width {sae.width_out}, and this "
+            f"model's have {model.hidden_size}; use a transcoder of this model",
+            f"{at}.sae",
+            name,
+        )
+    if sae.writes is not None and sae.writes != tap:
+        raise fail(
+            f"{at}.sae: {shown(name)} is a transcoder that writes to {sae.writes[1]} "
+            f"of layer {sae.writes[0]}, and the entry is at {tap[1]} of layer "
+            f"{tap[0]}; move the entry there",
+            f"{at}.sae",
+            name,
+        )
+
+
+def _check_reads(
+    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
+) -> None:
+    """Refuse a transcoder whose activations are not known where it writes."""
+    if sae.tap is None:
+        raise fail(
+            f"{at}.sae: {shown(name)} is a transcoder whose file does not say where it "
+            "reads; register it with layer and hook",
+            f"{at}.sae",
+            name,
+        )
+    if sae.tap[1] not in model.hook_points.get(sae.tap[0], ()):
+        raise fail(
+            f"{at}.sae: {shown(name)} reads {sae.tap[1]} of layer {sae.tap[0]}, which "
+            "is not a hook point here; for mlp_in and mlp_out start the server with "
+            "--mlp-hook-points",
+            f"{at}.sae",
+            name,
+        )
+    if sae.tap == tap or not is_known_at(sae.tap, tap):
+        raise fail(
+            f"{at}.sae: {shown(name)} reads {sae.tap[1]} of layer {sae.tap[0]}, which "
+            f"is not known when the entry acts, at {tap[1]} of layer {tap[0]}",
+            f"{at}.sae",
+            name,
+        )
+    model.placement.check(sae.tap, tap, at)
 
 
 def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:

@@ -10,8 +10,9 @@ import torch
 from vllm.v1.steering import positions
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.features import MAX_CARRIED
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, Tap, conditions_of, total
+from vllm.v1.steering.plan import SteeringTiers, Tap, carried_of, conditions_of, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 
@@ -170,7 +171,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
 
 
 def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
-    """Refuse more distinct conditions than there are gate columns.
+    """Refuse more conditions, and activations of transcoders, than have columns.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -181,6 +182,14 @@ def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
         raise fail(
             f"{parameter}: its entries have {count} distinct conditions, and at most "
             f"{MAX_CONDITIONS} are allowed; entries with equal conditions share one",
+            parameter,
+            count,
+        )
+    count = len(carried_of(tiers))
+    if count > MAX_CARRIED:
+        raise fail(
+            f"{parameter}: its entries need {count} activations of transcoders, and at "
+            f'most {MAX_CARRIED} are allowed; use "mode": "add" for some of them',
             parameter,
             count,
         )

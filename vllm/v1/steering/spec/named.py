@@ -34,6 +34,10 @@ class NamedSAE:
     tap: Tap | None
     """The `(layer, hook)` at which it was trained, if it is known."""
     is_transcoder: bool
+    writes: Tap | None
+    """The `(layer, hook)` at which it writes, if it is known."""
+    width_out: int
+    """Width of the rows that it writes."""
 
 
 class Named(Protocol):

@@ -9,29 +9,101 @@ from typing import Any, TypeAlias
 import torch
 
 from vllm.model_executor.layers.residual.program import (
+    MOST_STORED,
+    NO_GATE,
+    STORED,
     Activation,
     Flag,
     Instruction,
     Kind,
 )
 from vllm.steering.sae import SparseAutoencoder
+from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
 from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, carried_of
+
+assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
+ENGINES, REQUESTS = STORED, STORED + MAX_CARRIED
+"""First columns of the engine's activations, and of a request's."""
 
 SAEs: TypeAlias = Callable[[str], SparseAutoencoder]
 """Returns the worker's SAE of a name, on the worker's device."""
 
 
 def feature_instruction(one: Operation, saes: SAEs) -> Instruction:
-    """Create the instruction that carries out a feature operation.
+    """Create the instruction that carries out a feature operation where it writes.
 
-    For activation a of the feature, the decoder row is added `c0 + c1 a` times. If the
-    SAE normalizes its input, the addition is scaled back by the same factor.
+    For activation a of the feature, the decoder row is added `c0 + c1 a` times. If an
+    SAE normalizes its input, the addition is scaled back by the same factor. For a
+    transcoder the activation has been read at another hook point.
     """
     use = one.details.feature
     assert use is not None, "the operation has no feature"
-    sae, place = saes(use.sae), slice(use.feature, use.feature + 1)
+    if use.reads is None:
+        return _encoded(use, saes(use.sae))
+    made = _encoded(use, saes(use.sae))
+    c0, c1 = use.amounts
+    flags = Flag.ONLY_ACTIVE if use.only_if_active else Flag.NONE
+    return replace(
+        made,
+        kind=Kind.LINEAR,
+        read=_decoder_row(use, saes(use.sae)),
+        write=None,
+        flags=flags | Flag.CARRIED if use.carries else flags,
+        c0=c0,
+        c1=c1,
+        own_c0=None,
+        own_c1=None,
+    )
+
+
+def carried_instruction(one: Operation, saes: SAEs) -> Instruction | None:
+    """Create the instruction that stores what a transcoder reads, without its bias.
+
+    Returns None if the operation does not need the activation, or is no feature of a
+    transcoder.
+    """
+    use = one.details.feature
+    if use is None or not use.carries:
+        return None
+    made = _encoded(use, saes(use.sae))
+    kept = made.flags & (Flag.COSINE | Flag.STANDARD)
+    return Instruction(Kind.PROBE, made.read, flags=kept | Flag.VALUE)
+
+
+def carried_columns(
+    tiers: SteeringTiers, parts: Iterable[PackedVectors | None], first: int
+) -> list[int]:
+    """Assign columns to the transcoders' activations of a configuration.
+
+    Args:
+        tiers: the whole configuration; an operation has the same column in each phase.
+        parts: the tiers that act in one phase.
+        first: first column of the engine or of requests.
+
+    Returns:
+        For each operation of the parts its column, or `NO_GATE`.
+
+    """
+    columns = {digest: first + n for n, digest in enumerate(carried_of(tiers))}
+    assert len(columns) <= MAX_CARRIED, "admission accepted too many"
+    return [
+        columns.get(one.digest, NO_GATE)
+        for part in parts
+        if part is not None
+        for one in part.operations
+    ]
+
+
+def _decoder_row(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:
+    row = sae.w_dec[use.feature : use.feature + 1]  # [1, d_out]
+    return row.float().contiguous()
+
+
+def _encoded(use: FeatureUse, sae: SparseAutoencoder) -> Instruction:
+    place = slice(use.feature, use.feature + 1)
     read = sae.w_enc[:, place].T.float().contiguous()  # [1, d_in]
-    write = sae.w_dec[place].float().contiguous()  # [1, d_out]
+    write = _decoder_row(use, sae)
     c0, c1 = use.amounts
     flags = Flag.ONLY_ACTIVE if use.only_if_active else Flag.NONE
     if sae.input_norm == "constant_norm_rescale":
@@ -74,9 +146,10 @@ def together(features: Iterable[tuple[str, Numbered]]) -> list[Numbered]:
     return sorted(made, key=lambda numbered: numbered[0])
 
 
-def _alike(feature: tuple[str, Numbered]) -> tuple[str, int, int]:
-    name, (_, one) = feature
-    return name, one.gate, int(one.flags)
+def _alike(feature: tuple[str, Numbered]) -> tuple[str, int, int, int]:
+    name, (number, one) = feature
+    alone = -1 if one.kind == Kind.LOW_RANK else number  # Of a transcoder.
+    return name, one.gate, int(one.flags), alone
 
 
 def _joined(alike: list[Instruction]) -> Instruction:

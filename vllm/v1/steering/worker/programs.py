@@ -7,7 +7,7 @@ point are part of the program, so that the order of operations is kept. Operatio
 positions make further programs, for the tokens on which they act.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.model_executor.layers.residual.program import (
     GATE_COLUMNS,
+    NO_GATE,
     Activation,
     Flag,
     Instruction,
@@ -34,7 +35,12 @@ from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
 from vllm.v1.steering.receipts import Effect, effect_of
 from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
-from vllm.v1.steering.worker.features import SAEs, feature_instruction, together
+from vllm.v1.steering.worker.features import (
+    SAEs,
+    carried_instruction,
+    feature_instruction,
+    together,
+)
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     Deciding,
@@ -234,6 +240,14 @@ def _read_by(gate: Gate | None) -> frozenset[Tap]:
     return frozenset({gate.condition.tap})
 
 
+def _carried_from(one: Operation) -> frozenset[Tap]:
+    """The tap from which an operation needs a transcoder's activation."""
+    use = one.details.feature
+    if use is None or use.reads is None or not use.carries:
+        return frozenset()
+    return frozenset({use.reads})
+
+
 def _is_latched(gate: Gate | None) -> bool:
     return gate is not None and gate.condition.scope == "rest"
 
@@ -241,10 +255,14 @@ def _is_latched(gate: Gate | None) -> bool:
 class Kept:
     """An instruction and its vectors on the device, alive while a phase uses it."""
 
-    __slots__ = ("__weakref__", "instruction")
+    __slots__ = ("__weakref__", "carried", "instruction")
 
-    def __init__(self, instruction: Instruction) -> None:
+    def __init__(
+        self, instruction: Instruction, carried: Instruction | None = None
+    ) -> None:
         self.instruction = instruction
+        self.carried = carried
+        """Stores the value that the instruction needs from an earlier hook point."""
 
 
 class Bank:
@@ -277,13 +295,15 @@ class Bank:
         self._reserved = None  # The vectors use the reserved memory.
         vectors = _Vectors(self._width)
         found = {one.digest: self._kept.get(one.digest) for one in operations}
+        missing = {one.digest: one for one in operations if found[one.digest] is None}
         drafts = {
-            one.digest: self._drafted(one, vectors)
-            for one in operations
-            if found[one.digest] is None
+            digest: self._drafted(one, vectors) for digest, one in missing.items()
         }
         table = vectors.upload(self._device)
-        made = {digest: Kept(draft(table)) for digest, draft in drafts.items()}
+        made = {
+            digest: Kept(draft(table), self._carried(missing[digest]))
+            for digest, draft in drafts.items()
+        }
         self._kept.update(made)
         return [found[one.digest] or made[one.digest] for one in operations]
 
@@ -293,6 +313,9 @@ class Bank:
         assert self._saes is not None, "admission has checked the SAEs"
         made = feature_instruction(one, self._saes)
         return lambda table: made
+
+    def _carried(self, one: Operation) -> Instruction | None:
+        return None if self._saes is None else carried_instruction(one, self._saes)
 
 
 class Together(NamedTuple):
@@ -314,6 +337,7 @@ class Phase:
         device: torch.device,
         bank: Bank | None = None,
         gates: Sequence[Gate | None] = (),
+        columns: Sequence[int] = (),
         deciding: Sequence[Gate] = (),
         memory: DoseMemory | None = None,
         fired: FiredCounts | None = None,
@@ -328,20 +352,30 @@ class Phase:
             device: device of the residual stream.
             bank: the store of operations' vectors; None for a private one.
             gates: the gate of each operation, or None; empty if none has one.
+            columns: the column of the transcoder's activation that each operation
+                uses, or `NO_GATE`; empty if none uses one.
             deciding: gates for later tokens that this phase decides.
             memory: for the doses of its tokens; None if they are not measured.
             fired: counts the tokens at which conditions fire; None to count none.
 
         """
-        pairs = zip(operations, gates or [None] * len(operations), strict=True)
-        here = [(one, gate) for one, gate in pairs if one.tap in taps]
-        here.sort(key=lambda pair: place_of(pair[0]))
-        self.operations = [one for one, _ in here]
+        count = len(operations)
+        found = zip(
+            operations,
+            gates or [None] * count,
+            columns or [NO_GATE] * count,
+            strict=True,
+        )
+        here = [each for each in found if each[0].tap in taps]
+        here.sort(key=lambda each: place_of(each[0]))
+        self.operations = [one for one, _, _ in here]
         """The operations, numbered from 0."""
-        self._gates = [gate for _, gate in here]
+        self._gates = [gate for _, gate, _ in here]
+        self._columns = [column for _, _, column in here]
         self._deciding = [one for one in deciding if one.condition.tap in taps]
         self.taps = frozenset(one.tap for one in self.operations).union(
             *(_read_by(gate) for gate in self._gates),
+            *map(_carried_from, self.operations),
             (gate.condition.tap for gate in self._deciding),
         )
         """Taps at which programs also perform the plain additions."""
@@ -462,7 +496,10 @@ class Phase:
     def taps_of(self, numbers: Collection[int]) -> set[Tap]:
         """Taps at which these operations act, or their conditions' probes read."""
         acts = {self.operations[number].tap for number in numbers}
-        return acts.union(*(_read_by(self._gates[number]) for number in numbers))
+        return acts.union(
+            *(_read_by(self._gates[number]) for number in numbers),
+            *(_carried_from(self.operations[number]) for number in numbers),
+        )
 
     def last_position(self, prompt_length: int) -> int:
         """The last position on which an operation with positions acts."""
@@ -516,7 +553,17 @@ class Phase:
         before = [a for a, op in others if op not in ("replace", "add", *LAST)]
         features = [(self._sae_of(a[0]), a) for a, op in others if op == "feature"]
         clamps = [a for a, op in others if op == "clamp"]
-        return [*probes, *replaces, *adds, *before, *together(features), *clamps]
+        acts = [*probes, *replaces, *adds, *before, *together(features), *clamps]
+        return [*acts, *self._carried(tap, numbers)]
+
+    def _carried(
+        self, tap: Tap, numbers: Iterable[int]
+    ) -> Iterator[tuple[int, Instruction]]:
+        """What transcoders read at a hook point, after everything that acts there."""
+        for number in numbers:
+            made = self._kept[number].carried
+            if made is not None and tap in _carried_from(self.operations[number]):
+                yield -1, replace(made, gate=self._columns[number])
 
     def _sae_of(self, number: int) -> str:
         use = self.operations[number].details.feature
@@ -529,6 +576,8 @@ class Phase:
 
     def _instruction(self, number: int) -> Instruction:
         made, gate = self._instructions[number], self._gates[number]
+        if self._columns[number] != NO_GATE:
+            made = replace(made, stored=self._columns[number])
         if gate is None:
             return made
         latch = Flag.LATCH if gate.condition.in_prompt else Flag.NONE

@@ -26,7 +26,12 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.dose_memory import DoseMemory
-from vllm.v1.steering.worker.features import SAEs
+from vllm.v1.steering.worker.features import (
+    ENGINES,
+    REQUESTS,
+    SAEs,
+    carried_columns,
+)
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate, deciding, gated
 from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
@@ -185,6 +190,8 @@ class SteeringTables:
         if not pairs and not later and (memory is None or not added):
             return Row(added, NO_PHASE)
         operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
+        columns = carried_columns(shared, ours, ENGINES)
+        columns += carried_columns(own, theirs, REQUESTS)
         width, device = self._table.shape[2], self._table.device
         made = Phase(
             operations,
@@ -194,6 +201,7 @@ class SteeringTables:
             device,
             self.bank,
             gates,
+            columns,
             later,
             memory,
             self.fired,

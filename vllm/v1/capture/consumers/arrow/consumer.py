@@ -151,9 +151,12 @@ class _Tables:
             lambda shard: shard.append(request, name, finalizes),
         )
 
-    def due(self, now: float, closing: bool) -> Sequence[Task]:
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the tables that are due."""
-        return [*self._shards.due(now, closing), *self._contexts.due(now, closing)]
+        return [
+            *self._shards.due(now, closing, running),
+            *self._contexts.due(now, closing, running),
+        ]
 
 
 def _refuse_stages(params: ArrowParams, config: "VllmConfig | None") -> None:

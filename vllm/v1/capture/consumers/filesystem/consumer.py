@@ -123,6 +123,6 @@ class _Layouts:
         else:
             write_per_file(request, finalizes, writing)
 
-    def due(self, now: float, closing: bool) -> Sequence[Task]:
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the shards that are due."""
-        return self._sharded.shards.due(now, closing)
+        return self._sharded.shards.due(now, closing, running)

@@ -220,7 +220,10 @@ class ShardedLayout:
         if not finalizes:
             request.settle(())
             return
-        number = crc32(request.request_id.encode()) % self._params.num_shards
+        tag, shards = writing.tag, self._params.num_shards
+        first = crc32(request.request_id.encode())
+        numbers = [(first + n) % shards for n in range(shards)]
+        _, number = self.shards.idlest([(tag, n) for n in numbers])
         new = partial(
             FileShard,
             self._params,

@@ -17,7 +17,10 @@ from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
 
 IDLE_SECONDS = 0.1
-"""A shard is sealed if no request was added for this time."""
+"""A shard is sealed if no request was added for this time, while others run."""
+
+LAST_SECONDS = 0.02
+"""The same while none runs, so that none can be added soon."""
 
 AGE_SECONDS = 1.0
 """A shard is sealed once its first request has waited for this time."""
@@ -46,14 +49,22 @@ class Shard(ABC):
             self._first = self._last
         self._waiting.append((request, results))
 
-    def is_due(self, now: float, closing: bool) -> bool:
-        """Whether to call `seal`; true at most once a second until that is done."""
+    def is_due(self, now: float, closing: bool, running: bool) -> bool:
+        """Whether to call `seal`; true at most once a second until that is done.
+
+        Args:
+            now: monotonic time, in seconds.
+            closing: whether all shards are sealed.
+            running: whether the consumer has requests that have not ended.
+
+        """
         if self.written_out or (now - self._asked < 1.0 and not closing):
             return False
         if self.sealed:
             is_due = not self.pending
         else:
-            idle = not self.pending and now - self._last > IDLE_SECONDS
+            limit = IDLE_SECONDS if running else LAST_SECONDS
+            idle = not self.pending and now - self._last > limit
             is_late = closing or idle or now - self._first > AGE_SECONDS
             is_due = bool(self._waiting) and is_late
         if is_due:
@@ -153,14 +164,25 @@ class ShardSet(Generic[S]):
         if shard is not None and not shard.written_out:
             self._full.append(shard)
 
-    def due(self, now: float, closing: bool) -> Sequence[Task]:
+    def idlest(self, keys: Sequence[tuple[str, int]]) -> tuple[str, int]:
+        """The first of the keys whose shards are written to by the fewest requests.
+
+        A file system lets one thread at a time write to a file.
+        """
+        with self._lock:
+            busy = {key: shard.pending for key, shard in self._open.items()}
+        return min(keys, key=lambda key: busy.get(key, 0))
+
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the shards that are due; see `Publisher.due`."""
         with self._lock:
             for key in [key for key, shard in self._open.items() if shard.sealed]:
                 self._retire(key)
             self._full = [shard for shard in self._full if not shard.written_out]
             shards = [*self._open.values(), *self._full]
-        return [_sealing(shard) for shard in shards if shard.is_due(now, closing)]
+        return [
+            _sealing(shard) for shard in shards if shard.is_due(now, closing, running)
+        ]
 
 
 def _sealing(shard: Shard) -> Task:

@@ -40,7 +40,7 @@ REQUESTS_HELD = 4
 SAID_SECONDS = 10.0
 """Minimum time between log messages about spilling."""
 
-TICK_SECONDS = 0.05
+TICK_SECONDS = 0.02
 """Period of the clock thread."""
 
 
@@ -93,12 +93,13 @@ class Publisher(Protocol):
         """
         ...
 
-    def due(self, now: float, closing: bool) -> Sequence[Task]:
-        """Tasks that seal shards whose time has come; called several times a second.
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
+        """Tasks that seal shards whose time has come; called many times a second.
 
         Args:
             now: monotonic time, in seconds.
             closing: whether to seal all shards.
+            running: whether the consumer has requests that have not ended.
 
         """
         ...
@@ -337,7 +338,9 @@ class StorageSink:
             if not self._waiting.wait(1.0):
                 continue
             now = monotonic()
-            self._complete_due(now, closing=False)
+            with self._lock:
+                states = [request.ended_at for request in self._requests.values()]
+            self._complete_due(now, closing=False, running=None in states)
             with self._lock:
                 pending = [
                     request
@@ -354,8 +357,8 @@ class StorageSink:
                         "(timeout_seconds)"
                     )
 
-    def _complete_due(self, now: float, closing: bool) -> None:
-        for task in self._publisher.due(now, closing):
+    def _complete_due(self, now: float, closing: bool, running: bool) -> None:
+        for task in self._publisher.due(now, closing, running):
             if self._executor is not None:
                 self._executor.put(task, 0.0)
 
@@ -392,7 +395,7 @@ class StorageSink:
                 ]
             if not pending:
                 return
-            self._complete_due(monotonic(), closing=True)
+            self._complete_due(monotonic(), closing=True, running=False)
             pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
 
 
