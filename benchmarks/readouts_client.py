@@ -206,7 +206,10 @@ def measure(dtype: str, options: argparse.Namespace, report: dict[str, Any]) -> 
     arguments += ["--dtype", dtype, "--max-model-len", "512", "--enforce-eager"]
     arguments += ["--gpu-memory-utilization", "0.2"]  # Of the machine's memory.
     arguments += ["--served-model-name", "m", "--no-enable-prefix-caching"]
-    server = Server(options.model, *arguments, **OWN_WORKER)
+    # By default a worker leaves one core to the API server, half of a small machine's.
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    threads["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    server = Server(options.model, *arguments, **OWN_WORKER, **threads)
     try:
         for load in options.loads:
             turns = take_turns(server, load, client, options.rounds, options.requests)

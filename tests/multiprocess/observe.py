@@ -72,6 +72,8 @@ STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn"
 
 READOUTS: dict[str, Any] = {
     "lens": {"kind": "lens", "layers": [2, 3], "top_k": 3, "tokens": [5]},
+    "whole": {"kind": "lens", "top_k": 3, "tokens": [5], "positions": "all"},
+    "first": {"kind": "lens", "layers": [0], "top_k": 0, "tokens": [5, 9]},
     "norm": {"kind": "norm", "hooks": {"post_block": [3]}, "positions": "all"},
     "mean": {
         "kind": "rows",
@@ -80,7 +82,7 @@ READOUTS: dict[str, Any] = {
         "reduce": "mean",
     },
 }
-"""Readouts of the last stage's layers."""
+"""Readouts of the last stage's layers, and lenses of others."""
 EARLY: dict[str, Any] = {"norm": {"kind": "norm", "hooks": {"post_block": [0]}}}
 
 

@@ -143,6 +143,13 @@ class ResidualStream:
         """Attach the readouts of the step to the runner's output."""
         return output
 
+    def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors to send to the next pipeline stage."""
+        return tensors
+
+    def receive_rows(self, tensors: dict[str, Any]) -> None:
+        """Take what `send_rows` has added out of received tensors."""
+
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
 
@@ -296,6 +303,15 @@ class OpenResidualStream(ResidualStream):
             return attach(output, Additions(readouts))
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
         return attach(output, Additions(readouts, doses, fired))
+
+    def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors to send on, with rows that the last stage reads out."""
+        return tensors if self.readouts is None else self.readouts.send(tensors)
+
+    def receive_rows(self, tensors: dict[str, Any]) -> None:
+        """Take rows to read out from received tensors."""
+        if self.readouts is not None:
+            self.readouts.receive(tensors)
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
@@ -541,6 +557,17 @@ def with_readouts(worker: Any, grammar_output: Any) -> Any:
     """Sample tokens with the worker's runner, and attach the readouts of the step."""
     runner = worker.model_runner
     return runner.residual.with_readouts(runner.sample_tokens(grammar_output))
+
+
+def send_rows(worker: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that a worker sends to the next pipeline stage."""
+    found: dict[str, Any] = worker.model_runner.residual.send_rows(tensors)
+    return found
+
+
+def receive_rows(worker: Any, tensors: dict[str, Any]) -> None:
+    """Take rows to read out from the tensors of the previous pipeline stage."""
+    worker.model_runner.residual.receive_rows(tensors)
 
 
 def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:

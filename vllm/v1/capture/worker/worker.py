@@ -443,12 +443,10 @@ class WorkerCapture:
     def end_step(self) -> None:
         """Called after the forward pass is queued on the device: offload its rows."""
         placed, self._placed = self._placed, None
-        if placed is None:
-            return
         if self.readouts is not None and self._view is not None:
             rows, first = self._staging.rows, self._first_row
             self.readouts.run(placed, self._view, rows, first)
-        if self._segment is None:
+        if placed is None or self._segment is None:
             return
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None

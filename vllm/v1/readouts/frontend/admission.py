@@ -41,6 +41,7 @@ class ReadoutAdmission:
         self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         self.steps: tuple[tuple[str, CaptureSpec], ...] = ()
         """What consumers that run within the step see of every request, by name."""
         self._lock = threading.Lock()
@@ -122,18 +123,25 @@ class ReadoutAdmission:
         )
 
     def _check_stages(self, readouts: list[Readout]) -> None:
-        """Reject layers of earlier pipeline stages: only the last returns outputs."""
+        """Reject layers of earlier pipeline stages: only the last returns outputs.
+
+        Rows that a lens reads are sent there, without tensor parallelism: with it each
+        rank sends a slice of every tensor, and only rank 0 has rows.
+        """
         if self._stages == 1:
             return
         layers = self._model_config.get_total_num_hidden_layers()
         first, stop = get_pp_indices(layers, self._stages - 1, self._stages)
         for readout in readouts:
+            if readout.kind == "lens" and not self._has_ranks:
+                continue
             for layer, _ in readout.staged:
                 if layer < first:
                     raise fail(
                         f"readouts.{readout.name}: with {self._stages} pipeline stages "
                         f"only the layers {first} to {stop - 1} of the last one can be "
-                        f"read out, and this needs layer {layer}",
+                        f"read out, and this needs layer {layer}; a lens reads all "
+                        "layers with --tensor-parallel-size 1",
                         f"readouts.{readout.name}",
                         layer,
                     )

@@ -50,8 +50,19 @@ class PendingReadouts:
                 part = _part(result, number, entry, arrays)
                 start = self.starts[entry.req_id]
                 of_request = found.setdefault(entry.req_id, RequestReadouts(start, []))
-                of_request.parts.append(part)
+                _put(of_request.parts, part)
         return found
+
+
+def _put(parts: list[ReadoutPart], part: ReadoutPart) -> None:
+    """Add a part; a lens of several pipeline stages has one for the taps of each."""
+    for other in parts:
+        same = other.start == part.start and other.count == part.count
+        if other.name == part.name and same and other.arrays:
+            for label, array in part.arrays.items():
+                other.arrays[label] = np.concatenate((other.arrays[label], array), 1)
+            return
+    parts.append(part)
 
 
 def _part(

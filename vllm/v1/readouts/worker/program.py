@@ -101,6 +101,11 @@ class Program:
         return placed.layout is self.layout and placed.shift < self.until
 
 
+def no_rows(count: int, taps: int) -> Indices:
+    """`[count, taps]` indices of rows that are not in this process's staging memory."""
+    return np.full((count, taps), -1)
+
+
 def make_program(
     placed: PlacedStep,
     requests: Mapping[str, ReadingRequest],

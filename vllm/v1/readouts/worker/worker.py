@@ -3,12 +3,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from vllm.distributed.parallel_state import (
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tp_group,
 )
@@ -18,7 +20,7 @@ from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.capture.stats import ReadoutCounters
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
-from vllm.v1.readouts.plan import Readout, ReadoutPlan
+from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head, lens_values
 from vllm.v1.readouts.worker.kinds import (
@@ -41,6 +43,13 @@ from vllm.v1.readouts.worker.program import (
     make_program,
 )
 from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.readouts.worker.stages import (
+    SEND,
+    Arriving,
+    Lenses,
+    StageRows,
+    with_received,
+)
 from vllm.v1.residual.step_view import StepView
 
 if TYPE_CHECKING:
@@ -83,6 +92,13 @@ class WorkerReadouts:
         self._shared = parallel.tensor_parallel_size > 1
         self._has_rows = get_tensor_model_parallel_rank() == 0
         self._custom = CustomReadouts(vllm_config)
+        self._sends = not get_pp_group().is_last_rank
+        """Whether the rows that lenses read go to a later stage."""
+        self._lenses: dict[str, Lenses] = {}
+        """By request; of the last stage, whose rows may be of other stages too."""
+        self._arriving: Arriving | None = None
+        self._outgoing = StageRows()
+        self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
         self._program: Program | None = None
         self._pending: PendingReadouts | None = None
@@ -108,12 +124,19 @@ class WorkerReadouts:
         """Add a request with readouts when it is first scheduled."""
         local = {tap for group in groups for tap in group.taps}
         here = tuple(
-            one
+            part
             for one in plan.readouts
             # If its module was unregistered meanwhile, the final result reports the
             # missing tokens.
-            if local.issuperset(one.staged) and self._has_module(one)
+            if self._has_module(one) and (part := _at(one, local)) is not None
         )
+        if not self._sends:
+            self._lenses[req_id] = {
+                one.name: (one, self._key(one))
+                for one in plan.readouts
+                if one.kind == "lens" and not local.issuperset(one.taps)
+                if self._has_module(one)
+            }
         keys = tuple(self._key(one) for one in here)
         self._requests[req_id] = ReadingRequest(
             here, groups, keys, num_prompt_tokens, {}
@@ -122,6 +145,17 @@ class WorkerReadouts:
     def remove(self, req_id: str) -> None:
         """Drop a finished request."""
         self._requests.pop(req_id, None)
+        self._lenses.pop(req_id, None)
+
+    def receive(self, tensors: dict[str, Any]) -> None:
+        """Take the rows of earlier stages out of a step's intermediate tensors."""
+        self._arriving = Arriving.taken(tensors)
+
+    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A step's intermediate tensors, with the rows that the last stage reads."""
+        outgoing, self._outgoing = self._outgoing, StageRows()
+        self._sent = outgoing.put(tensors)  # Kept until the next step's are sent.
+        return self._sent
 
     def _has_module(self, readout: Readout) -> bool:
         named = readout.kind in ("probe", "lens", "sae") and readout.module
@@ -141,6 +175,8 @@ class WorkerReadouts:
                 return ("probes", *same, *(() if mixes else (id(module),)))
             case "probe":
                 return "probe", modules.probe(readout.module)
+            case "lens" if self._sends:
+                return SEND
             case "lens":
                 named = readout.module
                 translator = modules.translator(named) if named else None
@@ -157,19 +193,30 @@ class WorkerReadouts:
         return "custom", readout.module, len(readout.taps)
 
     def run(
-        self, placed: PlacedStep, view: StepView, staging: torch.Tensor, first_row: int
+        self,
+        placed: PlacedStep | None,
+        view: StepView,
+        staging: torch.Tensor,
+        first_row: int,
     ) -> None:
         """Queue the readouts of a step after its forward pass.
 
         Called with the same step on every rank of a pipeline stage.
 
         Args:
-            placed: the step's layout, with its shift.
+            placed: the step's layout, with its shift; None if this stage has no rows.
             view: the step's batch.
             staging: `[S, hidden_size]`, the staging memory.
             first_row: the step's first row in `staging`.
 
         """
+        arriving, self._arriving = self._arriving, None
+        received = StageRows() if arriving is None else arriving.opened()
+        self._outgoing = received if self._sends else StageRows()
+        if placed is None:
+            if received.places and not self._sends:
+                self._compute([], [], received, 0, _starts(view))
+            return
         if not self._requests:
             return
         program = self._program
@@ -188,10 +235,42 @@ class WorkerReadouts:
                 rows = self._gathered(job, staging, first_row)
                 assert isinstance(rows, torch.Tensor), "rows of a step are not reduced"
                 self.on_rows(job, rows, further)
-        jobs = [job for job in jobs if job.key[0] != "step"]
-        if not jobs:
+        for job in jobs:
+            if job.key == SEND:
+                rows = self._gathered(job, staging, first_row)
+                assert isinstance(rows, torch.Tensor), "rows are sent as they are"
+                self._outgoing.add(job, rows, further)
+        jobs = [job for job in jobs if job.key[0] not in ("step", "send")]
+        if not jobs and (self._sends or not received.places):
             return
         gathered = [self._gathered(job, staging, first_row) for job in jobs]
+        known = _starts(view) if received.places else program.starts
+        shifted = 0 if received.places else further
+        starts = {req: at + shifted for req, at in known.items()}
+        self._compute(jobs, gathered, received, further, starts)
+
+    def _compute(
+        self,
+        jobs: list[Job],
+        gathered: list[torch.Tensor | Arrays],
+        received: StageRows,
+        further: int,
+        starts: Mapping[str, int],
+    ) -> None:
+        """Queue the operations of a step.
+
+        Args:
+            jobs: the jobs of this stage's rows.
+            gathered: their rows.
+            received: rows of earlier stages.
+            further: is added to the positions of the jobs' entries.
+            starts: token position of each request's first row in the step.
+
+        """
+        if received.places:
+            jobs, gathered = with_received(
+                jobs, gathered, received, self._lenses, further
+            )
         results: list[JobResult] = []
         done = None
         if self._beside is None:
@@ -205,8 +284,7 @@ class WorkerReadouts:
             done.record(self._beside or torch.cuda.current_stream())
         if not self._has_rows:
             return
-        starts = {req: at + further for req, at in program.starts.items()}
-        self._pending = PendingReadouts(results, starts, done, list(gathered))
+        self._pending = PendingReadouts(results, dict(starts), done, list(gathered))
 
     def take(self) -> PendingReadouts | None:
         """Remove and return the results of the last step, if it has any."""
@@ -312,6 +390,17 @@ class WorkerReadouts:
 
     def _to_device(self, indices: Indices) -> torch.Tensor:
         return async_tensor_h2d(indices, device=self._device)
+
+
+def _at(readout: Readout, local: set[Tap]) -> Readout | None:
+    """A readout restricted to the taps of this process; None if it is not read here.
+
+    Only a lens reads rows of several pipeline stages, each by itself.
+    """
+    if local.issuperset(readout.staged):
+        return readout
+    own = tuple(tap for tap in readout.taps if tap in local)
+    return replace(readout, taps=own) if own and readout.kind == "lens" else None
 
 
 def translated(
