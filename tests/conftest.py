@@ -17,6 +17,9 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 # Threads that synchronize in every kernel cost seconds per step as soon as another
 # process needs a core, and gain nothing with models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# PyTorch does not quote the paths of its libraries for the C++ compiler.
+if " " in sys.prefix:
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # The system chooses cores: engines of several processes must not be pinned to one.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 

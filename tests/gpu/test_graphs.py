@@ -161,9 +161,11 @@ def test_the_v1_runner_records_families_and_runs_the_one_that_a_step_needs(
     call = type(full).__call__
 
     def noted(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        context = get_forward_context()
-        if wrapper is full and context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
-            replayed.append(families[context.batch_descriptor.tapped])
+        if wrapper is full:
+            context = get_forward_context()
+            assert context.batch_descriptor is not None
+            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+                replayed.append(families[context.batch_descriptor.tapped])
         return call(wrapper, *args, **kwargs)
 
     monkeypatch.setattr(type(full), "__call__", noted)

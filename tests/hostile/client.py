@@ -69,6 +69,8 @@ class Watch:
     At most as long as the request, so a machine that gives the server no processor
     does not count.
     """
+    blocked: list[float] = field(default_factory=list)
+    """The part of each in which the server neither ran nor waited for a processor."""
 
 
 @contextmanager
@@ -90,5 +92,7 @@ def watching(server: Server) -> Iterator[Watch]:
         told, _ = watcher.communicate(timeout=150)
         assert watcher.returncode == 0, watcher.returncode
         seen = json.loads(told)
-        watch.waits += [seconds for seconds, _ in seen]
-        watch.owned += [min(pair) for pair in seen]
+        for seconds, used, starved in seen:
+            watch.waits.append(seconds)
+            watch.owned.append(min(seconds, used))
+            watch.blocked.append(max(seconds - used - starved, 0.0))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of mutated bodies are served or refused without delaying others."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,13 +63,6 @@ def at_once(
         list(senders.map(send_all, range(4)))
 
 
-def harmless(count: int) -> Iterator[tuple[str, bytes]]:
-    """Requests as long as mutated bodies, with nothing but a long text."""
-    for _, raw in mutations(seed=count, count=count):
-        body = SMALL | {"prompt": [20, 30, 40], "user": "x" * len(raw)}
-        yield "/v1/completions", json.dumps(body).encode()
-
-
 def test_what_is_mutated_is_accepted(client: Client, steerer: Client) -> None:
     for path, body in RIGHT:
         sender = steerer if path in MUTATING else client
@@ -92,18 +84,10 @@ def test_some_hundred_mutated_bodies(
 def test_five_thousand_mutated_bodies(
     attacked: Server, client: Client, steerer: Client
 ) -> None:
-    with watching(attacked) as beside:
-        at_once(harmless(500), lambda one: _served(client, *one))
     watch = survive(attacked, client, steerer, 5000)
     print(
         f"/health: {len(watch.waits)} asked, worst {max(watch.waits):.3f} s, of which "
-        f"the server ran {max(watch.owned):.3f}; beside harmless bodies "
-        f"{max(beside.waits):.3f} s and {max(beside.owned):.3f}"
+        f"the server ran {max(watch.owned):.3f}, blocked for {max(watch.blocked):.3f}"
     )
-    # Delays that the machine causes on a server that only reads are subtracted.
     assert max(watch.owned) <= 0.25
-    assert max(watch.waits) <= 0.25 + max(beside.waits)
-
-
-def _served(client: Client, path: str, raw: bytes) -> None:
-    assert client.send("POST", path, raw).status in (200, 413)
+    assert max(watch.blocked) <= 0.25

@@ -11,6 +11,8 @@ import torch
 from tests.steering.sae import _layouts as write
 from tests.steering.sae._layouts import D_IN, K, Parts, chosen, linear, parts, rows
 from vllm.steering.sae import SparseAutoencoder, decode, encode, load_sae
+from vllm.v1.readouts.modules import describe_module
+from vllm.v1.steering.errors import SteeringValidationError
 
 PLACE = "blocks.8.hook_resid_post"
 
@@ -204,6 +206,14 @@ def test_transcoders_read_here_and_write_there(tmp_path: Path, kind: str) -> Non
     activations = (_jumprelu if "skip" in kind else _standard)(d, x)
     skipped = x @ d["W_skip"].T if "skip" in kind else 0
     _check(sae, activations, activations @ d["W_dec"] + d["b_dec"] + skipped)
+    other = load_sae(f"{folder}?layer=3&hook=post_attn")
+    assert (other.reads.tap, other.writes.tap) == ((3, "post_attn"), (4, "mlp_out"))
+    described = describe_module("sae", str(folder), other).describe()
+    assert (described["layer"], described["hook"]) == (3, "post_attn")
+    assert described["writes"] == {"layer": 4, "hook": "mlp_out"}
+    for said in ("layer=x&hook=mlp_in", "layer=3", "hook=mlp_in", "layer=3&hook="):
+        with pytest.raises(SteeringValidationError, match="where the SAE reads"):
+            load_sae(f"{folder}?{said}")
 
 
 def test_gemma_scope_1_is_jumprelu_of_the_stream(tmp_path: Path) -> None:

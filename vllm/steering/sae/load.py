@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from vllm.steering.sae.dictionary_learning import (
     is_dictionary_learning,
@@ -18,7 +19,9 @@ from vllm.steering.sae.qwen_scope import is_qwen_scope, read_qwen_scope
 from vllm.steering.sae.record import SparseAutoencoder
 from vllm.steering.sae.saelens import is_saelens, read_saelens_sae
 from vllm.steering.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.spec.files import split_place
 
 LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
     # SAELens comes before layouts that share one of its file names.
@@ -60,6 +63,7 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
 
     Args:
         path: a folder, or a file inside one; a file alone for Qwen Scope and Goodfire.
+            `?layer=12&hook=mlp_in` may follow, in place of `tap`.
         tap: `(layer, hook point)` that it reads, if the file does not contain it. A
             transcoder writes where its file states.
 
@@ -68,7 +72,8 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
             or is invalid, or its architecture cannot be computed from one token's row.
 
     """
-    place = Path(path).expanduser()
+    place, said = split_place(Path(path).expanduser())
+    tap = _tap_of(said, path) if said else tap
     if not place.exists():
         raise bad_file(place, "there is no such file or folder")
     inside = place.name in FILES
@@ -78,6 +83,20 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
                 name = candidate.absolute().name
                 return _at(folded(read(candidate), name, layout), tap)
     raise bad_file(place, f"is not an SAE of a known layout: {_EXPECTED}")
+
+
+def _tap_of(said: str, path: str | Path) -> Tap:
+    """The tap in `layer=12&hook=mlp_in`."""
+    facts = dict(parse_qsl(said, keep_blank_values=True))
+    layer = facts.get("layer", "")
+    if facts.keys() != {"layer", "hook"} or not layer.isdecimal() or not facts["hook"]:
+        raise fail(
+            f"path: {said!r} does not say where the SAE reads; write "
+            '"?layer=12&hook=mlp_in" after the path',
+            "path",
+            str(path),
+        )
+    return int(layer), facts["hook"]
 
 
 def _at(sae: SparseAutoencoder, tap: Tap | None) -> SparseAutoencoder:

@@ -75,6 +75,8 @@ class ModuleInfo:
             said["layers"] = list(self.layers)
         if self.kind == "sae":
             said |= {"selection": self.selection, "k": self.active}
+        if self.is_transcoder and self.writes is not None:
+            said["writes"] = {"layer": self.writes[0], "hook": self.writes[1]}
         return said | ({"model": self.model} if self.model else {})
 
 

@@ -49,7 +49,7 @@ def after(steering: Any, requests: Requests) -> list[float]:
     stream = torch.full((sum(n for _, n, _ in requests), WIDTH), -1.0)
     gates = torch.zeros(len(stream), 4)
     address = steering.program_addresses[TAP]
-    for program, tokens in StepPrograms.at.get(address, ()):
+    for program, tokens, _ in StepPrograms.at.get(address, ()):
         stream[tokens] = run(program, stream[tokens], tokens, gates)[0]
     steering.end_step()
     return stream[:, 0].tolist()

@@ -81,7 +81,7 @@ def carried_out(steering: WorkerSteering, requests: Requests) -> dict[int, list[
     rows = StepPrograms.at.get(address, ())
     assert (address in launched) == bool(rows)
     found: dict[int, list[int]] = {}
-    for program, tokens in rows:
+    for program, tokens, _ in rows:
         found.setdefault(len(program), []).extend(tokens.tolist())
     steering.end_step()
     assert not StepPrograms.at
@@ -163,7 +163,7 @@ def test_the_engines_operations_come_before_a_requests() -> None:
     steering.commit_global(True)
     steering.plan_step(view([(0, 1, 1)]))
     steering.begin_step()
-    ((program, _),) = StepPrograms.at[steering.program_addresses[TAP]]
+    ((program, _, _),) = StepPrograms.at[steering.program_addresses[TAP]]
     read = [one.read[0].numpy() for one in program]
     expected = [made("replace", seed=seed).vector for seed in (2, 1)]
     steering.end_step()

@@ -35,6 +35,7 @@ Legend: H width of the stream, r rank, n rows of the stream.
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -225,9 +226,13 @@ def run(
     tokens: torch.Tensor,  # [n], int64: of the step
     gates: torch.Tensor,  # [T, GATE_COLUMNS], float32, which probes write
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows after a program, `[n, H]`, and which of them it changed, `[n]`."""
-    changed = torch.zeros(len(stream), dtype=torch.bool, device=stream.device)
-    norm = torch.zeros(len(stream), 1, device=stream.device)
+    """The rows after a program, `[n, H]`, and which of them it changed, `[n]`.
+
+    Each call of torch takes longer than its arithmetic if a step has few tokens, so
+    terms that an instruction does not have are left out.
+    """
+    changed: torch.Tensor | None = None
+    norm: Factor = 0.0
     for one in program:
         if one.flags & Flag.SAVE_NORM:
             norm = stream.norm(dim=-1, keepdim=True)
@@ -242,16 +247,22 @@ def run(
         before = stream
         factor = _carried(one, tokens, gates) if one.flags & Flag.CARRIED else norm
         stream, acts = _STEPS[one.kind](one, stream, tokens, factor, gate)
-        changed |= acts.squeeze(-1)
+        changed = acts if changed is None else changed | acts
         if one.doses is not None:
             one.doses[tokens] = _dose(before, stream)
-    return stream, changed
+    if changed is None:
+        return stream, torch.zeros(len(stream), dtype=torch.bool, device=stream.device)
+    if len(changed) != len(stream):
+        changed = changed.expand(len(stream), 1)
+    return stream, changed[:, 0]
 
 
-def _gate(one: Instruction, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """The gate of an instruction that is no probe, `[n, 1]`."""
+def _gate(
+    one: Instruction, tokens: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor | None:
+    """The gate of an instruction that is no probe, `[n, 1]`; None if it has none."""
     if one.gate == NO_GATE:
-        return torch.ones(len(tokens), 1, device=gates.device)
+        return None
     gate = gates[tokens, one.gate, None]
     if one.flags & Flag.LATCH:
         is_open = _opened(gates, tokens, one.gate) <= tokens
@@ -289,13 +300,29 @@ def _dose(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=SMALLEST)
 
 
+Factor: TypeAlias = torch.Tensor | float
+"""A number for each row, `[n, 1]`, or the same one for all."""
+
 Outcome = tuple[torch.Tensor, torch.Tensor]
-"""The rows `[n, H]`, and which of them may have changed, `[n, 1]`."""
+"""The rows `[n, H]`, and which of them may have changed, `[n, 1]` or `[1, 1]`."""
+
+
+def _nonzero(number: Factor, like: torch.Tensor) -> torch.Tensor:
+    """Whether a factor is not zero, for rows on the device of `like`."""
+    if isinstance(number, torch.Tensor):
+        return number != 0
+    return torch.full((1, 1), number != 0, device=like.device)
 
 
 def _rows(table: torch.Tensor, one: Instruction, tokens: torch.Tensor) -> torch.Tensor:
     """The vector of each token, `[1, H]` or `[n, H]`."""
-    return table[:1] if one.offset is None else table[tokens + one.offset]
+    if one.offset is not None:
+        return table[tokens + one.offset]
+    return table if len(table) == 1 else table[:1]
+
+
+def _ones(stream: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(stream), 1, device=stream.device)
 
 
 def _dot(stream: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -306,39 +333,51 @@ def _dot(stream: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _coefficient(
-    one: Instruction, stream: torch.Tensor, read: torch.Tensor, norm: torch.Tensor
-) -> torch.Tensor:
-    found = one.c0 + one.c1 * norm
+    one: Instruction, stream: torch.Tensor, read: torch.Tensor, norm: Factor
+) -> Factor:
+    found: Factor = one.c0 + one.c1 * norm if one.c1 else one.c0
     if one.flags & Flag.DOT:
         dot = _dot(stream, read)
-        clipped = dot.clamp(one.low, one.high)
-        found = found + one.c2 * dot + one.c3 * (clipped - dot)
+        if one.c2:
+            found = _sum(found, one.c2 * dot)
+        if one.c3:
+            beyond = dot.clamp(one.low, one.high) - dot
+            found = _sum(found, beyond if one.c3 == 1 else one.c3 * beyond)
     return found
+
+
+def _sum(found: Factor, term: torch.Tensor) -> torch.Tensor:
+    return term if isinstance(found, float) and not found else found + term
 
 
 def _linear(
     one: Instruction,
     stream: torch.Tensor,
     tokens: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor,
+    norm: Factor,
+    gate: torch.Tensor | None,
 ) -> Outcome:
     read = _rows(one.read, one, tokens)
-    amount = gate * _coefficient(one, stream, read, norm)
+    amount = _coefficient(one, stream, read, norm)
+    amount = amount if gate is None else gate * amount
     if one.flags & Flag.ONLY_ACTIVE:
-        amount = torch.where(norm != 0, amount, 0.0)
-    return stream + amount * _rows(one.written, one, tokens), amount != 0
+        amount = torch.where(_nonzero(norm, stream), amount, 0.0)
+    write = read if one.write is None else _rows(one.write, one, tokens)
+    acts = _nonzero(amount, stream)
+    if isinstance(amount, torch.Tensor):
+        return torch.addcmul(stream, amount, write), acts
+    return stream + amount * write, acts
 
 
 def _replace(
     one: Instruction,
     stream: torch.Tensor,
     tokens: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor,
+    norm: Factor,
+    gate: torch.Tensor | None,
 ) -> Outcome:
     value = (one.c0 + one.c1 * norm) * _rows(one.written, one, tokens)
-    share = gate * one.alpha
+    share = _ones(stream) * one.alpha if gate is None else gate * one.alpha
     part = share if one.mask is None else share * one.mask
     mixed = stream * (1 - part) + part * value
     mixed = torch.where(part == 1, value, torch.where(part == 0, stream, mixed))
@@ -349,11 +388,11 @@ def _low_rank(
     one: Instruction,
     stream: torch.Tensor,
     tokens: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor,
+    norm: Factor,
+    gate: torch.Tensor | None,
 ) -> Outcome:
     read = stream @ one.read.T
-    size = torch.ones_like(norm)
+    size = _ones(stream)
     if one.flags & Flag.COSINE:
         size = stream.norm(dim=-1, keepdim=True)
         read = read / size.clamp(min=SMALLEST)
@@ -365,7 +404,7 @@ def _low_rank(
     active = _activated(one, read)
     c0 = one.c0 if one.own_c0 is None else one.c0 + one.own_c0
     c1 = one.c1 if one.own_c1 is None else one.c1 + one.own_c1
-    amount = gate * size * (c0 + c1 * active)
+    amount = (size if gate is None else gate * size) * (c0 + c1 * active)
     if one.flags & Flag.ONLY_ACTIVE:
         amount = torch.where(active != 0, amount, 0.0)
     return stream + amount @ one.written, (amount != 0).any(-1, keepdim=True)
@@ -388,13 +427,15 @@ def _rotate(
     one: Instruction,
     stream: torch.Tensor,
     tokens: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor,
+    norm: Factor,
+    gate: torch.Tensor | None,
 ) -> Outcome:
     first, second = one.read[:1], one.written[:1]
     a, b = _dot(stream, first), _dot(stream, second)
     length = (a * a + b * b).sqrt()
-    along, across = gate * (length * one.c0 - a), gate * (length * one.c1 - b)
+    along, across = length * one.c0 - a, length * one.c1 - b
+    if gate is not None:
+        along, across = gate * along, gate * across
     return stream + along * first + across * second, (along != 0) | (across != 0)
 
 

@@ -31,6 +31,8 @@ class Rows(NamedTuple):
 
     program: Program
     tokens: torch.Tensor  # [n], int64, ascending
+    span: slice | None = None
+    """The tokens, if they are consecutive."""
 
 
 class StepPrograms:
@@ -110,18 +112,25 @@ def _intervene(
             first=first,
         )
         return
-    for program, tokens in StepPrograms.at.get(index.data_ptr(), ()):
-        here = (tokens >= first) & (tokens < first + len(hidden))
-        of_step = tokens if bool(here.all()) else tokens[here]
-        if not len(of_step):
-            continue
-        places = of_step - first if first else of_step
+    for program, tokens, span in StepPrograms.at.get(index.data_ptr(), ()):
+        places: torch.Tensor | slice
+        if span is not None and not first and span.stop <= len(hidden):
+            of_step, places = tokens, span
+        else:
+            here = (tokens >= first) & (tokens < first + len(hidden))
+            of_step = tokens if bool(here.all()) else tokens[here]
+            if not len(of_step):
+                continue
+            places = of_step - first if first else of_step
         stream = whole[places].float()
         if residual is not None:
-            stream = stream + residual[places].float()
+            stream = stream + residual[places]
         stream, changed = run(program, stream, of_step, gates)
-        places = places[changed]
-        hidden[places] = stream[changed].to(hidden.dtype) if leads else 0.0
+        if not bool(changed.all()):
+            places, stream = (of_step - first)[changed], stream[changed]
+        if leads and isinstance(places, torch.Tensor):
+            stream = stream.to(hidden.dtype)
+        hidden[places] = stream if leads else 0.0
         if residual is not None:
             residual[places] = 0.0
 

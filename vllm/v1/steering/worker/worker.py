@@ -283,10 +283,11 @@ class WorkerSteering:
         self._on_host = {}
         if self.row_index.device.type == "cpu":
             for row, programs in at_taps.items():
-                tokens = torch.from_numpy(np.flatnonzero(rows == row))
+                found = np.flatnonzero(rows == row)
+                tokens, span = torch.from_numpy(found), span_of(found)
                 for tap, placed in programs.items():
                     at = self._on_host.setdefault(self.program_addresses[tap], [])
-                    at.append(ProgramRows(placed.program, tokens))
+                    at.append(ProgramRows(placed.program, tokens, span))
 
     def _at_positions(
         self,
@@ -430,6 +431,12 @@ class WorkerSteering:
             raise KeyError(f"no request {req_id!r} is running")
         slot = self._slots.get(req_id)
         return NO_STEERING if slot is None else self.tables.loaded[slot]
+
+
+def span_of(tokens: npt.NDArray[np.intp]) -> slice | None:
+    """The tokens `[n]`, ascending and at least one, if they are consecutive."""
+    first, last = int(tokens[0]), int(tokens[-1])
+    return slice(first, last + 1) if last - first + 1 == len(tokens) else None
 
 
 def token_rows(

@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from vllm.model_executor.layers.residual.program import (
+    GATE_COLUMNS,
+    NEVER,
+    OPENED,
+    SEGMENT,
+    STORED,
     Activation,
     Flag,
     Instruction,
@@ -307,6 +312,64 @@ def test_a_gate_that_was_open_stays_open() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(gates[1], gates[0])
     assert gates[0][::2, 1].all() and not gates[0][1::2, 1].all()
+
+
+@pytest.mark.parametrize("divided", [Flag.NONE, Flag.COSINE, Flag.STANDARD])
+def test_later_hook_points_read_what_probes_have_left(divided: Flag) -> None:
+    """A gate that is open from one token of a request on, and a value."""
+    torch.manual_seed(0)
+    tokens, width = 9, 96
+    first = [0] * 5 + [5] * 3 + [8]  # Of each token's request.
+    stream, probe, v = randn(tokens, width), randn(1, width), randn(1, width)
+    stream[6] += probe[0]  # The second token of its request fires.
+    latch = Flag.KEEP | Flag.LATCH
+    value = STORED + 3
+    given = torch.tensor([0.3], device=DEVICE)
+    hook_points: tuple[Program, ...] = (
+        (
+            Instruction(Kind.PROBE, probe, flags=latch, c2=50.0, c3=1.0, gate=2),
+            Instruction(Kind.PROBE, v, flags=divided | Flag.VALUE, gate=value),
+        ),
+        (
+            Instruction(Kind.LINEAR, v, flags=Flag.LATCH, c0=0.5, gate=2),
+            Instruction(
+                Kind.LINEAR,
+                probe,
+                flags=Flag.CARRIED | Flag.ONLY_ACTIVE,
+                c0=0.2,
+                c1=-0.1,
+                bias=given,
+                threshold=given,
+                stored=value,
+            ),
+        ),
+    )
+    every = torch.arange(tokens, device=DEVICE)
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    found, all_gates = [stream.clone(), stream.clone()], []
+    for way in range(2):
+        gates = torch.zeros(tokens, GATE_COLUMNS, device=DEVICE)
+        noted = gates.view(torch.int32)
+        noted[:, SEGMENT] = torch.tensor(first, dtype=torch.int32, device=DEVICE)
+        noted[:, OPENED:SEGMENT] = NEVER
+        gates[8, 2] = 1.0  # Open since an earlier step.
+        all_gates.append(gates)
+        for program in hook_points:
+            if way:
+                index, _kept = index_of(program)
+                launch_programs(found[1], found[1], None, index, rows, gates)
+            else:
+                found[0], _ = run(program, found[0], every, gates)
+        assert noted[[0, 5, 8], OPENED + 2].tolist() == [NEVER, 6, 8]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    values = [gates[:, value] for gates in all_gates]
+    torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-5)
+    by = {Flag.COSINE: stream.norm(dim=1), Flag.STANDARD: stream.std(dim=1) + 1e-5}
+    y = (stream @ v[0]) / by.get(divided, 1.0) + given
+    amount = torch.where(y > given, 0.2 - 0.1 * y, 0.0)
+    is_open = torch.tensor([False] * 6 + [True] * 3, device=DEVICE)
+    expected = stream + 0.5 * is_open[:, None] * v + amount[:, None] * probe
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_acts_on_nothing_changes_no_bit() -> None:
