@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: a lens of all layers is 5 times as fast as a client's own, from its rows.
+"""How fast a lens of all layers is, compared with a client's own from its rows.
 
     python benchmarks/readouts_client.py [--model FOLDER] [--rounds 7] [--out lens.json]
 
 One CPU server answers the same requests over HTTP twice: with a lens of all layers, and
 with the rows of all layers in the JSON response (`inline`), from which the client
-computes the lens with the model's own norm and head in float32, torch and all cores. A
-turn ends when the client has token ids and log-probabilities of the five likeliest
-tokens of every layer. There are two clients: one that decodes a layer after the other,
-as `examples/capture/logit_lens.py`, and one that decodes all layers with one product.
+computes the lens with the model's own norm and head, in float32 with torch and as many
+threads. A turn ends when the client has token ids and log-probabilities of the five
+likeliest tokens of every layer. There are two clients: one that decodes a layer after
+the other, as `examples/capture/logit_lens.py`, and one that decodes all layers with one
+product.
 
 - `live`: the tokens are streamed, and each one's lens is needed when it arrives;
 - `generated`: the same tokens, at the end;
@@ -17,7 +18,8 @@ as `examples/capture/logit_lens.py`, and one that decodes all layers with one pr
 The turns of a round follow each other; a ratio is of two turns of one round. The
 default model has random weights and the shape of SmolLM2-135M: 30 layers of width 576,
 49,152 tokens. It is served in bfloat16, as users do, and in float32, where results are
-compared. CPU time is that of client and server.
+compared. CPU time is that of client and server. While other jobs use the cores, threads
+wait for each other: then give both sides one (`--threads 1`) and look at CPU time.
 """
 
 import argparse
@@ -208,7 +210,7 @@ def measure(dtype: str, options: argparse.Namespace, report: dict[str, Any]) -> 
     arguments += ["--served-model-name", "m", "--no-enable-prefix-caching"]
     # By default a worker leaves one core to the API server, half of a small machine's.
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    threads["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    threads["OMP_NUM_THREADS"] = str(options.threads)
     server = Server(options.model, *arguments, **OWN_WORKER, **threads)
     try:
         for load in options.loads:
@@ -242,9 +244,12 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=every, default=every)
     default = WORK / "readouts_client.json"
     parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of both")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     load = os.getloadavg()
     report: dict[str, Any] = {**reports.begun(), "cases": {}}
+    report["threads"] = options.threads
     if options.model is None:
         report["model"] = "30 layers of width 576, 49,152 tokens, random weights"
         made = random_llama(WORK / "models", 30, 576, vocab_size=49152)

@@ -252,7 +252,9 @@ def run(
             one.doses[tokens] = _dose(before, stream)
     if changed is None:
         return stream, torch.zeros(len(stream), dtype=torch.bool, device=stream.device)
-    return stream, changed.expand(len(stream), 1)[:, 0]
+    if len(changed) != len(stream):
+        changed = changed.expand(len(stream), 1)
+    return stream, changed[:, 0]
 
 
 def _gate(
@@ -337,10 +339,15 @@ def _coefficient(
     if one.flags & Flag.DOT:
         dot = _dot(stream, read)
         if one.c2:
-            found = one.c2 * dot + found
+            found = _sum(found, one.c2 * dot)
         if one.c3:
-            found = one.c3 * (dot.clamp(one.low, one.high) - dot) + found
+            beyond = dot.clamp(one.low, one.high) - dot
+            found = _sum(found, beyond if one.c3 == 1 else one.c3 * beyond)
     return found
+
+
+def _sum(found: Factor, term: torch.Tensor) -> torch.Tensor:
+    return term if isinstance(found, float) and not found else found + term
 
 
 def _linear(

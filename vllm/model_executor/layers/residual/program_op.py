@@ -128,7 +128,9 @@ def _intervene(
         stream, changed = run(program, stream, of_step, gates)
         if not bool(changed.all()):
             places, stream = (of_step - first)[changed], stream[changed]
-        hidden[places] = stream.to(hidden.dtype) if leads else 0.0
+        if leads and isinstance(places, torch.Tensor):
+            stream = stream.to(hidden.dtype)
+        hidden[places] = stream if leads else 0.0
         if residual is not None:
             residual[places] = 0.0
 
