@@ -91,6 +91,9 @@ def fetch(client: httpx.Client, length: int, seed: int, form: "Form") -> float:
         return time.perf_counter() - begin
     arrays = form.read(reply.content)
     seconds = time.perf_counter() - begin
+    if form.transport == "shm":
+        payload = json.loads(reply.content)["capture_results"]["inline"]["payload"]
+        client.delete(f"/v1/capture/shm/{payload[0]['shm']['token']}")
     if not arrays or any(len(one) == 0 for one in arrays):
         raise RuntimeError("no rows came")
     return seconds

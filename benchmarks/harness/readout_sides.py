@@ -7,6 +7,7 @@ Each runs in a process of its own and imports only what its environment has.
 import json
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ class Engine:
             chosen["hf_overrides"] = {"vocab_size": settings["vocab"]}
         if role == "on":
             folder = Path(settings["folder"])
-            write_modules(folder, self._model)
+            # On a thread: the engine's process is forked, without OpenMP's threads.
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(write_modules, folder, self._model).result()
             chosen |= _modules(folder)
             if settings["device"] == "cuda":
                 chosen["capture_staging_bytes"] = staging_bytes(MODELS[self._model])

@@ -13,6 +13,7 @@ from vllm.config.readouts import ReadoutConfig
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import check_model, describe_module, load_module
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.residual.before_fork import on_own_thread
 from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
     )
 
 
+@on_own_thread
 def described_file(
     name: str,
     path: str,

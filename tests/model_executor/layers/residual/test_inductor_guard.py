@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear
 
 from tests.model_executor.layers.residual.tracing import traced, treated
+from tests.support.compiler import needs_compiler
 from vllm.model_executor.layers.residual import split_ops  # noqa: F401  (has two ops)
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import (
@@ -26,7 +27,7 @@ from vllm.v1.worker.residual_graphs import GraphFamilies
 WIDTH, TOKENS = 8, 5
 STRANGE = frozenset({1})
 """An address of another engine: no tensor here has it."""
-pytestmark = pytest.mark.usefixtures("no_engine")
+pytestmark = [pytest.mark.usefixtures("no_engine"), needs_compiler]
 
 
 @pytest.fixture(autouse=True)

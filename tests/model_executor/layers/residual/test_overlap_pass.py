@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn.functional import linear
 
 from tests.model_executor.layers.residual.tracing import traced, treated
+from tests.support.compiler import needs_compiler
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.overlap_pass import begin_additions_early
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 WIDTH, TOKENS, VECTORS = 8, 5, 4
 HOOKS = ("pre_attn", "post_attn", "post_block")
-pytestmark = pytest.mark.usefixtures("no_engine")
+pytestmark = [pytest.mark.usefixtures("no_engine"), needs_compiler]
 
 
 class Layer(nn.Module):

@@ -30,7 +30,11 @@ def part(number: int, rows: int = 3) -> Part:
     return Part(f"inline/{number}_x", number, "x", tensor, *facts)
 
 
-def test_another_process_maps_what_was_handed_out(made: Handouts) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_another_process_maps_what_was_handed_out(
+    made: Handouts, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handouts, "threads_for", lambda size: threads)
     parts = [part(0), part(1, 5)]
     handout = made.make(parts)
     assert handout is not None
@@ -91,13 +95,17 @@ def test_what_nobody_frees_is_closed_in_time(
     assert made.held_bytes == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 def test_no_memory_means_that_the_answer_is_sent_as_usual(
-    made: Handouts, monkeypatch: pytest.MonkeyPatch
+    made: Handouts, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(handouts, "threads_for", lambda size: threads)
+
     def full(*arguments: int) -> None:
         raise OSError(28, "No space left on device")
 
     files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(handouts.os, "pwrite", full)
+    for name in ("posix_fallocate", "ftruncate"):
+        monkeypatch.setattr(handouts.os, name, full)
     assert made.make([part(0)]) is None
     assert made.held_bytes == 0 and len(os.listdir("/proc/self/fd")) == files

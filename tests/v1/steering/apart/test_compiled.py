@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.support.compiler import needs_compiler
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    needs_compiler,
+]
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")

@@ -9,7 +9,7 @@ next piece waits until the one before has left, and the rows count towards
 import asyncio
 from collections.abc import Iterator
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +25,9 @@ LEAST_PIECE, MOST_PIECE = 1 << 18, 1 << 23
 """The least and most bytes given to the server at once.
 
 The server asks for more only after all of it has left, so that a fast client waits
-between two pieces, and a slow one has `STALL_SECONDS` for each.
+between two pieces, and a slow one has `STALL_SECONDS` for each. The responses that are
+being sent share the maximum: the event loop may write a piece of each before it comes
+to another request.
 """
 QUICK_SECONDS, SLOW_SECONDS = 0.02, 1.0
 """A piece that leaves in less or more time than this doubles or halves the next."""
@@ -43,6 +45,9 @@ def counting_unsent(app: ASGIApp) -> ASGIApp:
 
 class Sender:
     """Sends the messages of one response."""
+
+    _active: ClassVar[int] = 0
+    """Number of messages with rows that are being sent."""
 
     def __init__(self, response: ResponseScope, send: Send) -> None:
         """Send with `send`; a response without rows is sent as it is."""
@@ -64,24 +69,33 @@ class Sender:
         if not self._response.holds:
             await self._send(message)
             return
-        for piece in self._pieces(message):
-            begin = monotonic()
-            await self._send_soon(piece)
-            self._adapt(len(piece.get("body", b"")), monotonic() - begin)
-            self._end_with(piece)
+        Sender._active += 1
+        try:
+            for piece in self._pieces(message):
+                begin = monotonic()
+                await self._send_soon(piece)
+                self._adapt(len(piece.get("body", b"")), monotonic() - begin)
+                self._end_with(piece)
+        finally:
+            Sender._active -= 1
 
     def _pieces(self, message: Message) -> Iterator[dict[str, Any]]:
         """A message with a large body as several; the last is small."""
         body = message.get("body", b"")
-        if len(body) <= self._piece_bytes:
+        if len(body) <= self._piece():
             yield dict(message)
             return
         # A slice of a view is not a copy.
         body = memoryview(body)
         while body:
-            piece, body = body[: self._piece_bytes], body[self._piece_bytes :]
+            size = self._piece()
+            piece, body = body[:size], body[size:]
             more = message.get("more_body", False) or bool(body)
             yield {**message, "body": piece, "more_body": more}
+
+    def _piece(self) -> int:
+        share = max(MOST_PIECE // Sender._active, LEAST_PIECE)
+        return min(self._piece_bytes, share)
 
     def _adapt(self, sent: int, seconds: float) -> None:
         if seconds > SLOW_SECONDS:

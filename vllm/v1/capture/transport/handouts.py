@@ -8,6 +8,7 @@ mapping stays valid after the file was freed here.
 """
 
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -16,8 +17,12 @@ from secrets import token_urlsafe
 from time import monotonic
 from typing import Any
 
+import numpy as np
+import torch
+
 from vllm.logger import init_logger
 from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.memory.parallel_copy import copy_all, threads_for
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)
@@ -121,11 +126,12 @@ class Handouts:
 def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
     file = os.memfd_create("vllm-answer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(file, size)
-        # Written rather than mapped: the kernel then neither clears the pages nor takes
-        # a fault for each, which halves the time.
-        for part in parts:
-            _write(file, part.data, offsets[part.name])
+        if threads_for(size) > 1:
+            _copy_in_parallel(file, parts, offsets, size)
+        else:
+            os.ftruncate(file, size)
+            for part in parts:
+                _write(file, part.data, offsets[part.name])
         fcntl.fcntl(file, F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(file)
@@ -133,7 +139,24 @@ def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
     return file
 
 
+def _copy_in_parallel(
+    file: int, parts: Sequence[Part], offsets: dict[str, int], size: int
+) -> None:
+    os.posix_fallocate(file, 0, size)  # A missing page would raise SIGBUS later.
+    with mmap.mmap(file, size) as mapped:
+        memory = np.frombuffer(mapped, dtype=np.uint8)
+        copy_all([_copy(part, memory, offsets[part.name]) for part in parts])
+        del memory
+
+
+def _copy(part: Part, memory: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = part.rows
+    target = torch.from_numpy(memory[start : start + rows.nbytes])
+    return target.view(rows.dtype).view(rows.shape), rows
+
+
 def _write(file: int, data: memoryview, offset: int) -> None:
+    """Write instead of map: one thread takes half the time, as there are no faults."""
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written

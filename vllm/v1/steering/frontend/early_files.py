@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vllm.v1.residual.before_fork import on_own_thread
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
+@on_own_thread
 def check_files(
     files: Mapping[str, str], model_config: "ModelConfig", named: Named
 ) -> None:

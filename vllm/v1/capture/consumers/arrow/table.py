@@ -142,7 +142,7 @@ class Span(NamedTuple):
     """Of the key."""
     first: int
     """Index of the first row among the key's rows."""
-    count: int
+    num_rows: int
 
 
 class IntColumns:
@@ -157,7 +157,7 @@ class IntColumns:
         if found is None:
             # With the list, so that no other one gets its id.
             found = self._made[id(values)] = values, pa.array(values, pa.int32())
-        return found[1].slice(span.first, span.count)
+        return found[1].slice(span.first, span.num_rows)
 
 
 def batch_of_spans(
@@ -178,7 +178,7 @@ def batch_of_spans(
 
     """
     layers = [span.sidecar["layer"] for span in spans]
-    counts = [span.count for span in spans]
+    counts = [span.num_rows for span in spans]
     hooks = [pa.scalar(span.sidecar["hook"], pa.string()) for span in spans]
     columns = [
         pa.repeat(pa.scalar(request_id, pa.string()), sum(counts)),
