@@ -77,6 +77,64 @@ def test_safetensors(server: Server, rows: dict[int, torch.Tensor]) -> None:
         assert torch.equal(found[f"inline/{layer}_post_block"], wanted)
 
 
+def streamed(server: Server, accept: str, **more: Any) -> tuple[str, bytes]:
+    asked = body(**more) | {
+        "stream": True,
+        "max_tokens": 4,
+        "capture_stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json", "Accept": accept},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return reply.headers["Content-Type"], reply.read()
+
+
+@pytest.mark.parametrize("encoding", [None, "zstd"])
+def test_a_stream_in_parts_has_what_its_events_have(
+    server: Server, encoding: str | None
+) -> None:
+    more = {"positions": "all"} | ({} if encoding is None else {"encoding": encoding})
+    kind, data = streamed(server, "text/event-stream", **more)
+    assert kind.startswith("text/event-stream")
+    events = [line[6:] for line in data.split(b"\n\n") if line != b"data: [DONE]"]
+    wanted = [json.loads(event) for event in events if event]
+    kind, data = streamed(server, "multipart/mixed", **more)
+    head = f"Content-Type: {kind}\r\n\r\n".encode()
+    message = BytesParser(policy=email.policy.HTTP).parsebytes(head + data)
+    assert not message.defects
+    parts = list(message.iter_parts())
+    found: list[Any] = []
+    for part in parts:
+        if part.get_content_type() == "application/json":
+            found.append(json.loads(part.get_payload(decode=True)))
+            continue
+        payload = found[-1]["capture_results"]["inline"]["payload"]
+        name = part["Content-ID"].strip("<>")
+        (told,) = [one for one in payload if one.get("part") == name]
+        del told["part"]
+        told["data"] = base64.b64encode(part.get_payload(decode=True)).decode()
+    for reply in (*found, *wanted):
+        for name in ("id", "created"):
+            reply.pop(name)
+        for result in (reply.get("capture_results") or {}).values():
+            result.pop("key")
+    rows = [one for one in found if one.get("capture_results")]
+    assert len(rows) > 1 and len(found) > len(rows)
+    assert _rows_of(found) == _rows_of(wanted)
+    assert found[-1] == wanted[-1] and "usage" in found[-1]
+
+
+def _rows_of(replies: list[Any]) -> dict[Any, str]:
+    """What the last event with results says of each tensor."""
+    last = [one for one in replies if one.get("capture_results")][-1]
+    payload = last["capture_results"]["inline"]["payload"]
+    return {(told["layer"], told["hook"]): told for told in payload}
+
+
 def test_multipart(server: Server, rows: dict[int, torch.Tensor]) -> None:
     kind, data = fetch(server, "multipart/mixed")
     head = f"Content-Type: {kind}\r\n\r\n".encode()

@@ -16,9 +16,16 @@ from fastapi.responses import StreamingResponse
 
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
+from vllm.v1.capture.frontend.unsent import current_response
 from vllm.v1.capture.memory.parallel_copy import num_threads
 from vllm.v1.capture.payload import RowsByTap
-from vllm.v1.capture.transport.bodies import FORMS, Piece, as_json, form_for
+from vllm.v1.capture.transport.bodies import (
+    FORMS,
+    Piece,
+    as_json,
+    form_for,
+    parts_of_event,
+)
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
@@ -122,9 +129,19 @@ async def answer(
 async def event(
     chunk: Any, exclude: Collection[str] = (), exclude_unset: bool = False
 ) -> AsyncIterator[Piece]:
-    """A server-sent event whose results carry rows."""
+    """A server-sent event, or parts of a multipart stream, with results with rows."""
     document = Document(chunk, exclude, exclude_unset)
     await document.hand_out()
+    response = current_response()
+    if response is not None and response.boundary is not None:
+        make = partial(parts_of_event, response.boundary, document.tell, document.parts)
+        response.sends_parts = True
+        try:
+            async for piece in made_on_threads(await _on_thread(make)):
+                yield piece
+        finally:
+            response.sends_parts = False
+        return
     body = await _on_thread(partial(as_json, document.tell, document.parts))
     yield b"data: "
     async for piece in made_on_threads(body.pieces):

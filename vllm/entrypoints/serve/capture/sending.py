@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.entrypoints.serve.capture.event_parts import EventParts, accepts_parts
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.unsent import ResponseScope, response_scope
 
@@ -38,7 +39,10 @@ def counting_unsent(app: ASGIApp) -> ASGIApp:
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         with response_scope() as response:
-            await app(scope, receive, Sender(response, send))
+            sender: Send = Sender(response, send)
+            if accepts_parts(scope.get("headers", [])):
+                sender = EventParts(response, sender)
+            await app(scope, receive, sender)
 
     return counted
 

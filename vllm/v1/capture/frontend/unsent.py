@@ -19,6 +19,10 @@ class ResponseScope:
     def __init__(self) -> None:
         self._releases: list[Callable[[], object]] = []
         self._is_over = False
+        self.boundary: str | None = None
+        """Between the parts of a stream in multipart form; None for other responses."""
+        self.sends_parts = False
+        """Whether the data being sent are parts already, not events."""
 
     @property
     def holds(self) -> bool:
@@ -51,6 +55,11 @@ def response_scope() -> Iterator[ResponseScope]:
     finally:
         scope.end()
         _current.reset(token)
+
+
+def current_response() -> ResponseScope | None:
+    """The scope of the current response; None outside of one."""
+    return _current.get()
 
 
 def when_response_ends(call: Callable[[], object]) -> bool:

@@ -29,6 +29,8 @@ DTYPES = {
 }
 """Dtypes in the safetensors format; https://github.com/huggingface/safetensors."""
 
+MULTIPART = "multipart/mixed"
+
 Piece: TypeAlias = bytes | memoryview
 Tell: TypeAlias = Callable[[Reference], Mapping[str, Any]]
 """`tell(reference)`: the document, with `reference(part)` in place of rows."""
@@ -111,12 +113,12 @@ def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
     """
     boundary = token_hex(16)
     first = document_part(boundary, tell)
-    last = b"--" + boundary.encode() + b"--\r\n"
+    last = last_part(boundary)
     size = len(first) + len(last)
     for part in parts:
         size += len(head(boundary, part, part.rows.nbytes)) + part.rows.nbytes + 2
     known = not any(part.encoding for part in parts)
-    media_type = f"multipart/mixed; boundary={boundary}"
+    media_type = f"{MULTIPART}; boundary={boundary}"
     pieces = _multipart(boundary, first, parts, last)
     return Body(media_type, size if known else None, pieces, is_ready=known)
 
@@ -130,6 +132,16 @@ def _multipart(
     yield last
 
 
+def parts_of_event(boundary: str, tell: Tell, parts: Sequence[Part]) -> Iterator[Piece]:
+    """The document and tensors of one event of a stream, as in `as_multipart`."""
+    return _multipart(boundary, document_part(boundary, tell), parts, b"")
+
+
+def last_part(boundary: str) -> bytes:
+    """The end of a multipart response."""
+    return f"--{boundary}--\r\n".encode()
+
+
 def document_part(boundary: str, tell: Tell) -> bytes:
     """The JSON part of a multipart response."""
 
@@ -137,7 +149,11 @@ def document_part(boundary: str, tell: Tell) -> bytes:
         packed = {} if part.encoding is None else {"encoding": part.encoding}
         return {"part": part.name, **packed}
 
-    text = json_text(tell(refer)).encode()
+    return text_part(boundary, json_text(tell(refer)).encode())
+
+
+def text_part(boundary: str, text: bytes) -> bytes:
+    """A part with a JSON text."""
     return (
         f"--{boundary}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(text)}\r\n\r\n"
@@ -285,7 +301,7 @@ def cut(data: memoryview) -> Iterator[memoryview]:
 
 FORMS: dict[str, Callable[[Tell, Sequence[Part]], Body]] = {
     "application/json": as_json,
-    "multipart/mixed": as_multipart,
+    MULTIPART: as_multipart,
     "application/safetensors": as_safetensors,
     "application/vnd.apache.arrow.stream": as_arrow,
 }
