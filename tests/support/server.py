@@ -121,6 +121,14 @@ class Server:
         except ValueError:
             return Reply(status, text)
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the server ends by itself."""
+        try:
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def close(self) -> None:
         """Stop the server, and kill processes that do not stop in time."""
         children: list[psutil.Process] = []

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE
+from vllm.v1.capture.frontend.frontend import CaptureFrontend
 
 
 def test_without_consumers_a_capture_is_refused_with_the_remedy() -> None:
@@ -17,3 +21,21 @@ def test_without_consumers_a_capture_is_refused_with_the_remedy() -> None:
 
 def test_without_consumers_other_requests_pass() -> None:
     NO_CAPTURE.admit("r", SamplingParams(), 5)
+
+
+def test_consumers_are_shut_down_once_although_the_engine_is_closed_again() -> None:
+    """Its finalizer closes it while the interpreter ends, when no thread can start.
+
+    A server whose engine had died waited forever for one.
+    """
+    calls: list[str] = []
+    capture = CaptureFrontend.__new__(CaptureFrontend)
+    parts: dict[str, Any] = {
+        "_closed": False,
+        "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
+        "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
+    }
+    vars(capture).update(parts)
+    capture.close()
+    capture.close()
+    assert calls == ["drivers", "inbox"]

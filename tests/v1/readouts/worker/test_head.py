@@ -28,3 +28,7 @@ def test_the_largest_are_those_of_topk(
     taken = rows.gather(1, indices)
     torch.testing.assert_close(taken, values, rtol=0, atol=0, equal_nan=True)
     assert all(len(set(row)) == k for row in indices.tolist())
+    # Greedy sampling takes the first of equal logits.
+    assert indices[:2, 0].tolist() == rows[:2].argmax(dim=-1).tolist()
+    tied = values[:2, 1:] == values[:2, :-1]
+    assert (indices[:2, 1:] > indices[:2, :-1])[tied].all()

@@ -2,6 +2,7 @@
 """The capture front end: admits requests, reports their ends, collects results."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -73,6 +74,7 @@ class CaptureFrontend(NoCapture):
         self._servers = vllm_config.parallel_config._api_process_count
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._introduced = False
+        self._closed = False
         self._introducing = asyncio.Lock()
         self._admission = admission
         self._live = live
@@ -297,7 +299,14 @@ class CaptureFrontend(NoCapture):
         self._ends.settle()
 
     def close(self) -> None:
-        """Shut down driver-side consumers and stop listening."""
+        """Shut down driver-side consumers and stop listening; only the first call.
+
+        Upstream closes an engine again in its finalizer. While the interpreter ends no
+        thread can start, and waiting for one would never end.
+        """
+        if self._closed or sys.is_finalizing():
+            return
+        self._closed = True
         self._drivers.close(30.0)
         self._inbox.close()
 

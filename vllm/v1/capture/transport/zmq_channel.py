@@ -386,5 +386,10 @@ class Inbox:
         stop_receiving(self.address)
         self._closing.set()
         self._thread.join(timeout=5)
-        if not self._thread.is_alive():  # Otherwise it is blocked in a full queue.
-            self._context.term()
+        if self._thread.is_alive():  # It is blocked in a full queue.
+            return
+        # Seen once to wait for over a minute although its only socket was closed, while
+        # the engine's process ended.
+        ending = threading.Thread(target=self._context.term, daemon=True)
+        ending.start()
+        ending.join(timeout=2)
