@@ -7,7 +7,6 @@ Each runs in a process of its own and imports only what its environment has.
 import json
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,7 @@ class Engine:
             chosen["hf_overrides"] = {"vocab_size": settings["vocab"]}
         if role == "on":
             folder = Path(settings["folder"])
-            # On a thread: the engine's process is forked, without OpenMP's threads.
-            with ThreadPoolExecutor(1) as threads:
-                threads.submit(write_modules, folder, self._model).result()
+            write_modules(folder, self._model)
             chosen |= _modules(folder)
             if settings["device"] == "cuda":
                 chosen["capture_staging_bytes"] = staging_bytes(MODELS[self._model])

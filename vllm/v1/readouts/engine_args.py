@@ -13,7 +13,7 @@ from vllm.config.readouts import ReadoutConfig
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import check_model, describe_module, load_module
 from vllm.v1.readouts.plan import Tap
-from vllm.v1.residual.before_fork import on_own_thread
+from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
@@ -81,12 +81,13 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
         )
         for name, path in {**modules, **saes}.items()
     }
+    if described:
+        end_openmp_threads()
     return ReadoutConfig(
         enabled=enabled, modules=modules, saes=saes, described=described
     )
 
 
-@on_own_thread
 def described_file(
     name: str,
     path: str,

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work with tensors in a process that is forked later, as the engine's often is.
+"""Makes it safe to fork an engine's process after tensors were computed in this one.
 
-OpenMP threads belong to the thread that first uses them, and do not exist in a forked
-process. There the same thread would wait for them forever in its first large operation.
+`LLM` forks that process unless CUDA is initialized. OpenMP's worker threads do not
+exist in it, and its first large operation on a CPU would wait for them forever.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
-from typing import ParamSpec, TypeVar
+import ctypes
+import re
+from pathlib import Path
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+_HARD = 2
+"""`omp_pause_hard`: OpenMP 5.0, section 3.2.44."""
+_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*$")
 
 
-def on_own_thread(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Decorate a function so that each call runs on a new thread and is waited for."""
+def end_openmp_threads() -> None:
+    """End the OpenMP threads that the calling thread has used; new ones start later.
 
-    @wraps(function)
-    def run(*arguments: Given.args, **named: Given.kwargs) -> Result:
-        with ThreadPoolExecutor(1, "before-fork") as threads:
-            return threads.submit(function, *arguments, **named).result()
-
-    return run
+    Without effect where the runtime is unknown or older than OpenMP 5.0.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not on Linux
+        return
+    for path in {line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}:
+        try:
+            ctypes.CDLL(path).omp_pause_resource_all(_HARD)
+        except (OSError, AttributeError):
+            continue

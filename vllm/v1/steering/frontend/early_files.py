@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm.v1.residual.before_fork import on_own_thread
+from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-@on_own_thread
 def check_files(
     files: Mapping[str, str], model_config: "ModelConfig", named: Named
 ) -> None:
@@ -53,6 +52,7 @@ def check_files(
             parsed = admission.parse_named(module.vectors)
             module.provenance.check_norms(norms_of(parsed), Source(path))
             admission.checked(parsed)
+    end_openmp_threads()
 
 
 @contextmanager
