@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.parallel_copy import copy_all, threads_for
 from vllm.v1.capture.transport.parts import Part
@@ -129,9 +130,10 @@ def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
         if threads_for(size) > 1:
             _copy_in_parallel(file, parts, offsets, size)
         else:
+            # Written, not mapped: one thread takes half the time without page faults.
             os.ftruncate(file, size)
             for part in parts:
-                _write(file, part.data, offsets[part.name])
+                write_all(file, [part.data], size, offsets[part.name])
         fcntl.fcntl(file, F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(file)
@@ -153,13 +155,6 @@ def _copy(part: Part, memory: Any, start: int) -> tuple[torch.Tensor, torch.Tens
     rows = part.rows
     target = torch.from_numpy(memory[start : start + rows.nbytes])
     return target.view(rows.dtype).view(rows.shape), rows
-
-
-def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write instead of map: one thread takes half the time, as there are no faults."""
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
 
 
 HANDOUTS = Handouts(BUDGET.limit // SHARE)

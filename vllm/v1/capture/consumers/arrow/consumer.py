@@ -155,7 +155,8 @@ class _Tables:
         """Tasks that seal the tables that are due."""
         return [
             *self._shards.due(now, closing, running),
-            *self._contexts.due(now, closing, running),
+            # Rows that fill no context are lost when a data set's file is sealed.
+            *self._contexts.due(now, closing, running=True),
         ]
 
 

@@ -31,6 +31,8 @@ class StoredRequest:
     failure: str | None = None
     """Why rows of the request were lost before it ended."""
     ended_at: float | None = None
+    published: bool = False
+    """Whether its rows were written, to a file of its own or to an open shard."""
     spilling: bool = False
     results: dict[CaptureKey, CaptureResult] = field(default_factory=dict)
     settled: threading.Event = field(default_factory=threading.Event)

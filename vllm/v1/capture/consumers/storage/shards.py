@@ -55,7 +55,7 @@ class Shard(ABC):
         Args:
             now: monotonic time, in seconds.
             closing: whether all shards are sealed.
-            running: whether the consumer has requests that have not ended.
+            running: whether the consumer has requests that were not published.
 
         """
         if self.written_out or (now - self._asked < 1.0 and not closing):

@@ -99,7 +99,7 @@ class Publisher(Protocol):
         Args:
             now: monotonic time, in seconds.
             closing: whether to seal all shards.
-            running: whether the consumer has requests that have not ended.
+            running: whether the consumer has requests that were not published.
 
         """
         ...
@@ -284,6 +284,7 @@ class StorageSink:
                 logger.exception("Writing the capture of %s", request.request_id)
             request.settle_error(_said(error))
         finally:
+            request.published = True
             self._budget.release(request.rows.discard())
 
     # Results.
@@ -339,16 +340,16 @@ class StorageSink:
                 continue
             now = monotonic()
             with self._lock:
-                states = [request.ended_at for request in self._requests.values()]
-            self._complete_due(now, closing=False, running=None in states)
-            with self._lock:
+                requests = list(self._requests.values())
+                running = not all(request.published for request in requests)
                 pending = [
                     request
-                    for request in self._requests.values()
+                    for request in requests
                     if request.ended_at is not None and not request.settled.is_set()
                 ]
                 if not pending:
                     self._waiting.clear()
+            self._complete_due(now, closing=False, running=running)
             for request in pending:
                 assert request.ended_at is not None
                 if now - request.ended_at > self._limits.timeout_seconds:
