@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.capture.memory.parallel_copy import copy_all, threads_for
-from vllm.v1.capture.native import library
+from vllm.v1.residual.native import library
 
 Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
 """The fields of the copy in `csrc/rows/gather.h`, in its order."""

@@ -16,15 +16,23 @@ EDITS = [
     ),
     after(
         scope="Worker.execute_model",
-        anchor="assert tensor_dict is not None",
-        insert="residual_stream.receive_rows(self, tensor_dict)",
-        why="The last stage reads out rows of earlier ones.",
+        anchor="""
+intermediate_tensors = AsyncIntermediateTensors(
+    tensor_dict,
+    comm_handles=comm_handles,
+    comm_postprocess=comm_postprocess,
+)
+""",
+        insert="""
+residual_stream.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_comm)
+""",
+        why="Rows to read out and gates of conditions come from earlier stages.",
     ),
     replace(
         scope="Worker.execute_model",
         anchor="output.tensors",
         by="residual_stream.send_rows(self, output.tensors)",
-        why="Rows travel with the hidden states of their step.",
+        why="Rows and gates travel with the hidden states of their step.",
     ),
     first(
         scope="Worker.sleep",
