@@ -124,7 +124,8 @@ class StageGates:
             tokens = np.flatnonzero(rows == row)
             if not len(tokens):
                 continue
-            taken[np.ix_(tokens, sorted(one.received))] = True
+            columns = np.array(sorted(one.received), dtype=np.intp)
+            taken[np.ix_(tokens, columns)] = True
             if one.sends:
                 self._num_sent = len(rows)
         if taken.any():
