@@ -29,14 +29,26 @@ class WorkerAlone:
         self, consumer: str, layers: int, width: int, device: torch.device
     ) -> None:
         """Start a worker whose rows `[width]` in bfloat16 go to `consumer`."""
-        self._instance = consumer.partition(":")[0]
-        capture = CaptureConfig(consumers=[parse_consumer(consumer)])
+        parsed = parse_consumer(consumer)
+        self._instance = parsed.instance_name
+        capture = CaptureConfig(consumers=[parsed])
         self.rows_per_step = capture.rows_per_step(width * torch.bfloat16.itemsize)
         config: Any = SimpleNamespace(
             capture_config=capture,
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-            model_config=SimpleNamespace(served_model_name="m", model="m"),
-            parallel_config=SimpleNamespace(data_parallel_index=0),
+            model_config=SimpleNamespace(
+                served_model_name="m",
+                model="m",
+                dtype=torch.bfloat16,
+                max_model_len=8192,
+                get_hidden_size=lambda: width,
+                get_total_num_hidden_layers=lambda: layers,
+            ),
+            parallel_config=SimpleNamespace(
+                data_parallel_index=0,
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+            ),
             use_v2_model_runner=False,
         )
         self._answers: list[ResultMessage] = []

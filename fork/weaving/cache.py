@@ -83,9 +83,10 @@ def _tools() -> bytes:
 
 @cache
 def language_digest() -> bytes:
-    """Hash of the edit language and the weaver."""
-    weaver = (_FORK / "weaving" / "weaver.py").read_bytes()
-    return digest_of([_digest_of_folder(_FORK / "language"), weaver]).encode()
+    """Hash of the edit language, what edit files share, and the weaver."""
+    shared = [_FORK / "request_fields.py", _FORK / "weaving" / "weaver.py"]
+    files = [path.read_bytes() for path in shared]
+    return digest_of([_digest_of_folder(_FORK / "language"), *files]).encode()
 
 
 @cache

@@ -16,16 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from benchmarks.harness.worker_alone import WorkerAlone
 from tests.support.models import llama
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
 from vllm.interop.activation_capture import analysis
+from vllm.interop.activation_capture.device import DeviceEncoder
 from vllm.interop.activation_capture.encoding import Encoding, dequantize, restore
 from vllm.interop.activation_capture.npz import npz_bytes
 from vllm.interop.activation_capture.variables import consumer_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
+from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.worker import offload
 
 ENGINE = {
     "max_model_len": 128,
@@ -185,6 +189,98 @@ def test_topk_keeps_the_largest_magnitudes() -> None:
     )
     with pytest.raises(ValueError, match="give hidden_size"):
         analysis.reconstruct_activations(arrays, "topk8")
+
+
+SMALL = {"rp_k": 8, "topk_k": 5}
+ENCODED = [
+    ("rp8", True, 8 * 4),
+    ("rp8", False, 8 + 8),
+    ("topk8", True, 5 * 3 + 8),
+    ("full8", False, 32 + 8),
+]
+"""Mode, whether a scale is for a dimension, and the bytes of an encoded row of 32."""
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Both have the same arrays; products may differ by their rounding."""
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        if name in ("q", "values", "indices"):
+            apart = found[name].astype(int) - array.astype(int)
+            assert np.abs(apart).max(initial=0) <= (1 if name == "q" else 0)
+        else:
+            np.testing.assert_allclose(found[name], array, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "per_dim", "row_bytes"), ENCODED)
+def test_the_device_encodes_as_the_host(mode, per_dim, row_bytes) -> None:
+    encoding = Encoding(mode=mode, per_dim_scale=per_dim, **SMALL)
+    encoder = DeviceEncoder.of(encoding, 32, torch.float32, torch.device("cpu"))
+    assert encoder is not None
+    assert encoder.width * encoder.dtype.itemsize == row_bytes
+    values = rows()
+    if mode != "topk8":  # of equal magnitudes, any may be kept
+        values[3], values[4] = 0.0, 7.25
+    values[5, 2], values[6, 30] = float("nan"), float("-inf")
+    values[7] *= 1e-38
+    for some in (values, values[:5], values[:0], values.to(torch.bfloat16)[:3]):
+        with np.errstate(invalid="ignore"):
+            expected = encoding.encode(some)
+        assert_same(encoder.arrays(encoder.encode(some)), expected)
+
+
+def test_rows_that_would_not_become_smaller_are_copied_whole() -> None:
+    device = torch.device("cpu")
+    for encoding in (
+        Encoding(mode="full8"),  # a scale per dimension is known at the end
+        Encoding(mode="rp8", rp_k=256),
+        Encoding(mode="topk8", topk_k=40),
+    ):
+        assert DeviceEncoder.of(encoding, 64, torch.bfloat16, device) is None
+
+
+def captured(folder: Path, **options: object) -> tuple[dict[str, dict], int]:
+    """The files of two requests in a worker without a model; bytes delivered."""
+    params = {"root": str(folder), **SMALL, **options}
+    taps = [(layer, "post_block") for layer in range(2)]
+    worker = WorkerAlone(
+        json.dumps({"name": "activation_capture", "params": params}),
+        layers=2,
+        width=32,
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(7)
+    # No two values of a row have equal magnitudes, of which any might be kept.
+    values = torch.rand(2048, 32, generator=generator).argsort(dim=1) - 15.75
+    worker._worker._staging.rows[: len(values)] = values
+    worker.open(["a", "b"], 6, taps, (0, OPEN_END))
+    worker.step(["a"], 0, 4)
+    worker.step(["a", "b"], [4, 0], [2, 6])
+    for done in range(6, 70):
+        worker.step(["a", "b"], done, 1)
+    worker.end(["a", "b"], 60)
+    worker.answers(2)
+    size = worker._worker._lanes["activation_capture"].counters().bytes
+    worker.close()
+    paths = sorted(folder.glob("req_*/*.npz"))
+    found = {f"{path.parent.name}/{path.name}": np.load(path) for path in paths}
+    return {name: dict(file) for name, file in found.items()}, size
+
+
+@pytest.mark.parametrize(("mode", "per_dim", "row_bytes"), ENCODED)
+def test_only_encoded_rows_leave_the_device(
+    mode, per_dim, row_bytes, tmp_path, monkeypatch
+) -> None:
+    asked = {"mode": mode, "per_dim_scale": per_dim}
+    expected, whole = captured(tmp_path / "host", **asked)
+    monkeypatch.setattr(offload, "crosses_to_host", lambda device: True)
+    found, size = captured(tmp_path / "device", **asked)
+    assert len(found) == 4 and list(found) == list(expected)
+    for name, file in expected.items():
+        assert len(next(iter(file.values()))) == 65
+        assert_same(found[name], file)
+    assert size * 32 * torch.bfloat16.itemsize == whole * row_bytes
 
 
 def test_readers_know_tensors_timelines_and_metrics(tmp_path: Path) -> None:

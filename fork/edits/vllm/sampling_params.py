@@ -2,6 +2,7 @@
 """Sampling parameters specify capture, readouts and steering of a request."""
 
 from fork.language import add_argument, add_field, add_import, add_parameter
+from fork.request_fields import NAMES, PARAMETERS
 
 EDITS = [
     add_import(
@@ -61,180 +62,21 @@ _hooks: HookPlan | None = None
 ''',
         why="Capture is requested per request; admission resolves it to a plan.",
     ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="capture: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="capture_wait: bool = False",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="capture=capture",
-        why="Passes the request's capture on.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="capture_wait=capture_wait",
-        why="Passes the field on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="capture_stream: bool = False",
-        why="HTTP streams carry rows before their last chunk only if requested.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="capture_stream=capture_stream",
-        why="Passes the field on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="readouts: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="readouts=readouts",
-        why="Passes the request's readouts on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="stop_when: list[dict[str, Any]] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="stop_when=stop_when",
-        why="Passes the request's stop conditions on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering_vectors: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering_vectors=steering_vectors",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="prefill_steering_vectors: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="prefill_steering_vectors=prefill_steering_vectors",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="decode_steering_vectors: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="decode_steering_vectors=decode_steering_vectors",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering_name: Any = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering_name=steering_name",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering_module_ref: Any = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering_module_ref=steering_module_ref",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering_clamps: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering_clamps=steering_clamps",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="prefill_steering_clamps: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="prefill_steering_clamps=prefill_steering_clamps",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="decode_steering_clamps: dict[str, Any] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="decode_steering_clamps=decode_steering_clamps",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering: list[dict[str, Any]] | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering=steering",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="conversation_id: str | None = None",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="conversation_id=conversation_id",
-        why="Passes the request's steering on.",
-    ),
-    add_parameter(
-        scope="SamplingParams.from_optional",
-        parameter="steering_receipt: bool = False",
-        why="The HTTP requests build their parameters here.",
-    ),
-    add_argument(
-        scope="SamplingParams.from_optional",
-        call="SamplingParams",
-        argument="steering_receipt=steering_receipt",
-        why="Passes the field on.",
-    ),
+    *[
+        add_parameter(
+            scope="SamplingParams.from_optional",
+            parameter=parameter,
+            why="The HTTP requests build their parameters here.",
+        )
+        for parameter in PARAMETERS
+    ],
+    *[
+        add_argument(
+            scope="SamplingParams.from_optional",
+            call="SamplingParams",
+            argument=f"{name}={name}",
+            why="Passes the field on.",
+        )
+        for name in NAMES
+    ],
 ]

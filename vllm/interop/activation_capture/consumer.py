@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from vllm.interop.activation_capture.encoding import Encoding
+from vllm.interop.activation_capture.device import DeviceEncoder
+from vllm.interop.activation_capture.encoding import Array, Encoding
 from vllm.interop.activation_capture.npz import npz_bytes
 from vllm.interop.activation_capture.variables import NAME
+from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.names import path_part
@@ -27,6 +29,8 @@ from vllm.v1.capture.types import CaptureFinalize, CaptureResult, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 WHERE = f"capture_consumers.{NAME}"
 HOOK = "post_block"
@@ -59,6 +63,21 @@ class ActivationFilesConsumer(StorageSink):
         """Capture all positions of every layer."""
         return self._spec
 
+    def row_encoder(
+        self, width: int, dtype: torch.dtype, device: torch.device
+    ) -> DeviceEncoder | None:
+        """Encode rows on the device from now on, if fewer bytes then leave it."""
+        encoder = self._files.encode_on_device(width, dtype, device)
+        if encoder is not None:
+            logger.info(
+                "%s: rows of %d bytes are encoded on the device, and %d bytes of each "
+                "are copied to the host",
+                self._name,
+                width * dtype.itemsize,
+                encoder.width * encoder.dtype.itemsize,
+            )
+        return encoder
+
 
 class _Files:
     """Writes the files of finished requests."""
@@ -70,6 +89,15 @@ class _Files:
         self._encoding = encoding
         self._return_mode = return_mode
         self._world_size = world_size
+        self._encoder: DeviceEncoder | None = None
+        """What has encoded the rows; None if they are whole."""
+
+    def encode_on_device(
+        self, width: int, dtype: torch.dtype, device: torch.device
+    ) -> DeviceEncoder | None:
+        """The encoder of rows `[n, width]`; None if the rows are to be whole."""
+        self._encoder = DeviceEncoder.of(self._encoding, width, dtype, device)
+        return self._encoder
 
     @classmethod
     def parse(cls, raw: dict[str, Any], config: "VllmConfig | None") -> "_Files":
@@ -149,10 +177,7 @@ class _Files:
         folder: Path,
     ) -> dict[str, Any]:
         sidecar = finalize.sidecar
-        dtype = getattr(torch, sidecar["dtype"])
-        blocks = list(request.blocks(finalize, _WRITE_BYTES))
-        empty = torch.empty(0, sidecar["hidden_size"], dtype=dtype)
-        arrays = self._encoding.encode(torch.cat(blocks) if blocks else empty)
+        arrays = self._arrays(list(request.blocks(finalize, _WRITE_BYTES)), sidecar)
         # Compression saves 4 % of 8-bit values and takes longer than encoding.
         data = npz_bytes(arrays)
         file = f"seq{sidecar['sample_index']}_layer{sidecar['layer']}_rank0.npz"
@@ -164,6 +189,16 @@ class _Files:
         if self._return_mode == "compressed":
             layer["data"] = base64.b64encode(data).decode()
         return layer
+
+    def _arrays(
+        self, blocks: list[torch.Tensor], sidecar: dict[str, Any]
+    ) -> dict[str, Array]:
+        encoder = self._encoder
+        if encoder is not None:
+            return encoder.arrays(torch.cat([encoder.no_rows, *blocks]))
+        dtype = getattr(torch, sidecar["dtype"])
+        empty = torch.empty(0, sidecar["hidden_size"], dtype=dtype)
+        return self._encoding.encode(torch.cat(blocks) if blocks else empty)
 
     def _manifest(
         self,

@@ -30,17 +30,25 @@ class Encoding:
     topk_k: int = 64
     per_dim_scale: bool = True
 
+    @property
+    def is_per_dim(self) -> bool:
+        """Whether a scale is for a dimension, otherwise for a row."""
+        return self.per_dim_scale and self.mode != "topk8"
+
+    def count(self, hidden_size: int) -> int:
+        """K, the number of values that are kept of a row."""
+        kept = {"rp8": self.rp_k, "topk8": self.topk_k}.get(self.mode, hidden_size)
+        return min(kept, hidden_size)
+
     def encode(self, rows: torch.Tensor) -> dict[str, Array]:
         """Encode rows `[n, H]` of any float dtype to arrays."""
         values: Array = rows.to(torch.float32).numpy()
+        width = values.shape[1]
         if self.mode == "topk8":
-            return _topk(values, min(self.topk_k, values.shape[1]))
+            return _topk(values, self.count(width))
         if self.mode == "rp8":
-            width = values.shape[1]
-            values = values @ orthonormal_basis(
-                width, min(self.rp_k, width), self.rp_seed
-            )
-        q, scale, zero = quantize(values, axis=0 if self.per_dim_scale else 1)
+            values = values @ orthonormal_basis(width, self.count(width), self.rp_seed)
+        q, scale, zero = quantize(values, axis=0 if self.is_per_dim else 1)
         return {"q": q, "scale": scale, "zero": zero}
 
     def describe(self) -> dict[str, Any]:
@@ -50,7 +58,7 @@ class Encoding:
             "rp_seed": self.rp_seed if self.mode == "rp8" else None,
             "topk_k": self.topk_k if self.mode == "topk8" else None,
             "quant_bits": 8,
-            "per_dim_scale": self.per_dim_scale and self.mode != "topk8",
+            "per_dim_scale": self.is_per_dim,
         }
 
 
@@ -109,5 +117,10 @@ def _topk(values: Array, k: int) -> dict[str, Array]:
     kept = np.argpartition(np.abs(values), width - k, axis=1)[:, width - k :]
     kept.sort(axis=1)
     q, scale, zero = quantize(np.take_along_axis(values, kept, axis=1), axis=1)
-    dtype = np.int16 if width <= 1 << 15 else np.int32
-    return {"indices": kept.astype(dtype), "values": q, "scale": scale, "zero": zero}
+    indices = kept.astype(index_dtype(width))
+    return {"indices": indices, "values": q, "scale": scale, "zero": zero}
+
+
+def index_dtype(hidden_size: int) -> np.dtype[Any]:
+    """The dtype of the indices of `topk8`."""
+    return np.dtype(np.int16 if hidden_size <= 1 << 15 else np.int32)

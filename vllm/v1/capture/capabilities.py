@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
+from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
 )
+
+EncoderOf: TypeAlias = Callable[[int, torch.dtype, torch.device], RowEncoder | None]
+"""`encoder_of(width, dtype, device)`: encodes rows `[n, width]` on the device."""
 
 PlacesOf: TypeAlias = Callable[[Any, str, int], Sequence[str]]
 """`places_of(raw, request_id, num_samples)`: the paths a request's rows go to.
@@ -68,6 +74,7 @@ class SinkCapabilities:
     when_done: Callable[[str, Callable[[], None]], object] | None
     wait_for_result: Callable[[CaptureKey, float], CaptureResult | None] | None
     rewritten_bytes: Callable[[], int] | None
+    row_encoder: EncoderOf | None
 
 
 def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
@@ -110,6 +117,7 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
         when_done=getattr(sink, "when_done", None),
         wait_for_result=getattr(sink, "wait_for_result", None),
         rewritten_bytes=getattr(sink, "rewritten_bytes", None),
+        row_encoder=getattr(sink, "row_encoder", None),
     )
 
 

@@ -3,6 +3,8 @@
 
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
+
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -30,6 +32,9 @@ class CaptureSink(Protocol):
       requests. Without this method the framework waits for the results.
     - `wait_for_result(key, timeout)`: blocks until the result exists, `timeout`
       seconds at most.
+    - `row_encoder(width, dtype, device)`: called once in a worker with a GPU, before
+      any row, if no other consumer of the worker takes rows. If it returns a
+      `RowEncoder`, chunks hold rows as encoded on the device.
     - `rewritten_bytes()`: the total bytes of rows that the sink has written twice, for
       the counters; called on any thread.
 
@@ -62,4 +67,27 @@ class CaptureSink(Protocol):
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Finish all pending work within `timeout` seconds."""
+        ...
+
+
+class RowEncoder(Protocol):
+    """Encodes rows on the device, so that fewer bytes are copied to the host."""
+
+    @property
+    def width(self) -> int:
+        """Values per encoded row."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of these values."""
+        ...
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Encode rows `[n, hidden_size]` to `[n, width]`, on the same device.
+
+        Called on the engine's thread. It queues its work on the current stream and
+        must not wait for the device. Rows that no request has captured may contain any
+        values.
+        """
         ...

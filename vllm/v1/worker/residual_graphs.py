@@ -269,6 +269,8 @@ class GraphRecorder:
                         graph,
                         pool,  # type: ignore[arg-type]
                         stream=manager._capture_stream(descriptor),
+                        # Other threads wait for events of earlier steps meanwhile.
+                        capture_error_mode="thread_local",
                     ),
                 ):
                     forward(CUDAGraphMode.NONE)

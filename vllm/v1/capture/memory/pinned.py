@@ -6,10 +6,13 @@ thread, in slabs from which pages of any size are allocated. While there is no f
 page, the rows go through the host ring.
 """
 
+import atexit
+import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -26,6 +29,11 @@ from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 logger = init_logger(__name__)
 
 OWNER = "pinned_row_memory"
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver."""
+
+_pinning: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_exiting = threading.Event()
 
 
 class Pages:
@@ -126,11 +134,12 @@ class Pages:
             self._growing = threading.Thread(
                 target=self._add_slabs, name="capture-pin", daemon=True
             )
+            _pinning.add(self._growing)
             self._growing.start()
 
     def _add_slabs(self) -> None:
         added = True
-        while added and len(self._slabs) < self._most:
+        while added and len(self._slabs) < self._most and not _exiting.is_set():
             added = self._add_slab()
             with self._lock:
                 spare = sum([slab.extents.is_free for slab in self._slabs])
@@ -147,6 +156,8 @@ class Pages:
         except (RuntimeError, OSError) as error:
             self._budget.give_back(OWNER, self._slab_bytes)
             self._most = len(self._slabs)
+            if not threading.main_thread().is_alive():
+                return False  # The interpreter is exiting and starts no threads.
             logger.warning(
                 "No more than %d MiB of host memory can be pinned for captured rows; "
                 "other rows are copied once more: %s",
@@ -174,7 +185,41 @@ def pin(memory: Bytes, device: torch.device) -> None:
     if not is_pin_memory_available():
         return
     tensor = torch.from_numpy(memory)
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), allowed_while_recording():
         pin_tensor(tensor)
-    unpin = torch.cuda.cudart().cudaHostUnregister
-    weakref.finalize(memory, unpin, tensor.data_ptr()).atexit = False
+    weakref.finalize(memory, _unpin, tensor.data_ptr()).atexit = False
+
+
+def _unpin(address: int) -> None:
+    with allowed_while_recording():
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@contextmanager
+def allowed_while_recording() -> Iterator[None]:
+    """Let this thread pin and unpin memory while another one records a CUDA graph.
+
+    By default such a call fails and invalidates the recording, because CUDA refuses to
+    all threads what may depend on the thread that records
+    (`cuThreadExchangeStreamCaptureMode` in the CUDA driver API). Pinning memory does
+    not.
+    """
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Let threads finish the slab that they are pinning.
+
+    The interpreter would end such a thread when the call returns, within C++ functions
+    that must not be left that way, and the process would abort.
+    """
+    _exiting.set()
+    for thread in list(_pinning):
+        thread.join()

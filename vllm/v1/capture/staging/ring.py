@@ -5,6 +5,7 @@ CUDA graphs write rows into one persistent tensor on the device. A step owns a s
 of it from the assignment of its slots until its rows were gathered on the host.
 Segments are reserved and released in order, as in a ring buffer, so that a step can run
 while the rows of earlier steps are copied. On a CPU the two rings are the same memory.
+If a single consumer takes the rows, it may have them encoded before they are copied.
 
 Rows are copied once more from the host ring to their requests. For steps with many rows
 this is too slow, so the rows of prompts are copied to pages instead, which consumers
@@ -22,6 +23,7 @@ import torch
 
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.pinned import Pages, pin
+from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import Place, Places, RequestPages, gaps
 
@@ -123,6 +125,7 @@ class Staging:
         device: torch.device,
         pages: Pages | None = None,
         scratch_rows: int = 0,
+        encoder: RowEncoder | None = None,
     ) -> None:
         """Allocate the memory.
 
@@ -134,6 +137,8 @@ class Staging:
             pages: memory for the rows of prompts; by default pinned pages on a GPU,
                 none on a CPU.
             scratch_rows: additional rows for steps whose rows only readouts use.
+            encoder: encodes rows before they are copied to the host; by default they
+                are copied as they are.
 
         """
         self.ring = RowRing(num_rows)
@@ -143,8 +148,11 @@ class Staging:
         )
         self.scratch = num_rows
         """The first of the scratch rows, which never leave the device."""
+        self._encoder = encoder
+        self._piece_rows = max(PIECE_BYTES // (width * dtype.itemsize), 1)
+        if encoder is not None:
+            width, dtype = encoder.width, encoder.dtype
         row_bytes = width * dtype.itemsize
-        self._piece_rows = max(PIECE_BYTES // row_bytes, 1)
         self._page_rows = PAGE_BYTES // row_bytes
         self._stream: torch.cuda.Stream | None = None
         self._pages = pages
@@ -156,6 +164,8 @@ class Staging:
             BUDGET.claim("staging", memory.nbytes)
             pin(memory, device)
             self.host_rows = torch.from_numpy(memory).view(dtype)
+        elif encoder is not None:
+            self.host_rows = torch.empty(num_rows, width, dtype=dtype)
         else:
             self.host_rows = self.rows
         self.requests = (
@@ -170,7 +180,7 @@ class Staging:
             The event to wait for; None if the rows are on the host already.
 
         """
-        if self._stream is None:
+        if self.host_rows is self.rows:
             return None
         pieces = spans(segments)
         return self._copy([(self.host_rows[span], self.rows[span]) for span in pieces])
@@ -229,7 +239,7 @@ class Staging:
         if self._stream is None:
             for host, device in pairs:
                 if host.data_ptr() != device.data_ptr():
-                    host.copy_(device)
+                    host.copy_(self._encoded(device))
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -237,11 +247,14 @@ class Staging:
                 for piece, source in zip(
                     host.split(self._piece_rows), device.split(self._piece_rows)
                 ):
-                    piece.copy_(source, non_blocking=True)
+                    piece.copy_(self._encoded(source), non_blocking=True)
             # Blocking: the dispatch thread must not spin on the driver's lock.
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
         return done
+
+    def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._encoder is None else self._encoder.encode(rows)
 
 
 def pinned_pages(slab_bytes: int, device: torch.device) -> Pages:

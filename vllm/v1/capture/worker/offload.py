@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches the copies of steps' rows from staging memory to the host."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+import torch
+
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.plan import LIVE
+from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Segment, Staging
 
 STEPS_AT_ONCE = 128
@@ -104,3 +109,30 @@ def _num_requests(step: StagedStep) -> int:
     """The number of decoding requests, those with several groups counted as often."""
     blocks = step.placed.layout.blocks
     return max(sum([len(block.seated) for block in blocks]), 1)
+
+
+def row_encoder(
+    lanes: Mapping[str, SinkLane], width: int, dtype: torch.dtype, device: torch.device
+) -> RowEncoder | None:
+    """The encoder of a worker's only consumer, if it has one and there is a GPU.
+
+    On a CPU no row is copied to the host, and encoding whole sequences at their end is
+    faster than encoding the rows of each step.
+
+    Args:
+        lanes: by instance.
+        width: values per row.
+        dtype: of the rows.
+        device: the device of the model.
+
+    """
+    takers = [lane for name, lane in lanes.items() if name != LIVE]
+    if not crosses_to_host(device) or len(takers) != 1:
+        return None
+    encoder_of = takers[0].can.row_encoder
+    return None if encoder_of is None else encoder_of(width, dtype, device)
+
+
+def crosses_to_host(device: torch.device) -> bool:
+    """Whether rows are computed in other memory than the host's."""
+    return device.type != "cpu"

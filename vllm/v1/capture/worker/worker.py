@@ -44,7 +44,7 @@ from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.same_process import hand_over
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.capture.worker.offload import Offload
+from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView, TrueStarts
@@ -87,17 +87,22 @@ class WorkerCapture:
         BUDGET.limit = config.host_memory_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
-        self._dtype = dtype
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
         self.readouts = readouts
+        self._remembering: dict[str, Any] = {}
+        """The consumers in this process that must validate the specs of requests."""
+        self._outbox = Outbox()
+        self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
+        encoder = row_encoder(self._lanes, width, dtype, device)
         self._staging = Staging(
             2 * step_rows if self._takes_rows else 1,
             width,
             dtype,
             device,
             scratch_rows=step_rows if readouts is not None else 0,
+            encoder=encoder,
         )
         self._hands_on: tuple[int, bool] = -1, False
         """Number of a layout, and whether any of its rows leave the device."""
@@ -113,16 +118,12 @@ class WorkerCapture:
         """The address that identifies the op of each tap, as in `Launch`."""
         self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
-        self._remembering: dict[str, Any] = {}
-        """The consumers in this process that must validate the specs of requests."""
         self._placed: PlacedStep | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
         """Requests whose rows are passed on after each step."""
         self._true_starts: TrueStarts | None = None
         self._step = 0
-        self._outbox = Outbox()
-        self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         self._early = frozenset(
             name for name, lane in self._lanes.items() if lane.can.truncates
         )
@@ -269,7 +270,7 @@ class WorkerCapture:
                     client_specs or {},
                     self._early,
                     max_tokens,
-                    self._dtype,
+                    self._staging.host_rows.dtype,
                     takes_readouts=self._is_last_stage,
                 )
             )

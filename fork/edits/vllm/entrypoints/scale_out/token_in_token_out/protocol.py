@@ -2,18 +2,7 @@
 """Token-in requests have our fields in their sampling parameters."""
 
 from fork.language import add_field, add_import, last
-
-RESULTS = """
-capture_results: dict[str, Any] | None = Field(
-    default=None, description="Results of the capture, per capture consumer."
-)
-readouts: dict[str, Any] | None = Field(
-    default=None, description="Results of the readouts, by name."
-)
-steering: dict[str, Any] | None = Field(
-    default=None, description="What steering has done to the request's tokens."
-)
-"""
+from fork.request_fields import RESULTS
 
 EDITS = [
     add_import(

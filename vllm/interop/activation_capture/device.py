@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the encodings that is computed on the device, row by row.
+
+Only its result is copied to the host:
+
+`rp8`    the coordinates of a row, float32 [K], with one scale per dimension
+others   a record of bytes: q or values [K], scale and zero (float32), and of `topk8`
+         also the indices
+
+A scale per dimension is known only at the end of the sequence. Coordinates are
+therefore quantized on the host, where `full8` with such scales needs the whole rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm.interop.activation_capture.encoding import (
+    Array,
+    Encoding,
+    index_dtype,
+    quantize,
+)
+from vllm.v1.capture.consumers.storage.codecs import orthonormal_basis
+
+_SCALES = 2 * torch.float32.itemsize
+"""Bytes of the scale and the zero of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEncoder:
+    """Encodes rows on the device; a `RowEncoder`."""
+
+    encoding: Encoding
+    count: int
+    """K, the number of values that are kept of a row."""
+    width: int
+    """Values per encoded row."""
+    dtype: torch.dtype
+    """float32 for coordinates, uint8 for records."""
+    indices: torch.dtype
+    """The dtype of the indices of `topk8`."""
+    basis: torch.Tensor | None
+    """`[hidden_size, K]` float32 on the device, of `rp8`."""
+
+    @classmethod
+    def of(
+        cls,
+        encoding: Encoding,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "DeviceEncoder | None":
+        """The encoder for rows `[n, hidden_size]` of `dtype`.
+
+        None if they must be copied whole, or would not become smaller.
+        """
+        count = encoding.count(hidden_size)
+        indices = getattr(torch, index_dtype(hidden_size).name)
+        if encoding.is_per_dim:
+            if encoding.mode != "rp8":
+                return None
+            width, kind = count, torch.float32
+        else:
+            each = 1 + (indices.itemsize if encoding.mode == "topk8" else 0)
+            width, kind = count * each + _SCALES, torch.uint8
+        if width * kind.itemsize >= hidden_size * dtype.itemsize:
+            return None
+        basis = None
+        if encoding.mode == "rp8":
+            columns = orthonormal_basis(hidden_size, count, encoding.rp_seed)
+            basis = torch.from_numpy(columns).to(device)
+        return cls(encoding, count, width, kind, indices, basis)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Encode rows `[n, hidden_size]` to `[n, width]`, on the same device."""
+        values, kept = rows.float(), None
+        if self.basis is not None:
+            values = values @ self.basis
+        elif self.encoding.mode == "topk8":
+            largest = values.abs().topk(self.count, dim=1, sorted=False).indices
+            kept = largest.sort(dim=1).values
+            values = values.gather(1, kept)
+        if self.dtype is torch.float32:
+            return values
+        parts = [part.view(torch.uint8) for part in quantized(values)]
+        if kept is not None:
+            parts.append(kept.to(self.indices).view(torch.uint8))
+        return torch.cat(parts, dim=1)
+
+    @property
+    def no_rows(self) -> torch.Tensor:
+        """Encoded rows `[0, width]` on the host."""
+        return torch.empty(0, self.width, dtype=self.dtype)
+
+    def arrays(self, encoded: torch.Tensor) -> dict[str, Array]:
+        """The result of `Encoding.encode`, from encoded rows `[n, width]`."""
+        data: Array = encoded.numpy()
+        if self.dtype is torch.float32:
+            q, scale, zero = quantize(data, axis=0)
+            return {"q": q, "scale": scale, "zero": zero}
+        ends = [self.count, self.count + 4, self.count + _SCALES]
+        q, scale, zero, rest = (
+            np.ascontiguousarray(part) for part in np.split(data, ends, axis=1)
+        )
+        scales = {"scale": scale.view("<f4"), "zero": zero.view("<f4")}
+        if self.encoding.mode != "topk8":
+            return {"q": q, **scales}
+        kept = rest.view(str(self.indices).removeprefix("torch."))
+        return {"indices": kept, "values": q, **scales}
+
+
+def quantized(
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize` with one scale per row, in the same arithmetic, on the device.
+
+    Args:
+        values: `[n, K]` float32.
+
+    Returns:
+        q `[n, K]` uint8, scale and zero `[n, 1]` float32.
+
+    """
+    low, high = (one.double() for one in values.aminmax(dim=1, keepdim=True))
+    scale = (high - low) / 255
+    # All values are equal: the value is (0 - zero) * scale.
+    scale = torch.where(scale > 0, scale, low.abs().clamp(min=1.0)).float()
+    zero = (-low / scale.double()).float()
+    steps = ((values - low.float()) / scale).round_().clamp_(0, 255)
+    q = steps.nan_to_num_(nan=0.0).to(torch.uint8)
+    finite = low.isfinite() & high.isfinite()
+    return q, scale.masked_fill(~finite, float("nan")), zero
