@@ -32,6 +32,7 @@ from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
+from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
@@ -305,11 +306,11 @@ class OpenResidualStream(ResidualStream):
         return attach(output, Additions(readouts, doses, fired))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors to send on, with rows that the last stage reads out."""
+        """The tensors to send on, with readouts and rows for the last stage."""
         return tensors if self.readouts is None else self.readouts.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any]) -> None:
-        """Take rows to read out from received tensors."""
+        """Take readouts and rows of earlier stages out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
 
@@ -566,7 +567,7 @@ def send_rows(worker: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def receive_rows(worker: Any, tensors: dict[str, Any]) -> None:
-    """Take rows to read out from the tensors of the previous pipeline stage."""
+    """Take readouts and rows out of the tensors of the previous pipeline stage."""
     worker.model_runner.residual.receive_rows(tensors)
 
 
