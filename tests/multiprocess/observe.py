@@ -139,6 +139,12 @@ def save_transcoder(folder: Path) -> Path:
     return folder
 
 
+def scaled(rows: Any, context: Any) -> Any:
+    """A custom readout of two hook points."""
+    rows = rows.float()
+    return (rows[:, 0] * rows[:, -1]).sum(-1) + rows.new_tensor(context.positions)
+
+
 READOUTS: dict[str, Any] = {
     "lens": {"kind": "lens", "layers": [2, 3], "top_k": 3, "tokens": [5]},
     "whole": {"kind": "lens", "top_k": 3, "tokens": [5], "positions": "all"},
@@ -150,9 +156,27 @@ READOUTS: dict[str, Any] = {
         "positions": "all_prompt",
         "reduce": "mean",
     },
+    "tuned": {"kind": "lens", "layers": [0, 1, 2], "top_k": 2, "translator": "tuned"},
+    "early": {"kind": "norm", "hooks": {"post_block": [0]}},
+    "norms": {
+        "kind": "norm",
+        "hooks": {"post_block": "all", "pre_attn": [0, 2]},
+        "positions": "all",
+    },
+    "probe": {"kind": "probe", "probe": "direction", "positions": "all"},
+    "sae": {"kind": "sae", "sae": "jump", "features": [3, 50, 199]},
+    "top": {"kind": "sae", "sae": "topk", "top_k": 4, "positions": "last_prompt"},
+    "rows": {"kind": "rows", "hooks": {"post_block": [0, 3], "pre_attn": [1]}},
+    "most": {
+        "kind": "rows",
+        "hooks": {"post_attn": [3], "post_block": [1, 2]},
+        "positions": "all",
+        "reduce": "max",
+    },
+    "both": {"kind": "custom", "fn": scaled, "hooks": {"post_block": [0, 3]}},
+    "first_two": {"kind": "custom", "fn": scaled, "hooks": {"post_attn": [0, 1]}},
 }
-"""Readouts of the last stage's layers, and lenses of others."""
-EARLY: dict[str, Any] = {"norm": {"kind": "norm", "hooks": {"post_block": [0]}}}
+"""Readouts of each stage's layers, and of several stages'."""
 
 
 def told(*taps: tuple[int, str]) -> dict[str, Any]:
@@ -173,12 +197,17 @@ def told(*taps: tuple[int, str]) -> dict[str, Any]:
 def observe(order: Order) -> dict[str, Any]:
     """Collect rows, log-probabilities, results and files of an engine's requests."""
     from tests.support.captured import CapturedEngine, prompt
+    from tests.v1.readouts._reading import write_modules
 
     storage = [
         f"filesystem:root={order.root}/files",
         f"arrow:root={order.root}/tables",
         "inline",
     ]
+    modules = Path(order.root) / "modules"
+    modules.mkdir(parents=True)
+    options = write_modules(modules).options
+    options["sae"][SAE] = str(save_transcoder(modules / SAE))
     engine = CapturedEngine(
         Path(order.model),
         reference="none",
@@ -190,7 +219,7 @@ def observe(order: Order) -> dict[str, Any]:
         max_logprobs=-1,
         enable_steering=True,
         enable_readouts=True,
-        sae={SAE: str(save_transcoder(Path(order.root) / "sae"))},
+        **options,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.2,
         distributed_executor_backend="uni"
@@ -209,7 +238,7 @@ def observe(order: Order) -> dict[str, Any]:
         "fired": engine.llm.get_steering()["fired"],
         "stored": _stored(engine, prompts[1]),
         "read": _read(engine, prompts[1], READOUTS),
-        "early": _read(engine, prompts[1], EARLY),
+        "ended": _ended(engine, prompts[1]),
         "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
     }
     engine.close()
@@ -262,6 +291,42 @@ def _read(engine: Any, prompt: list[int], readouts: Any, **fields: Any) -> Any:
     }
     errors = [one.error for one in output.readouts.values() if one.error]
     return {"arrays": arrays, "errors": errors, "receipt": output.steering}
+
+
+def _ended(engine: Any, prompt: list[int]) -> list[dict[str, Any]]:
+    """Requests that a probe of the first stage ends, one for each of its values."""
+    whole = _scored(engine, prompt, None)
+    found = []
+    for index in range(whole["scores"].shape[1]):
+        scores = whole["scores"][:, index]
+        above = float(scores[0] + scores.max()) / 2  # fires after the first token
+        if scores.argmax() == 0:
+            above = float(scores[0]) - 1.0
+        rule = {"readout": "probe", "index": index, "above": above}
+        ended = _scored(engine, prompt, [rule])
+        found.append(ended | {"whole": whole["tokens"], "rule": rule})
+    return found
+
+
+def _scored(engine: Any, prompt: list[int], stop_when: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=4 * NEW_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        readouts={"probe": {"kind": "probe", "probe": "direction"}},
+        stop_when=stop_when,
+    )
+    (output,) = engine.run([prompt], [params])
+    text, probe = output.outputs[0], output.readouts["probe"]
+    return {
+        "tokens": list(text.token_ids),
+        "stop_reason": text.stop_reason,
+        "scores": probe["values"],
+        "error": probe.error,
+    }
 
 
 def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:

@@ -21,6 +21,10 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 
 EVERYWHERE = {hook: "all" for hook in ("pre_attn", "post_attn", "post_block")}
 NEW_TOKENS = 6
+READOUTS: dict[str, Any] = {
+    "rows": {"kind": "rows", "hooks": {"post_block": "all"}, "positions": "all"},
+    "norms": {"kind": "norm", "hooks": {"post_block": "all"}},
+}
 PROMPT_LENGTHS = (40, 5, 21, 40)
 """The first and the last are the same prompt."""
 
@@ -63,6 +67,7 @@ async def serve(order: Order) -> dict[str, Any]:
             max_num_batched_tokens=24,
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            enable_readouts=True,
             gpu_memory_utilization=0.2,
             pipeline_parallel_size=order.pipeline,
             data_parallel_size=order.data,
@@ -98,6 +103,7 @@ async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[st
         output_kind=RequestOutputKind.CUMULATIVE,
         capture={"keeper": spec, "inline": spec, "filesystem": {**spec, "tag": name}},
         capture_wait=True,
+        readouts=READOUTS,
     )
     outputs: list[dict[str, Any]] = []
     given = {"prompt_token_ids": ids}
@@ -110,6 +116,7 @@ async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[st
                 "statuses": {n: (r.status, r.error) for n, r in results.items()},
                 "rows": dict(shown),
                 "positions": dict(shown.positions),
+                "readouts": output.readouts,
             }
         )
     return {"outputs": outputs, "files": results["filesystem"].payload}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks, or two pipeline stages, equal one process."""
+"""Tensor-parallel ranks, pipeline stages, or both, equal one process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -37,8 +37,15 @@ pytestmark = [
 ]
 
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2)}
+OTHER = {("llama", "pipeline"): (2, 2)}
+"""The model whose stages have two tensor-parallel ranks each."""
 Found = dict[str, Any]
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+
+
+def ranks_of(name: str, split: str) -> tuple[int, int]:
+    """Tensor-parallel ranks and pipeline stages of a model."""
+    return OTHER.get((name, split), SPLITS[split])
 
 
 class Workbench:
@@ -58,9 +65,8 @@ class Workbench:
     def found(self, name: str, split: str) -> Found:
         if (name, split) not in self._found:
             base = self._folder / f"{name}-{split}"
-            order = Order(
-                str(self.model(name)), str(base), f"{base}.pt", *SPLITS[split]
-            )
+            ranks = ranks_of(name, split)
+            order = Order(str(self.model(name)), str(base), f"{base}.pt", *ranks)
             self._found[name, split] = run(order, timeout=800)
         return self._found[name, split]
 
@@ -155,10 +161,21 @@ def test_readouts_are_those_of_one_process(
             np.testing.assert_allclose(
                 found, expected, rtol=0 if log else 1e-3, atol=1e-3
             )
-    if split == "pipeline":
-        assert "of the last one can be read out" in parts["early"]
-    else:
-        assert not parts["early"]["errors"]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_readout_of_any_stage_ends_the_text_where_it_fires(
+    bench: Workbench, name: str, split: str
+) -> None:
+    ended = bench.found(name, split)["ended"]
+    assert any(len(one["tokens"]) > 1 for one in ended)
+    for one in ended:
+        scores, above = one["scores"][:, one["rule"]["index"]], one["rule"]["above"]
+        assert one["error"] is None
+        assert len(scores) == len(one["tokens"]) < len(one["whole"])
+        assert one["tokens"] == one["whole"][: len(scores)]
+        assert one["stop_reason"] == "readout:probe"
+        assert scores[-1] > above and (scores[:-1] <= above).all()
 
 
 def test_a_receipt_is_that_of_one_process_or_refused(
@@ -236,7 +253,7 @@ def test_every_stage_writes_its_files_and_they_are_read_as_one(
     assert stored["statuses"] == dict.fromkeys(
         ["arrow", "filesystem", "inline"], ("ok", None)
     )
-    root, stages = bench.root(name, split) / "files", SPLITS[split][1]
+    root, stages = bench.root(name, split) / "files", ranks_of(name, split)[1]
     assert all(Path(file).is_relative_to(root) for file in stored["files"])
     assert len(stored["files"]) == (len(TAPS) if layout == "per_file" else stages)
     assert all(Path(file).is_file() for file in stored["files"])
@@ -253,7 +270,7 @@ def test_the_tables_of_all_stages_are_one_data_set(
     bench: Workbench, name: str, split: str
 ) -> None:
     stored = bench.found(name, split)["stored"]["packed"]
-    assert len(stored["tables"]) == SPLITS[split][1]
+    assert len(stored["tables"]) == ranks_of(name, split)[1]
     table = pyarrow.dataset.dataset(stored["tables"]).to_table()
     for (layer, hook), rows in stored["inline"].items():
         mask = (table["layer"].to_numpy() == layer) & (

@@ -86,5 +86,29 @@ def test_outputs_before_the_last_carry_rows_of_all_layers_once(found: Found) -> 
     assert all(len(counts) > 3 for counts in seen.values()), seen
 
 
+def test_every_output_carries_the_readouts_of_its_tokens(found: Found) -> None:
+    """Of all layers: those of the rows that a consumer captures."""
+    for answer in found["answers"]:
+        last = answer["outputs"][-1]
+        taps = [(layer, "post_block") for layer in range(LAYERS)]
+        rows = torch.stack([last["rows"][tap] for tap in taps], dim=1)
+        for output in answer["outputs"]:
+            read, norms = output["readouts"]["rows"], output["readouts"]["norms"]
+            count = len(answer["prompt"]) + len(output["tokens"]) - 1
+            assert read.error is None and norms.error is None
+            assert read.positions == list(range(count)) and list(read.taps) == taps
+            assert torch.equal(torch.from_numpy(read["rows"]), rows[:count])
+            own = rows[len(answer["prompt"]) : count]
+            assert len(norms.positions) == len(own)
+            if not norms.positions:  # The first token has no row yet.
+                continue
+            assert norms["norm"].shape == own.shape[:2]
+            torch.testing.assert_close(
+                torch.from_numpy(norms["norm"]), own.norm(dim=-1)
+            )
+            before = torch.cosine_similarity(own[:, 1:], own[:, :-1], dim=-1)
+            torch.testing.assert_close(torch.from_numpy(norms["cosine"][:, 1:]), before)
+
+
 def test_nothing_is_left_under_way(found: Found) -> None:
     assert found["counters"]["requests_under_way"] == 0

@@ -32,6 +32,7 @@ from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
+from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
@@ -311,13 +312,13 @@ class OpenResidualStream(ResidualStream):
         return attach(output, Additions(readouts, doses, fired))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors to send on, with rows to read out and gates of conditions."""
+        """The tensors to send on, with readouts, rows and gates."""
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
         return tensors if self.steering is None else self.steering.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
-        """Take rows to read out, and gates of conditions, from received tensors."""
+        """Take readouts, rows and gates of earlier stages out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
         if self.steering is not None:

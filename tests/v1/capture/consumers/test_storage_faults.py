@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, row
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import sink
-from vllm.v1.capture.consumers.storage.rows import RequestRows
+from vllm.v1.capture.consumers.storage.request import RequestRows
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import RowFiles
@@ -193,6 +194,49 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
             consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
     assert time.monotonic() - begin < 15, "each request has waited"
     disk.release()
+    consumer.shutdown(20)
+
+
+def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"timeout_seconds": 0.1, "buffer_bytes": 64}
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path), **limits})
+    late: list[Callable[[], None]] = []
+    monkeypatch.setattr(consumer, "_put", lambda task: late.append(task) or True)
+    waits: list[bool] = []
+    waited = consumer._budget._changed.wait_for
+
+    def noted(fits: Callable[[], bool], timeout: float) -> bool:
+        waits.append(True)
+        return waited(fits, timeout)
+
+    monkeypatch.setattr(consumer._budget._changed, "wait_for", noted)
+    ((tap, tensor), *_) = request_rows(0).items()
+    for number in range(3):
+        consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
+        late.pop()()
+    assert len(waits) == 1, "each request has waited"
+    consumer.shutdown(20)
+
+
+def test_rows_that_are_spilled_as_they_come_are_counted_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path), "buffer_bytes": 8192})
+    add = RequestRows.add
+
+    def spilled_at_once(rows: RequestRows, *added: Any) -> None:
+        add(rows, *added)
+        consumer._spill(consumer._request("r"))
+
+    monkeypatch.setattr(RequestRows, "add", spilled_at_once)
+    for tap, tensor in request_rows(0).items():
+        consumer.submit_chunk_batch(chunks_of("r", tap, tensor, 3))
+    assert consumer._budget.held == 0
+    assert consumer.rewritten_bytes() == sum(
+        tensor.nbytes for tensor in request_rows(0).values()
+    )
     consumer.shutdown(20)
 
 

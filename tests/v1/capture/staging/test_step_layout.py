@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
 from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
+from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout, steps_alike
 from vllm.v1.residual.step_view import StepView
 
@@ -78,7 +79,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described
 def check_slots(placed: PlacedStep, num_rows: int) -> None:
     """Check that each row has a separate place, according to its block."""
     layout, base = placed.layout, 0
-    slots = layout.slots(range(TAPS), num_rows)
+    slots = slots_of(layout, range(TAPS), num_rows)
     expected = np.full_like(slots, -1)
     for block in layout.blocks:
         parts = [
@@ -100,7 +101,7 @@ def check_slots(placed: PlacedStep, num_rows: int) -> None:
     assert len(set(used)) == len(used)
     assert layout.num_rows == base <= max(MOST_ROWS, len(used))
     part = layout.columns
-    assert layout.slots(part, num_rows).tolist() == slots[part].tolist()
+    assert slots_of(layout, part, num_rows).tolist() == slots[part].tolist()
     assert (np.delete(slots, part, axis=0) == -1).all()
 
 

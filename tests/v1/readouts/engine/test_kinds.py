@@ -256,6 +256,9 @@ def test_custom_readouts_by_name_and_as_functions(
     def doubled(rows, context):
         return rows.float().norm(dim=-1) * 2
 
+    def placed(rows, context):
+        return torch.tensor(context.positions)
+
     def fails(rows, context):
         raise RuntimeError("not these rows")
 
@@ -268,6 +271,7 @@ def test_custom_readouts_by_name_and_as_functions(
     spec = {
         "named": hooks | {"name": "scaled", "params": {"by": 2.0}},
         "given": hooks | {"fn": doubled},
+        "placed": hooks | {"fn": placed},
         "wrong": hooks | {"fn": fails},
         "left": hooks | {"fn": leaves},
     }
@@ -277,6 +281,8 @@ def test_custom_readouts_by_name_and_as_functions(
             found = output.readouts[kind]
             assert found.error is None
             close(found["values"], 2 * rows.norm(dim=-1))
+        where = output.readouts["placed"]
+        assert where["values"].tolist() == where.positions == list(range(len(rows)))
         assert "not these rows" in output.readouts["wrong"].error
         assert output.readouts["left"].error == "SystemExit: enough"
     assert len(logged) == 2, "a kind of readout is logged once, with its traceback"

@@ -1,46 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of earlier stages join those of the last one in one job."""
+"""What earlier stages send arrives at the last one as it was."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from vllm.v1.readouts.plan import Readout
-from vllm.v1.readouts.worker.program import Entry, Job, no_rows
-from vllm.v1.readouts.worker.stages import SEND, Arriving, StageRows, with_received
+from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
+from vllm.v1.readouts.worker.program import Entry, Job, JobKey, no_rows
+from vllm.v1.readouts.worker.stages import (
+    SEND,
+    Arriving,
+    Parcel,
+    followed,
+    joined_jobs,
+)
 
 KEY = ("lens", 2, (), None)
 TAPS = ((0, "post_block"), (1, "post_block"), (2, "post_block"))
 WHOLE = Readout("all", "lens", TAPS, ((0, 99),), top_k=2)
 
 
-def job(key: tuple[object, ...], req_id: str, taps: slice, start: int) -> Job:
-    own = Readout("all", "lens", TAPS[taps], ((0, 99),))
-    entry = Entry(req_id, own, start, 2, 0, no_rows(2, len(own.taps)))
-    return Job(key, [entry])
+def entry(req_id: str, readout: Readout, start: int, count: int = 2) -> Entry:
+    return Entry(req_id, readout, start, count, 0, no_rows(count, len(readout.taps)))
 
 
-def test_received_rows_come_first_and_keep_their_positions() -> None:
-    sent, hidden = StageRows(), torch.zeros(1)
-    assert sent.put({"hidden_states": hidden}).keys() == {"hidden_states"}
-    early = torch.arange(4.0)[:, None]
-    sent.add(job(SEND, "a", slice(2), 5), early, 3)
-    sent.add(job(SEND, "gone", slice(1), 0), torch.zeros(2, 1), 0)
-    tensors = sent.put({"hidden_states": hidden})
+def job(key: JobKey, req_id: str, taps: slice, start: int) -> Job:
+    return Job(key, [entry(req_id, Readout("all", "rows", TAPS[taps], ()), start)])
+
+
+def passed_on(parcel: Parcel) -> Parcel:
+    hidden = torch.zeros(1)
+    tensors = parcel.put({"hidden_states": hidden})
+    assert all(isinstance(one, torch.Tensor) for one in tensors.values())
     arriving = Arriving.taken(tensors)
     assert arriving is not None and tensors.keys() == {"hidden_states"}
-    received = arriving.opened()
-    own = job(KEY, "a", slice(2, 3), 7), torch.tensor([[10.0], [11.0]])
-    other = Job(("norm",), []), torch.zeros(0, 1)
-    jobs, rows = with_received(
-        [own[0], other[0]],
-        [own[1], other[1]],
-        received,
-        {"a": {"all": (WHOLE, KEY)}},
-        1,
+    return arriving.opened()
+
+
+def test_rows_of_all_stages_are_those_of_one_job_in_the_order_of_its_taps() -> None:
+    parcel = Parcel()
+    assert parcel.put({"hidden_states": KEY}) == {"hidden_states": KEY}
+    assert Arriving.taken({"hidden_states": KEY}) is None
+    parcel.add_rows(job(SEND, "a", slice(2), 5), torch.arange(4.0)[:, None], 3)
+    parcel.add_rows(job(SEND, "gone", slice(1), 0), torch.zeros(2, 1), 0)
+    parcel.add_rows(job(SEND, "half", slice(1), 0), torch.zeros(2, 1), 0)
+    received = passed_on(passed_on(parcel))
+    own = torch.tensor([[10.0], [11.0]])
+    received.add_rows(job(SEND, "a", slice(2, 3), 7), own, 1)
+    reading = {"a": {"all": (WHOLE, KEY)}, "half": {"all": (WHOLE, KEY)}}
+    ((made, index),) = joined_jobs(received.places, reading, 1)
+    rows = torch.cat(received.rows)[torch.from_numpy(index)]
+    assert rows[:, 0].tolist() == [0.0, 1.0, 10.0, 2.0, 3.0, 11.0]
+    (only,) = made.entries
+    # At position 8: 5 moved on by 3, and 7 by the 1 that is added to all jobs later.
+    assert (only.start, only.first, only.readout, only.num_rows) == (7, 0, WHOLE, 6)
+    other = Job(KEY, [entry("b", WHOLE, 1)])
+    both, rows = followed((made, rows), (other, torch.ones(6, 1)))
+    assert [one.first for one in both.entries] == [0, 6] and len(rows) == 12
+
+
+def test_a_rank_without_rows_knows_the_jobs() -> None:
+    parcel = Parcel()
+    parcel.add_rows(job(SEND, "a", slice(3), 5), None, 0)
+    received = passed_on(parcel)
+    ((made, index),) = joined_jobs(received.places, {"a": {"all": (WHOLE, KEY)}}, 0)
+    assert not received.rows and len(index) == made.entries[0].num_rows == 6
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.float64])
+def test_results_arrive_as_they_were(dtype: torch.dtype) -> None:
+    values = torch.arange(15).reshape(3, 5).to(dtype)
+    readout = Readout("p", "probe", TAPS[:1], ((0, 99),), params="not sent")
+    result = JobResult(
+        [entry("a", readout, 4, 3), entry("b", readout, 7, 1)],
+        2,
+        {"values": values, "more": torch.arange(3, dtype=torch.uint8)},
+        {1: "failed"},
     )
-    assert [one.key for one in jobs] == [KEY, ("norm",)]
-    assert rows[0][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0]
-    first, last = jobs[0].entries
-    # Both start at position 8: 5 moved on by 3, and 7 by the 1 that is added later.
-    assert (first.start, first.first, first.readout.taps) == (7, 0, TAPS[:2])
-    assert (last.start, last.first, last.readout.taps) == (7, 4, TAPS[2:])
-    assert Arriving.taken({"hidden_states": hidden}) is None
+    parcel = Parcel(results=[result, JobResult([entry("a", readout, 0)], 0, {})])
+    found, empty = passed_on(passed_on(parcel)).results
+    assert torch.equal(found.arrays["values"], values) and not empty.arrays
+    assert found.arrays["values"].dtype == dtype and found.errors == {1: "failed"}
+    first, second = found.entries
+    assert found.shift == 0 and (first.start, second.start) == (6, 9)
+    assert (first.count, first.req_id, first.readout.taps) == (3, "a", TAPS[:1])
+
+
+def rows_of(taps: tuple[Any, ...], reduced: bool) -> JobResult:
+    """Rows whose values are their layers, and those of their hook points."""
+    one = Entry("a", Readout("r", "rows", taps, ()), 4, 2, 0, no_rows(2, 0), reduced)
+    layers = torch.tensor([[10.0 * layer + len(hook)] for layer, hook in taps])
+    return JobResult(
+        [one], 0, {"rows": layers[None] if reduced else layers.repeat(2, 1)}
+    )
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_parts_of_several_stages_are_one_in_the_order_of_the_taps(
+    reduced: bool,
+) -> None:
+    taps = tuple((layer, hook) for hook in ("b", "aa") for layer in (0, 1, 2))
+    early, late = taps[0:2] + taps[3:5], (taps[2], taps[5])
+    results = [rows_of(early, reduced), rows_of(late, reduced)]
+    pending = PendingReadouts(results, {"a": 4}, split={"a": {"r": taps}})
+    (part,) = pending.collect()["a"].parts
+    expected = [1.0, 11.0, 21.0, 2.0, 12.0, 22.0]
+    assert (part.start, part.count, part.reduced) == (4, 2, reduced)
+    found = part.arrays["rows"]
+    assert found.shape == ((6, 1) if reduced else (2, 6, 1))
+    assert found.reshape(-1, 6)[-1].tolist() == expected
+    missing = PendingReadouts(results[:1], {"a": 4}, split={"a": {"r": taps}})
+    assert missing.collect()["a"].parts == []

@@ -12,8 +12,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.dispatch.step_buffer import ByGroup, Pending
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import ByGroup, Pending, StagedStep
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.types import CaptureChunk

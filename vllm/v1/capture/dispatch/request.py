@@ -10,8 +10,7 @@ import torch
 from vllm.v1.capture.delivery.consumer_thread import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
 from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothing_of
-from vllm.v1.capture.dispatch.row_buffer import RowBuffer, joined
-from vllm.v1.capture.dispatch.row_spans import Piece
+from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
 from vllm.v1.capture.memory.row_copy import RowCopy
 from vllm.v1.capture.plan import (
     OPEN_END,

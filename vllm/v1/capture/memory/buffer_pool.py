@@ -3,11 +3,13 @@
 
 The first write to new memory costs several times as much as a copy, because the kernel
 must find and clear each page. Rows are short-lived, so their memory is reused for later
-rows. It is shared memory, so that front ends can map it without a copy.
+rows. It is shared memory, so that front ends can map it without a copy. Free parts of
+it are found by first fit.
 """
 
 import threading
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +21,44 @@ import numpy.typing as npt
 import torch
 
 from vllm.utils.math_utils import round_up
-from vllm.v1.capture.memory.budget import BUDGET, HostBudget
-from vllm.v1.capture.memory.extents import Extents
-from vllm.v1.capture.memory.parallel_copy import copy_all
-from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.memory.budget import BUDGET, HostBudget, collect_all
+from vllm.v1.capture.memory.row_copy import copy_all
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
+
+
+class Extents:
+    """The free parts of `[0, size)`, allocated by first fit."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = [(0, size)]
+        """`(start, stop)` of each, ascending and not adjacent."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is allocated."""
+        return self._free == [(0, self.size)]
+
+    def take(self, size: int) -> int | None:
+        """Allocate `size`; returns the start, None if no free part is large enough."""
+        for index, (start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                rest = [(start + size, stop)] if stop - start > size else []
+                self._free[index : index + 1] = rest
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free the range `[start, start + size)`."""
+        stop = start + size
+        index = bisect_left(self._free, (start, stop))
+        if index < len(self._free) and self._free[index][0] == stop:
+            stop = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, stop))
+
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 T = TypeVar("T")

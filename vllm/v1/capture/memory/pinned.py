@@ -20,10 +20,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.capture.memory.budget import BUDGET, HostBudget
-from vllm.v1.capture.memory.buffer_pool import Bytes, Slab, lent
-from vllm.v1.capture.memory.extents import Extents
-from vllm.v1.capture.memory.reclaim import collect_all
+from vllm.v1.capture.memory.budget import BUDGET, HostBudget, collect_all
+from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, lent
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
 logger = init_logger(__name__)

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm.v1.capture.plan import OPEN_END, contains
-from vllm.v1.capture.staging.block_rows import BlockRows, Columns
 from vllm.v1.capture.staging.blocks import (
     Block,
+    BlockRows,
+    Columns,
     LocalGroup,
     Pick,
-    assign_slots,
-    no_slots,
     pick_rows,
     rows_of,
 )
@@ -51,21 +47,6 @@ class Layout:
 
     If the sizes of the blocks differ, any may.
     """
-
-    def slots(self, columns: range, num_rows: int) -> npt.NDArray[np.int32]:
-        """The slots of the taps `columns`, relative to the step's first staging row.
-
-        Args:
-            columns: must include the layout's own.
-            num_rows: number of tokens.
-
-        Returns:
-            `[len(columns), num_rows]` int32; -1 where nothing is captured.
-
-        """
-        slots = no_slots(len(columns), num_rows)
-        assign_slots(self.blocks, self.row_of, slots, columns.start)
-        return slots
 
 
 class PlacedStep(NamedTuple):

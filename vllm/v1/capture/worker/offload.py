@@ -7,7 +7,7 @@ import torch
 
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Segment, Staging

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.utils import get_pp_indices
 from vllm.v1.capture.plan import Ranges, union
 from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
@@ -40,8 +39,6 @@ class ReadoutAdmission:
         self._max_top_k = config.max_top_k
         self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
-        self._stages = vllm_config.parallel_config.pipeline_parallel_size
-        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         self.steps: tuple[tuple[str, CaptureSpec], ...] = ()
         """What consumers that run within the step see of every request, by name."""
         self._lock = threading.Lock()
@@ -95,7 +92,6 @@ class ReadoutAdmission:
         for name, spec in raw.items():
             _check_name(name)
             readouts.append(parse_readout(name, spec, ctx, server))
-        self._check_stages(readouts)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
         return ReadoutPlan((*readouts, *steps), stops)
@@ -121,30 +117,6 @@ class ReadoutAdmission:
             self._max_top_k,
             lens_refusal=self._lens_refusal,
         )
-
-    def _check_stages(self, readouts: list[Readout]) -> None:
-        """Reject layers of earlier pipeline stages: only the last returns outputs.
-
-        Rows that a lens reads are sent there, without tensor parallelism: with it each
-        rank sends a slice of every tensor, and only rank 0 has rows.
-        """
-        if self._stages == 1:
-            return
-        layers = self._model_config.get_total_num_hidden_layers()
-        first, stop = get_pp_indices(layers, self._stages - 1, self._stages)
-        for readout in readouts:
-            if readout.kind == "lens" and not self._has_ranks:
-                continue
-            for layer, _ in readout.staged:
-                if layer < first:
-                    raise fail(
-                        f"readouts.{readout.name}: with {self._stages} pipeline stages "
-                        f"only the layers {first} to {stop - 1} of the last one can be "
-                        f"read out, and this needs layer {layer}; a lens reads all "
-                        "layers with --tensor-parallel-size 1",
-                        f"readouts.{readout.name}",
-                        layer,
-                    )
 
     def _check_enabled(self, params: "SamplingParams") -> None:
         if not self.enabled:

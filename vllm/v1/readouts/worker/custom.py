@@ -57,13 +57,22 @@ class CustomReadouts:
         self._complained: set[str] = set()
 
     def compute(
-        self, entry: Entry, rows: torch.Tensor, num_prompt_tokens: int
+        self, entry: Entry, shift: int, rows: torch.Tensor, num_prompt_tokens: int
     ) -> torch.Tensor | str:
-        """The result, or an error message; an error affects this result only."""
+        """The result, or an error message; an error affects this result only.
+
+        Args:
+            entry: the readout, and the positions of its rows.
+            shift: is added to the positions.
+            rows: `[tokens, taps, hidden_size]`.
+            num_prompt_tokens: of the request.
+
+        """
         name = entry.readout.module or entry.readout.name
+        start = entry.start + shift
         context = ReadoutContext(
             request_id=entry.req_id,
-            positions=range(entry.start, entry.start + entry.count),
+            positions=range(start, start + entry.count),
             num_prompt_tokens=num_prompt_tokens,
             taps=entry.readout.taps,
             params=json.loads(entry.readout.params or "{}"),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results while they are being copied from the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts
+from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts, Tap
 from vllm.v1.readouts.worker.program import Entry
 from vllm.v1.steering.receipts import Fired, StepReceipt
 
@@ -37,6 +37,8 @@ class PendingReadouts:
     done: "torch.cuda.Event | None" = None
     kept: list[Any] = field(default_factory=list)
     """References to tensors that the device may still be reading."""
+    split: Mapping[str, Mapping[str, tuple[Tap, ...]]] = field(default_factory=dict)
+    """By request and name: the taps of readouts of which stages compute parts."""
 
     def collect(self) -> dict[str, RequestReadouts]:
         """Wait for the copies and return the results by request id."""
@@ -44,25 +46,44 @@ class PendingReadouts:
             self.done.synchronize()
         self.kept.clear()
         found: dict[str, RequestReadouts] = {}
+        pieces: dict[_Tokens, list[_Piece]] = {}
         for result in self.results:
             arrays = {name: one.numpy() for name, one in result.arrays.items()}
             for number, entry in enumerate(result.entries):
                 part = _part(result, number, entry, arrays)
                 start = self.starts[entry.req_id]
                 of_request = found.setdefault(entry.req_id, RequestReadouts(start, []))
-                _put(of_request.parts, part)
+                if part.name not in self.split.get(entry.req_id, ()):
+                    of_request.parts.append(part)
+                    continue
+                tokens = entry.req_id, part.name, part.start, part.count, part.reduced
+                pieces.setdefault(tokens, []).append((entry.readout.taps, part))
+        for (req_id, name, *_), own in pieces.items():
+            found[req_id].parts += _merged(self.split[req_id][name], own)
         return found
 
 
-def _put(parts: list[ReadoutPart], part: ReadoutPart) -> None:
-    """Add a part; a lens of several pipeline stages has one for the taps of each."""
-    for other in parts:
-        same = other.start == part.start and other.count == part.count
-        if other.name == part.name and same and other.arrays:
-            for label, array in part.arrays.items():
-                other.arrays[label] = np.concatenate((other.arrays[label], array), 1)
-            return
-    parts.append(part)
+_Tokens: TypeAlias = tuple[str, str, int, int, bool]
+"""Request, readout, first position, count of tokens, and whether they are reduced."""
+_Piece: TypeAlias = tuple[tuple[Tap, ...], ReadoutPart]
+"""A part of a readout with some of its taps."""
+
+
+def _merged(taps: Sequence[Tap], pieces: Sequence[_Piece]) -> list[ReadoutPart]:
+    """The part with all taps, in their order; none if some are missing."""
+    having = [tap for own, _ in pieces for tap in own]
+    if len(having) < len(taps):
+        return []
+    first, axis = pieces[0][1], 0 if pieces[0][1].reduced else 1
+    order = [having.index(tap) for tap in taps]
+    arrays = {
+        label: np.concatenate([one.arrays[label] for _, one in pieces], axis)
+        for label in first.arrays
+    }
+    arrays = {label: array.take(order, axis) for label, array in arrays.items()}
+    return [
+        ReadoutPart(first.name, first.start, first.count, arrays, reduced=first.reduced)
+    ]
 
 
 def _part(

@@ -1,140 +1,248 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of earlier pipeline stages, which a lens at the last stage reads.
+"""Results and rows of earlier pipeline stages, on their way to the last one.
 
-They travel with the hidden states of their step, as two more entries of the
-intermediate tensors. Only the last stage has the model's final norm and head.
+They travel with the hidden states of their step, as further intermediate tensors, so
+that the last stage has them when it returns the step's output.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
-from vllm.v1.readouts.plan import Readout, Tap
+from vllm.v1.readouts.plan import Kind, Readout, Tap
+from vllm.v1.readouts.worker.layout import Indices
+from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.program import Entry, Job, JobKey, no_rows
 
-ROWS, PLACES = "readout_rows", "readout_places"
-"""Names of the two entries."""
+HEADER, ROWS, VALUES = "readout_header", "readout_rows", "readout_values"
+"""Names of the tensors: what the others contain (on the host), rows, and results."""
+
+UNSLICED = dict.fromkeys((HEADER, ROWS, VALUES), False)
+"""For upstream's `all_gather_tensors`: these tensors are sent as they are.
+
+Of the others each tensor-parallel rank sends a slice, as all ranks have the same. Of
+these only rank 0 has all.
+"""
 
 SEND: JobKey = ("send",)
-"""The job of an earlier stage, whose rows are sent on."""
+"""The job whose rows are sent to the last stage, or are the last stage's own."""
+
+ALIGNMENT = 16
+"""Bytes at whose multiples arrays start in the tensor of results."""
 
 Place: TypeAlias = tuple[str, str, int, int, tuple[Tap, ...]]
 """`(request, readout, position, tokens, taps)` of consecutive rows `[tokens, taps]`."""
 
-Lenses: TypeAlias = Mapping[str, tuple[Readout, JobKey]]
-"""The lenses of a request with the keys of their jobs, by name."""
+Joined: TypeAlias = Mapping[str, tuple[Readout, JobKey]]
+"""Readouts of a request that read sent rows, with the keys of their jobs, by name."""
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    """An `Entry` without the content of its readout."""
+
+    req_id: str
+    name: str
+    kind: Kind
+    taps: tuple[Tap, ...]
+    start: int
+    count: int
+    first: int
+    reduced: bool
+
+    def restored(self) -> Entry:
+        readout = Readout(self.name, self.kind, self.taps, ())
+        rows = no_rows(self.count, len(self.taps))
+        return Entry(
+            self.req_id, readout, self.start, self.count, self.first, rows, self.reduced
+        )
+
+
+class _Array(msgspec.Struct, array_like=True):
+    """An array in the tensor of results."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    """Its first byte."""
+    size: int
+    """In bytes."""
+
+    def taken(self, values: torch.Tensor) -> torch.Tensor:
+        own = values[self.first : self.first + self.size]
+        return own.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+class _Result(msgspec.Struct, array_like=True):
+    """A `JobResult`."""
+
+    entries: list[_Entry]
+    arrays: list[_Array]
+    errors: dict[int, str]
+
+
+class _Header(msgspec.Struct, array_like=True):
+    places: list[Place]
+    results: list[_Result]
 
 
 @dataclass(slots=True)
-class StageRows:
-    """Rows on their way to the last stage."""
+class Parcel:
+    """What the last stage gets of a step's earlier stages."""
 
     places: list[Place] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
-    """`[rows, hidden_size]` each, in the order of `places`."""
+    """`[rows, hidden_size]` each, in the order of `places`; empty except on rank 0."""
+    results: list[JobResult] = field(default_factory=list)
+    """With arrays on the device."""
 
-    def add(self, job: Job, rows: torch.Tensor, further: int) -> None:
+    def __bool__(self) -> bool:
+        return bool(self.places or self.results)
+
+    def add_rows(self, job: Job, rows: torch.Tensor | None, further: int) -> None:
         """Add the rows of a job; `further` is added to its entries' positions."""
         for entry in job.entries:
             one = entry.readout
             start = entry.start + further
             self.places.append((entry.req_id, one.name, start, entry.count, one.taps))
-        self.rows.append(rows)
+        if rows is not None:
+            self.rows.append(rows)
 
     def put(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The intermediate tensors of a step with these rows, if there are any."""
-        if not self.places:
+        """The intermediate tensors of a step, with these if there are any."""
+        if not self:
             return tensors
-        packed = msgspec.msgpack.encode(self.places)
-        places = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        return {**tensors, PLACES: places, ROWS: torch.cat(self.rows)}
+        results, values = _packed(self.results)
+        packed = msgspec.msgpack.encode(_Header(self.places, results))
+        # Not as an object: upstream sends only tensors between processes on CPUs.
+        out = {
+            **tensors,
+            HEADER: torch.frombuffer(bytearray(packed), dtype=torch.uint8),
+        }
+        if self.rows:
+            out[ROWS] = torch.cat(self.rows)
+        if values:
+            out[VALUES] = torch.cat(values)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """What `StageRows.put` has added; values may still arrive."""
+    """What `Parcel.put` has added; values may still arrive."""
 
-    places: torch.Tensor  # uint8: `StageRows.places` by MessagePack
-    rows: torch.Tensor
+    header: torch.Tensor  # uint8
+    rows: torch.Tensor | None
+    values: torch.Tensor | None  # uint8
 
     @classmethod
     def taken(cls, tensors: dict[str, Any]) -> "Arriving | None":
-        """Remove the rows from received tensors; None if there are none."""
-        if ROWS not in tensors:
+        """Remove the tensors from received ones; None if there are none."""
+        if HEADER not in tensors:
             return None
-        return cls(tensors.pop(PLACES), tensors.pop(ROWS))
+        return cls(
+            tensors.pop(HEADER), tensors.pop(ROWS, None), tensors.pop(VALUES, None)
+        )
 
-    def opened(self) -> StageRows:
-        """The rows, once they have arrived."""
-        packed = self.places.cpu().numpy().tobytes()
-        return StageRows(msgspec.msgpack.decode(packed, type=list[Place]), [self.rows])
+    def opened(self) -> Parcel:
+        """The content, once it has arrived."""
+        packed = self.header.cpu().numpy().tobytes()
+        header = msgspec.msgpack.decode(packed, type=_Header)
+        rows = [] if self.rows is None else [self.rows]
+        values = torch.empty(0) if self.values is None else self.values
+        results = [
+            JobResult(
+                [entry.restored() for entry in one.entries],
+                0,
+                {array.name: array.taken(values) for array in one.arrays},
+                one.errors,
+            )
+            for one in header.results
+        ]
+        return Parcel(header.places, rows, results)
 
 
-def with_received(
-    jobs: Sequence[Job],
-    gathered: Sequence[Any],
-    received: StageRows,
-    lenses: Mapping[str, Lenses],
-    further: int,
-) -> tuple[list[Job], list[Any]]:
-    """Add received rows to the jobs of the last stage's own rows.
+def _packed(results: Sequence[JobResult]) -> tuple[list[_Result], list[torch.Tensor]]:
+    """Results as they are sent, and the bytes of their arrays, to be concatenated."""
+    packed: list[_Result] = []
+    values: list[torch.Tensor] = []
+    first = 0
+    for result in results:
+        arrays = []
+        for name, array in result.arrays.items():
+            flat = array.contiguous().flatten().view(torch.uint8)
+            dtype = str(array.dtype).removeprefix("torch.")
+            arrays.append(_Array(name, dtype, tuple(array.shape), first, len(flat)))
+            padding = flat.new_zeros(-len(flat) % ALIGNMENT)
+            values += [flat, padding]
+            first += len(flat) + len(padding)
+        entries = [_sent(entry, result.shift) for entry in result.entries]
+        packed.append(_Result(entries, arrays, result.errors))
+    return packed, values
+
+
+def _sent(entry: Entry, shift: int) -> _Entry:
+    one = entry.readout
+    start = entry.start + shift
+    return _Entry(
+        entry.req_id,
+        one.name,
+        one.kind,
+        one.taps,
+        start,
+        entry.count,
+        entry.first,
+        entry.reduced,
+    )
+
+
+def joined_jobs(
+    places: Sequence[Place], joined: Mapping[str, Joined], further: int
+) -> list[tuple[Job, Indices]]:
+    """The jobs of readouts that read sent rows.
 
     Args:
-        jobs: the jobs of the step.
-        gathered: their rows.
-        received: rows of earlier stages.
-        lenses: of the requests that are read out, by request.
-        further: is added to the positions of all jobs' entries later.
+        places: of all sent rows.
+        joined: the readouts, by request.
+        further: is added to the positions of the jobs' entries later.
 
     Returns:
-        Jobs and rows. Received rows come first, as their layers do.
+        Each job with the indices `[rows]` of its rows among those sent. A readout of
+        which a row is missing is left out.
 
     """
-    spans: dict[JobKey, list[torch.Tensor]] = {}
-    made: dict[JobKey, Job] = {}
-    rows = received.rows[0] if received.rows else torch.empty(0)
+    columns: dict[tuple[str, str, int, int], dict[Tap, Indices]] = {}
     first = 0
-    for req_id, name, start, count, taps in received.places:
-        span = rows[first : first + count * len(taps)]
-        first += len(span)
-        known = lenses.get(req_id, {}).get(name)
-        if known is None:
+    for req_id, name, start, count, taps in places:
+        rows = first + np.arange(count * len(taps)).reshape(count, len(taps))
+        columns.setdefault((req_id, name, start, count), {}).update(zip(taps, rows.T))
+        first += rows.size
+    jobs: dict[JobKey, Job] = {}
+    indices: dict[JobKey, list[Indices]] = {}
+    for (req_id, name, start, count), by_tap in columns.items():
+        readout, key = joined.get(req_id, {}).get(name, (None, None))
+        if readout is None or key is None or not by_tap.keys() >= {*readout.staged}:
             continue
-        readout, key = known
-        job = made.setdefault(key, Job(key))
-        at = sum(len(one) for one in spans.setdefault(key, []))
-        own = Readout(name, "lens", taps, readout.ranges)
+        job, found = jobs.setdefault(key, Job(key)), indices.setdefault(key, [])
+        at = sum(len(one) for one in found)
+        rows = np.stack([by_tap[tap] for tap in readout.staged], axis=1)
         job.entries.append(
-            Entry(req_id, own, start - further, count, at, no_rows(count, len(taps)))
+            Entry(req_id, readout, start - further, count, at, no_rows(*rows.shape))
         )
-        spans[key].append(span)
-    out = [(job, torch.cat(spans[key])) for key, job in made.items()]
-    for job, found in zip(jobs, gathered):
-        if job.key in made:
-            number = [one.key for one, _ in out].index(job.key)
-            out[number] = _followed(out[number], job, found)
-        else:
-            out.append((job, found))
-    return [job for job, _ in out], [found for _, found in out]
+        found.append(rows.reshape(-1))
+    return [(job, np.concatenate(indices[key])) for key, job in jobs.items()]
 
 
-def _followed(
-    before: tuple[Job, torch.Tensor], job: Job, rows: torch.Tensor
+def followed(
+    before: tuple[Job, torch.Tensor], *after: tuple[Job, Any]
 ) -> tuple[Job, torch.Tensor]:
-    ahead, sent = before
-    entries = [
-        Entry(
-            one.req_id,
-            one.readout,
-            one.start,
-            one.count,
-            one.first + len(sent),
-            one.rows,
-            one.reduced,
-        )
-        for one in job.entries
-    ]
-    return Job(job.key, [*ahead.entries, *entries]), torch.cat((sent, rows))
+    """One job of the same operation on the rows of several."""
+    job, rows = before
+    for own, further in after:
+        moved = [replace(one, first=one.first + len(rows)) for one in own.entries]
+        job = Job(job.key, [*job.entries, *moved])
+        rows = torch.cat((rows, further))
+    return job, rows

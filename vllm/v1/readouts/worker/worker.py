@@ -2,11 +2,11 @@
 """Computes the readouts of a step from its staged rows in a worker process."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 from vllm.distributed.parallel_state import (
@@ -14,25 +14,16 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tp_group,
 )
-from vllm.steering.sae import SparseAutoencoder
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.capture.stats import ReadoutCounters
-from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
-from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.head import Head, lens_values
-from vllm.v1.readouts.worker.kinds import (
-    Arrays,
-    inline_probe,
-    norms,
-    probe_values,
-    reduce_rows,
-    stacked_probe_values,
-)
+from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
+from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
 from vllm.v1.readouts.worker.program import (
     ROWS,
@@ -42,18 +33,23 @@ from vllm.v1.readouts.worker.program import (
     ReadingRequest,
     make_program,
 )
-from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
     Arriving,
-    Lenses,
-    StageRows,
-    with_received,
+    Joined,
+    Parcel,
+    followed,
+    joined_jobs,
 )
 from vllm.v1.residual.step_view import StepView
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+Work: TypeAlias = tuple[Job, torch.Tensor | Arrays]
+"""A job with its rows `[R, hidden_size]`, or its result if it reduces rows."""
 
 
 class WorkerReadouts:
@@ -91,15 +87,16 @@ class WorkerReadouts:
         self._width = vllm_config.model_config.get_hidden_size()
         self._shared = parallel.tensor_parallel_size > 1
         self._has_rows = get_tensor_model_parallel_rank() == 0
-        self._custom = CustomReadouts(vllm_config)
-        self._sends = not get_pp_group().is_last_rank
-        """Whether the rows that lenses read go to a later stage."""
-        self._lenses: dict[str, Lenses] = {}
-        """By request; of the last stage, whose rows may be of other stages too."""
+        self._stages = Stages.of(vllm_config, get_pp_group().rank_in_group)
+        self._joined: dict[str, Joined] = {}
+        """By request; of the last stage: readouts of rows that stages send."""
+        self._split: dict[str, dict[str, tuple[Tap, ...]]] = {}
+        """By request and name: taps of readouts that several stages compute."""
         self._arriving: Arriving | None = None
-        self._outgoing = StageRows()
+        self._outgoing = Parcel()
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
+        self._operations = Operations(vllm_config, self.head, self._requests, device)
         self._program: Program | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
@@ -123,37 +120,46 @@ class WorkerReadouts:
     ) -> None:
         """Add a request with readouts when it is first scheduled."""
         local = {tap for group in groups for tap in group.taps}
-        here = tuple(
-            part
-            for one in plan.readouts
-            # If its module was unregistered meanwhile, the final result reports the
-            # missing tokens.
-            if self._has_module(one) and (part := _at(one, local)) is not None
-        )
-        if not self._sends:
-            self._lenses[req_id] = {
-                one.name: (one, self._key(one))
-                for one in plan.readouts
-                if one.kind == "lens" and not local.issuperset(one.taps)
-                if self._has_module(one)
-            }
-        keys = tuple(self._key(one) for one in here)
+        readouts: list[Readout] = []
+        keys: list[JobKey] = []
+        joined: dict[str, tuple[Readout, JobKey]] = {}
+        for one in plan.readouts:
+            if not self._has_module(one):
+                # It was unregistered meanwhile; the final result reports the missing
+                # tokens.
+                continue
+            share = self._stages.share(one, local)
+            readouts += share.here
+            keys += [self._key(part) for part in share.here]
+            if share.sent is not None:
+                readouts.append(share.sent)
+                keys.append(SEND)
+            if share.joined is not None:
+                joined[one.name] = share.joined, self._key(share.joined)
         self._requests[req_id] = ReadingRequest(
-            here, groups, keys, num_prompt_tokens, {}
+            tuple(readouts), groups, tuple(keys), num_prompt_tokens, {}
         )
+        if self._stages.is_last and len(self._stages.starts) > 1:
+            self._joined[req_id] = joined
+            self._split[req_id] = {
+                one.name: one.taps
+                for one in plan.readouts
+                if len(self._stages.parts(one)) > 1
+            }
 
     def remove(self, req_id: str) -> None:
         """Drop a finished request."""
         self._requests.pop(req_id, None)
-        self._lenses.pop(req_id, None)
+        self._joined.pop(req_id, None)
+        self._split.pop(req_id, None)
 
     def receive(self, tensors: dict[str, Any]) -> None:
-        """Take the rows of earlier stages out of a step's intermediate tensors."""
+        """Take what earlier stages add to a step's intermediate tensors."""
         self._arriving = Arriving.taken(tensors)
 
     def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """A step's intermediate tensors, with the rows that the last stage reads."""
-        outgoing, self._outgoing = self._outgoing, StageRows()
+        """A step's intermediate tensors, with what the last stage needs."""
+        outgoing, self._outgoing = self._outgoing, Parcel()
         self._sent = outgoing.put(tensors)  # Kept until the next step's are sent.
         return self._sent
 
@@ -175,8 +181,6 @@ class WorkerReadouts:
                 return ("probes", *same, *(() if mixes else (id(module),)))
             case "probe":
                 return "probe", modules.probe(readout.module)
-            case "lens" if self._sends:
-                return SEND
             case "lens":
                 named = readout.module
                 translator = modules.translator(named) if named else None
@@ -211,80 +215,104 @@ class WorkerReadouts:
 
         """
         arriving, self._arriving = self._arriving, None
-        received = StageRows() if arriving is None else arriving.opened()
-        self._outgoing = received if self._sends else StageRows()
-        if placed is None:
-            if received.places and not self._sends:
-                self._compute([], [], received, 0, _starts(view))
-            return
-        if not self._requests:
-            return
+        parcel = Parcel() if arriving is None else arriving.opened()
+        program, further = None, 0
+        if placed is not None and self._requests:
+            program = self._program_of(placed, view)
+            further = placed.shift - program.shift
+        jobs = [] if program is None else program.jobs
+        self._tell_step_consumers(jobs, staging, first_row, further)
+        work: list[Work] = []
+        for job in jobs:
+            if job.key == SEND:
+                rows = self._rows(job, staging, first_row) if self._has_rows else None
+                parcel.add_rows(job, rows, further)
+            elif job.key[0] != "step" and (self._has_rows or job.key[0] == "lens"):
+                # Other ranks take part only in the head's collectives.
+                work.append((job, self._gathered(job, staging, first_row, further)))
+        if not self._stages.is_last:
+            parcel.results += self._results(work, further)
+            for one in parcel.results:  # Custom ones may have computed on the host.
+                one.arrays = {k: v.to(self._device) for k, v in one.arrays.items()}
+            self._outgoing = parcel
+        elif parcel:
+            work = self._with_joined(work, parcel, staging, further)
+            self._compute(work, parcel, further, _starts(view))
+        elif work:
+            assert program is not None, "only a program has jobs"
+            starts = {req: at + further for req, at in program.starts.items()}
+            self._compute(work, parcel, further, starts)
+
+    def _program_of(self, placed: PlacedStep, view: StepView) -> Program:
+        """The program of a step, which may be that of the step before."""
         program = self._program
         if program is None or not program.fits(placed):
             program = self._program = make_program(
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
-        jobs = program.jobs
-        if not self._has_rows:  # Other ranks take part only in the head's collectives.
-            jobs = [job for job in jobs if job.key[0] == "lens"]
-        if not jobs:
-            return
-        further = placed.shift - program.shift
+        return program
+
+    def _tell_step_consumers(
+        self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
+    ) -> None:
         for job in jobs:
             if job.key[0] == "step" and self.on_rows is not None:
-                rows = self._gathered(job, staging, first_row)
-                assert isinstance(rows, torch.Tensor), "rows of a step are not reduced"
-                self.on_rows(job, rows, further)
-        for job in jobs:
-            if job.key == SEND:
-                rows = self._gathered(job, staging, first_row)
-                assert isinstance(rows, torch.Tensor), "rows are sent as they are"
-                self._outgoing.add(job, rows, further)
-        jobs = [job for job in jobs if job.key[0] not in ("step", "send")]
-        if not jobs and (self._sends or not received.places):
-            return
-        gathered = [self._gathered(job, staging, first_row) for job in jobs]
-        known = _starts(view) if received.places else program.starts
-        shifted = 0 if received.places else further
-        starts = {req: at + shifted for req, at in known.items()}
-        self._compute(jobs, gathered, received, further, starts)
+                self.on_rows(job, self._rows(job, staging, first_row), further)
+
+    def _with_joined(
+        self, work: Sequence[Work], parcel: Parcel, staging: torch.Tensor, further: int
+    ) -> list[Work]:
+        """The jobs of a step, with those of rows that stages have sent.
+
+        Lenses of equal keys become one job, with one product with the unembedding.
+        """
+        found = list(work)
+        sent = torch.cat(parcel.rows) if parcel.rows else staging[:0]
+        for job, index in joined_jobs(parcel.places, self._joined, further):
+            is_lens = job.key[0] == "lens"
+            if self._has_rows:
+                rows = sent.index_select(0, self._to_device(index))
+            elif is_lens:
+                rows = staging.new_empty(len(index), self._width)
+            else:
+                continue
+            same = [one for one in found if is_lens and one[0].key == job.key]
+            found = [one for one in found if not is_lens or one[0].key != job.key]
+            found.append(followed((job, rows), *same))
+        return found
 
     def _compute(
         self,
-        jobs: list[Job],
-        gathered: list[torch.Tensor | Arrays],
-        received: StageRows,
+        work: Sequence[Work],
+        parcel: Parcel,
         further: int,
         starts: Mapping[str, int],
     ) -> None:
-        """Queue the operations of a step.
+        """Queue the operations of a step, and copies of all results to the host.
 
         Args:
-            jobs: the jobs of this stage's rows.
-            gathered: their rows.
-            received: rows of earlier stages.
+            work: the jobs of the step, with their rows.
+            parcel: has the results of earlier stages.
             further: is added to the positions of the jobs' entries.
             starts: token position of each request's first row in the step.
 
         """
-        if received.places:
-            jobs, gathered = with_received(
-                jobs, gathered, received, self._lenses, further
-            )
-        results: list[JobResult] = []
         done = None
-        if self._beside is None:
-            results = self._results(jobs, gathered, further)
-        else:
+        stream: AbstractContextManager[object] = nullcontext()
+        if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                results = self._results(jobs, gathered, further)
+            stream = torch.cuda.stream(self._beside)
+        with stream:
+            results = _on_host([*parcel.results, *self._results(work, further)])
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside or torch.cuda.current_stream())
         if not self._has_rows:
             return
-        self._pending = PendingReadouts(results, dict(starts), done, list(gathered))
+        kept = [*work, *parcel.results]
+        self._pending = PendingReadouts(
+            results, dict(starts), done, kept, dict(self._split)
+        )
 
     def take(self) -> PendingReadouts | None:
         """Remove and return the results of the last step, if it has any."""
@@ -292,40 +320,38 @@ class WorkerReadouts:
         return pending
 
     def _gathered(
-        self, job: Job, staging: torch.Tensor, first_row: int
+        self, job: Job, staging: torch.Tensor, first_row: int, further: int
     ) -> torch.Tensor | Arrays:
         """A job's rows `[R, hidden_size]`, or its result if it reduces rows."""
-        if job.key[0] == "reduce":
-            began = perf_counter()
-            found = reduce_rows(job, staging, first_row)
-            self._count(job, sum(entry.num_rows for entry in job.entries), began)
-            for entry in job.entries:
-                until = entry.start + entry.count
-                self._requests[entry.req_id].reduced[entry.readout.name] = until
-            return found
+        if job.key[0] != "reduce":
+            return self._rows(job, staging, first_row)
+        began = perf_counter()
+        found = reduce_rows(job, staging, first_row)
+        self._count(job, sum(entry.num_rows for entry in job.entries), began)
+        for entry in job.entries:
+            until = entry.start + further + entry.count
+            self._requests[entry.req_id].reduced[entry.readout.name] = until
+        return found
+
+    def _rows(self, job: Job, staging: torch.Tensor, first_row: int) -> torch.Tensor:
+        """A job's rows `[R, hidden_size]`."""
         if job.kept.get("first_row") != first_row:
             job.kept["first_row"], job.kept["index"] = first_row, job.index + first_row
-        rows = staging.index_select(0, job.kept["index"])
-        if self._shared and job.key[0] == "lens":
-            rows = get_tp_group().broadcast(rows, src=0)
-        return rows
+        return staging.index_select(0, job.kept["index"])
 
-    def _results(
-        self,
-        jobs: Sequence[Job],
-        gathered: Sequence[torch.Tensor | Arrays],
-        further: int,
-    ) -> list[JobResult]:
+    def _results(self, work: Sequence[Work], further: int) -> list[JobResult]:
+        """The results of jobs, with arrays that may be on any device."""
         results = []
-        for job, rows in zip(jobs, gathered):
+        for job, rows in work:
             began = perf_counter()
             result = JobResult(job.entries, further, {})
             if isinstance(rows, torch.Tensor):
-                arrays = self._answer(job, rows, result)
+                if self._shared and job.key[0] == "lens":
+                    rows = get_tp_group().broadcast(rows, src=0)
+                result.arrays = self._operations.compute(job, rows, result)
                 self._count(job, len(rows), began)
             else:
-                arrays = rows
-            result.arrays = {name: _to_host(one) for name, one in arrays.items()}
+                result.arrays = rows
             results.append(result)
         return results
 
@@ -335,98 +361,21 @@ class WorkerReadouts:
         counters.rows += rows
         counters.seconds += perf_counter() - began
 
-    def _answer(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
-        match job.key:
-            case ("probe", ProbeModule() as module):
-                return probe_values(module, rows)
-            case ("probes", *_):
-                return self._own_probes(job, rows)
-            case ("lens", *_) if self.head.refusal:
-                # An error of these requests: the step has others as well.
-                refused = f"no lens on this model: {self.head.refusal}"
-                result.errors.update(dict.fromkeys(range(len(job.entries)), refused))
-                return {}
-            case ("lens", top_k, tokens, translator):
-                if translator is not None:
-                    rows = translated(job, rows, translator)
-                return lens_values(self.head, rows, top_k, tokens)
-            case ("sae", SparseAutoencoder() as sae, top_k, features):
-                return sae_values(sae, rows, top_k, features)
-            case ("norm",):
-                return norms(job, rows)
-            case ("custom", *_):
-                return self._custom_values(job, rows, result)
-        return {"rows": rows}
-
-    def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
-        """Probes given in requests: a single product if each entry has one row."""
-        if "probes" not in job.kept:
-            job.kept["probes"] = [
-                inline_probe(entry.readout.probe, self._width, self._device)
-                for entry in job.entries
-                if entry.readout.probe is not None
-            ]
-        modules = job.kept["probes"]
-        if all(entry.count == 1 for entry in job.entries):
-            return stacked_probe_values(modules, rows)
-        parts = [
-            probe_values(module, rows[entry.first : entry.first + entry.num_rows])
-            for module, entry in zip(modules, job.entries)
-        ]
-        return {"values": torch.cat([part["values"] for part in parts])}
-
-    def _custom_values(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
-        found: Arrays = {}
-        for number, entry in enumerate(job.entries):
-            own = rows[entry.first : entry.first + entry.num_rows]
-            own = own.view(entry.count, len(entry.readout.taps), -1)
-            prompt = self._requests[entry.req_id].num_prompt_tokens
-            values = self._custom.compute(entry, own, prompt)
-            if isinstance(values, str):
-                result.errors[number] = values
-            else:
-                found[str(number)] = values
-        return found
-
     def _to_device(self, indices: Indices) -> torch.Tensor:
         return async_tensor_h2d(indices, device=self._device)
 
 
-def _at(readout: Readout, local: set[Tap]) -> Readout | None:
-    """A readout restricted to the taps of this process; None if it is not read here.
-
-    Only a lens reads rows of several pipeline stages, each by itself.
-    """
-    if local.issuperset(readout.staged):
-        return readout
-    own = tuple(tap for tap in readout.taps if tap in local)
-    return replace(readout, taps=own) if own and readout.kind == "lens" else None
-
-
-def translated(
-    job: Job, rows: torch.Tensor, translator: TranslatorModule
-) -> torch.Tensor:
-    """Apply to each of the rows `[R, hidden_size]` the linear map of its layer."""
-    if "layers" not in job.kept:
-        job.kept["layers"] = _rows_by_layer(job, rows.device)
-    out = torch.empty_like(rows)
-    for layer, index in job.kept["layers"].items():
-        own = rows[index]
-        mapped = own @ translator.weights[layer].T
-        if layer in translator.biases:
-            mapped = mapped + translator.biases[layer]
-        out[index] = own + mapped if translator.residual else mapped
-    return out
-
-
-def _rows_by_layer(job: Job, device: torch.device) -> dict[int, torch.Tensor]:
-    found: dict[int, list[int]] = {}
-    for entry in job.entries:
-        taps = entry.readout.taps
-        for number in range(entry.num_rows):
-            layer = taps[number % len(taps)][0]
-            found.setdefault(layer, []).append(entry.first + number)
-    return {layer: torch.tensor(rows).to(device) for layer, rows in found.items()}
+def _on_host(results: Sequence[JobResult]) -> list[JobResult]:
+    """Results whose arrays are being copied to the host."""
+    return [
+        JobResult(
+            one.entries,
+            one.shift,
+            {name: _to_host(array) for name, array in one.arrays.items()},
+            one.errors,
+        )
+        for one in results
+    ]
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

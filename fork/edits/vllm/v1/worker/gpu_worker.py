@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's output carries its readouts; a worker flushes rows before stop and sleep."""
 
-from fork.language import add_import, after, first, replace
+from fork.language import add_argument, add_import, after, first, replace
 
 EDITS = [
     add_import(
@@ -26,13 +26,25 @@ intermediate_tensors = AsyncIntermediateTensors(
         insert="""
 residual_stream.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_comm)
 """,
-        why="Rows to read out and gates of conditions come from earlier stages.",
+        why="Readouts, rows and gates of conditions come from earlier stages.",
+    ),
+    add_argument(
+        scope="Worker.execute_model",
+        call="get_pp_group().irecv_tensor_dict",
+        argument="all_gather_tensors=residual_stream.UNSLICED",
+        why="Only rank 0 has rows and results, so ranks do not send slices of them.",
+    ),
+    add_argument(
+        scope="Worker.execute_model",
+        call="get_pp_group().isend_tensor_dict",
+        argument="all_gather_tensors=residual_stream.UNSLICED",
+        why="As where they are received.",
     ),
     replace(
         scope="Worker.execute_model",
         anchor="output.tensors",
         by="residual_stream.send_rows(self, output.tensors)",
-        why="Rows and gates travel with the hidden states of their step.",
+        why="Readouts, rows and gates travel with the hidden states of their step.",
     ),
     first(
         scope="Worker.sleep",

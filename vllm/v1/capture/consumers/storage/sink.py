@@ -154,14 +154,12 @@ class StorageSink:
     def submit_chunk_batch(self, chunks: Sequence[CaptureChunk]) -> None:
         """Take rows; blocks while the buffer is full."""
         self._start()
-        size = 0
-        for chunk in chunks:
-            request_id, layer, hook = chunk.key
-            request = self._request(request_id)
-            if request.failure is None:
-                request.rows.add((layer, hook), chunk.tensor)
-                size += chunk.tensor.nbytes
-        self._budget.add(size)
+        requests = [self._request(chunk.key[0]) for chunk in chunks]
+        taken = [pair for pair in zip(requests, chunks) if pair[0].failure is None]
+        # Counted first: a thread that spills the request may release rows at once.
+        self._budget.add(sum(chunk.tensor.nbytes for _, chunk in taken))
+        for request, chunk in taken:
+            request.rows.add(chunk.key[1:], chunk.tensor)
         if self._budget.held > self._limits.buffer_bytes:
             self._relieve({chunk.key[0] for chunk in chunks})
 
@@ -220,7 +218,8 @@ class StorageSink:
         if failure is not None:
             self._lose(request, failure)
         else:
-            self._budget.release(freed)
+            # Rows that were lost meanwhile do not show that the disk works.
+            self._budget.release(freed, written=freed > 0)
             self._note_spilled(freed)
 
     def rewritten_bytes(self) -> int:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation of each job, on its rows."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.steering.sae import SparseAutoencoder
+from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
+from vllm.v1.readouts.worker.custom import CustomReadouts
+from vllm.v1.readouts.worker.head import Head, lens_values
+from vllm.v1.readouts.worker.kinds import (
+    Arrays,
+    inline_probe,
+    norms,
+    probe_values,
+    stacked_probe_values,
+)
+from vllm.v1.readouts.worker.pending import JobResult
+from vllm.v1.readouts.worker.program import Job, ReadingRequest
+from vllm.v1.readouts.worker.sae import sae_values
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Operations:
+    """Computes jobs on the device. Engine thread only."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        head: Head,
+        requests: Mapping[str, ReadingRequest],
+        device: torch.device,
+    ) -> None:
+        """Start without custom readouts.
+
+        Args:
+            vllm_config: the engine's configuration.
+            head: of the model.
+            requests: those with readouts, by id; kept up to date by the caller.
+            device: the device of the model.
+
+        """
+        self._head = head
+        self._requests = requests
+        self._device = device
+        self._width = vllm_config.model_config.get_hidden_size()
+        self._custom = CustomReadouts(vllm_config)
+
+    def compute(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
+        """The arrays of a job's result.
+
+        Args:
+            job: not one that reduces rows.
+            rows: `[R, hidden_size]`.
+            result: gets the errors of entries.
+
+        """
+        match job.key:
+            case ("probe", ProbeModule() as module):
+                return probe_values(module, rows)
+            case ("probes", *_):
+                return self._own_probes(job, rows)
+            case ("lens", *_) if self._head.refusal:
+                # An error of these requests: the step has others as well.
+                refused = f"no lens on this model: {self._head.refusal}"
+                result.errors.update(dict.fromkeys(range(len(job.entries)), refused))
+                return {}
+            case ("lens", top_k, tokens, translator):
+                if translator is not None:
+                    rows = translated(job, rows, translator)
+                return lens_values(self._head, rows, top_k, tokens)
+            case ("sae", SparseAutoencoder() as sae, top_k, features):
+                return sae_values(sae, rows, top_k, features)
+            case ("norm",):
+                return norms(job, rows)
+            case ("custom", *_):
+                return self._custom_values(job, rows, result)
+        return {"rows": rows}
+
+    def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
+        """Probes given in requests: a single product if each entry has one row."""
+        if "probes" not in job.kept:
+            job.kept["probes"] = [
+                inline_probe(entry.readout.probe, self._width, self._device)
+                for entry in job.entries
+                if entry.readout.probe is not None
+            ]
+        modules = job.kept["probes"]
+        if all(entry.count == 1 for entry in job.entries):
+            return stacked_probe_values(modules, rows)
+        parts = [
+            probe_values(module, rows[entry.first : entry.first + entry.num_rows])
+            for module, entry in zip(modules, job.entries)
+        ]
+        return {"values": torch.cat([part["values"] for part in parts])}
+
+    def _custom_values(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
+        found: Arrays = {}
+        for number, entry in enumerate(job.entries):
+            own = rows[entry.first : entry.first + entry.num_rows]
+            own = own.view(entry.count, len(entry.readout.taps), -1)
+            prompt = self._requests[entry.req_id].num_prompt_tokens
+            values = self._custom.compute(entry, result.shift, own, prompt)
+            if isinstance(values, str):
+                result.errors[number] = values
+            else:
+                found[str(number)] = values
+        return found
+
+
+def translated(
+    job: Job, rows: torch.Tensor, translator: TranslatorModule
+) -> torch.Tensor:
+    """Apply to each of the rows `[R, hidden_size]` the linear map of its layer."""
+    if "layers" not in job.kept:
+        job.kept["layers"] = _rows_by_layer(job, rows.device)
+    out = torch.empty_like(rows)
+    for layer, index in job.kept["layers"].items():
+        own = rows[index]
+        mapped = own @ translator.weights[layer].T
+        if layer in translator.biases:
+            mapped = mapped + translator.biases[layer]
+        out[index] = own + mapped if translator.residual else mapped
+    return out
+
+
+def _rows_by_layer(job: Job, device: torch.device) -> dict[int, torch.Tensor]:
+    found: dict[int, list[int]] = {}
+    for entry in job.entries:
+        taps = entry.readout.taps
+        for number in range(entry.num_rows):
+            layer = taps[number % len(taps)][0]
+            found.setdefault(layer, []).append(entry.first + number)
+    return {layer: torch.tensor(rows).to(device) for layer, rows in found.items()}
