@@ -100,17 +100,21 @@ def _intervene(
     leads: bool,
     first: int,
 ) -> None:
-    width = hidden.shape[-1]
-    whole, hidden = whole.view(-1, width), hidden.view(-1, width)
-    residual = None if residual is None else residual.view(-1, width)
+    if hidden.dim() > 2:
+        width = hidden.shape[-1]
+        whole, hidden = whole.view(-1, width), hidden.view(-1, width)
+        residual = None if residual is None else residual.view(-1, width)
+    own = gates
+    if first:  # A slice of everything would take longer than a token's program.
+        rows, own = rows[first:], gates[first:]
     if hidden.is_cuda:
         launch_programs(
             whole,
             hidden,
             residual,
             index,
-            rows[first:],
-            gates[first:],
+            rows,
+            own,
             leads=leads,
             early=begins_early(),
             first=first,
@@ -122,8 +126,8 @@ def _intervene(
             hidden,
             residual,
             index,
-            rows[first:],
-            gates[first:],
+            rows,
+            own,
             leads=leads,
             first=first,
         )
