@@ -222,7 +222,7 @@ class WorkerSteering:
         """Assign a row to each token; returns the ops that must launch."""
         if self.is_idle:
             return self._plan_nothing()
-        if self._decoding is not None and self._decoding.goes_on(view):
+        if self._decoding is not None and self._decoding.continues(view):
             return self._launches
         self._decoding = None
         pairs = self._rows_of_requests(view.req_ids)
