@@ -13,6 +13,8 @@ import numpy as np
 Tap: TypeAlias = tuple[int, str]
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
+Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
+"""Arrays by name: dtype, shape and data in row-major order."""
 MAX_PACKED = 4096
 """Largest size of an array, in bytes, that is packed with its part."""
 
@@ -146,10 +148,10 @@ class ReadoutPart(msgspec.Struct, array_like=True):
     """Whether the arrays hold one value for all tokens."""
     error: str = ""
     """Why there is no result; empty if there is."""
-    packed: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    """Small arrays between processes: dtype, shape and data in row-major order.
+    packed: Packed = {}
+    """Small arrays, between processes.
 
-    An array is a message of its own otherwise, and a step has hundreds of them.
+    Each array is a message of its own otherwise, and a step has dozens of them.
     """
 
     def pack(self) -> None:
