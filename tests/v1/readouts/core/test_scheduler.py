@@ -91,7 +91,8 @@ def test_drafts_that_are_all_rejected_leave_one_row() -> None:
 def test_arrays_are_the_same_between_processes(array: np.ndarray[Any, Any]) -> None:
     part = ReadoutPart("p", 0, 1, {"a": array.copy(), "large": np.zeros(MAX_PACKED)})
     part.pack()
-    assert list(part.arrays) == ["large"] + ["a"] * (array.nbytes > MAX_PACKED)
+    assert ("a" in part.arrays) == (array.nbytes > MAX_PACKED)
+    assert "large" in part.arrays
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(part.packed), type=Packed)
     part.packed = received
     part.unpack()
