@@ -33,7 +33,7 @@ from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.storage import quantize  # noqa: E402
 from vllm.v1.capture.memory import row_copy  # noqa: E402
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_all  # noqa: E402
-from vllm.v1.capture.native import library  # noqa: E402
+from vllm.v1.residual.native import library  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 GOAL = 1.3

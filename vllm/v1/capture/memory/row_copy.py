@@ -20,7 +20,7 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import available_cpu_count
-from vllm.v1.capture.native import library
+from vllm.v1.residual.native import library
 
 Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
 """The fields of the copy in `csrc/rows/gather.h`, in its order."""

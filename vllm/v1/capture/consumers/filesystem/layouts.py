@@ -19,8 +19,8 @@ from vllm.v1.capture.consumers.storage.codecs import Codec, Raw, parse_codec
 from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.request import StoredRequest
-from vllm.v1.capture.native import Bytes
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.residual.native import Bytes
 
 
 @dataclass(frozen=True, slots=True)
