@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture import native
 from vllm.v1.capture.memory import row_copy
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_all, copy_rows, shares
+from vllm.v1.residual import native
 
 WIDTH, ROWS = 3, 60
 
