@@ -37,7 +37,7 @@ from benchmarks.harness import reports  # noqa: E402
 from benchmarks.harness.host_memory import NAME as HOST_MEMORY  # noqa: E402
 from benchmarks.harness.host_memory import plug_in  # noqa: E402
 from benchmarks.harness.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
-from vllm.v1.capture.memory import parallel_copy, row_copy  # noqa: E402
+from vllm.v1.capture.memory import row_copy  # noqa: E402
 from vllm.v1.capture.plan import OPEN_END, Tap  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
@@ -165,8 +165,8 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
-        for module, name in ((parallel_copy, "_copy_some"), (row_copy, "_gather")):
-            setattr(module, name, partial(self._timed, getattr(module, name)))
+        for name in ("_copy_some", "_gather"):
+            setattr(row_copy, name, partial(self._timed, getattr(row_copy, name)))
 
     def _timed(self, copy: Callable[..., None], *what: Any) -> None:
         begin = time.thread_time()

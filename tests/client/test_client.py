@@ -27,7 +27,7 @@ from clearbox_client import (
 )
 
 from vllm.v1.capture.frontend.http import rows_as_json
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 
 CLIENT = Path(__file__).parents[2] / "client"
 

@@ -25,7 +25,7 @@ from vllm.v1.capture.frontend.unsent import (
     UnsentRows,
     when_response_ends,
 )
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport import handouts as handouts_module
 from vllm.v1.capture.transport.handouts import Handouts
 from vllm.v1.capture.types import CaptureResult

@@ -99,7 +99,7 @@ def test_options_that_cannot_be_carried_out_are_refused(options, message) -> Non
 
 
 def test_the_last_rows_alone() -> None:
-    from vllm.v1.capture.payload import RowsByTap
+    from vllm.v1.capture.results import RowsByTap
 
     rows = torch.randn(6, 4)
     prompt, generated = RowsByTap(), RowsByTap()

@@ -10,7 +10,7 @@ from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.sources import digest
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import ReadoutResult
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 
 PROMPT = "probe_prompt"
 GENERATED = "probe_generated"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.v1.capture.consumers.inline import InlineConsumer
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 

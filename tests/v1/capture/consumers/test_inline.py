@@ -10,7 +10,7 @@ from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.inline import InlineConsumer
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.http import as_json
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.zmq_channel import ResultMessage
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 

@@ -12,7 +12,7 @@ from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
 from vllm.v1.capture.consumers.memory.store import selected
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 
 TAPS = {(0, "pre_attn"): 3, (2, "post_block"): 5}
 ROWS = {tap: rows_of(n, 8, n, torch.bfloat16) for tap, n in TAPS.items()}

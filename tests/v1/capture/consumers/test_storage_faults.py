@@ -17,7 +17,7 @@ from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, row
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import request, sink
-from vllm.v1.capture.consumers.storage.rows import RequestRows
+from vllm.v1.capture.consumers.storage.request import RequestRows
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import RowFiles

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.row_buffer import RowBuffer
-from vllm.v1.capture.dispatch.step_buffer import rows_in
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import StagedStep, rows_in
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
+from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
@@ -86,7 +86,7 @@ class Bench:
         layout = placed.layout
         segment = self.staging.ring.reserve(layout.num_rows, timeout=5)
         assert segment is not None
-        slots = layout.slots(range(TAPS), count)
+        slots = slots_of(layout, range(TAPS), count)
         for row, name in enumerate(names):
             position = starts[name] + (shifts or {}).get(name, 0)
             for tap in range(TAPS):

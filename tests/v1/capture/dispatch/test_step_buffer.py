@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatch.step_chain import Found, StagedStep, StepChain
+from vllm.v1.capture.dispatch.step_buffer import Found, StagedStep, StepChain
 from vllm.v1.capture.memory.row_copy import copy_rows
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Segment
+from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
@@ -47,7 +48,7 @@ class Steps:
         assert placed is not None
         layout = placed.layout
         segment = Segment(self._end, layout.num_rows)
-        slots = layout.slots(range(TAPS), len(names))
+        slots = slots_of(layout, range(TAPS), len(names))
         for row, name in enumerate(names):
             for group in range(TAPS):
                 if slots[group, row] >= 0:

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.memory.buffer_pool import Bytes
-from vllm.v1.capture.memory.extents import Extents
+from vllm.v1.capture.memory.buffer_pool import Bytes, Extents
 from vllm.v1.capture.memory.pinned import Pages
 from vllm.v1.capture.memory.shared import ALIGNMENT
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled copy and torch's copy give the same result."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,11 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture import native
 from vllm.v1.capture.memory import row_copy
-from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
+from vllm.v1.capture.memory.row_copy import RowCopy, copy_all, copy_rows, shares
+from vllm.v1.residual import native
 
 WIDTH, ROWS = 3, 60
+
+
+@contextmanager
+def copying_threads(number: int) -> Iterator[pytest.MonkeyPatch]:
+    """Copies of a few bytes use this number of threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_copy, "num_threads", lambda: number)
+        patch.setattr(row_copy, "PIECE_BYTES", 16)
+        row_copy._pool.cache_clear()
+        yield patch
+    row_copy._pool.cache_clear()
 
 
 @st.composite
@@ -25,9 +38,9 @@ def some_copies(draw: st.DrawFn) -> list[RowCopy]:
         taps, num_rows = draw(st.integers(1, 3)), draw(st.integers(1, 5))
         place, room = draw(st.integers(0, 3)), draw(st.integers(0, 2))
         target = torch.zeros(taps, place + num_rows + room, WIDTH, dtype=source.dtype)
-        first, apart = draw(st.integers(0, 20)), draw(st.integers(1, 8))
-        distance = draw(st.sampled_from([1, 1, 3, 5]))
-        copy = target, place, source, first, num_rows, apart, distance
+        first, tap_stride = draw(st.integers(0, 20)), draw(st.integers(1, 8))
+        row_stride = draw(st.sampled_from([1, 1, 3, 5]))
+        copy = target, place, source, first, num_rows, tap_stride, row_stride
         copies.append(RowCopy(*copy))
     return copies
 
@@ -37,16 +50,15 @@ def test_each_row_lands_where_it_must(
     copies: list[RowCopy], threads: int, compiled: bool
 ) -> None:
     expected = []
-    for target, place, source, first, num_rows, apart, distance in copies:
+    for target, place, source, first, num_rows, tap_stride, row_stride in copies:
         wanted = torch.zeros_like(target)
         for tap in range(len(target)):
             for row in range(num_rows):
-                at = first + tap * apart + row * distance
+                at = first + tap * tap_stride + row * row_stride
                 wanted[tap, place + row] = source[at]
         expected.append(wanted)
     assert native.library() is not None, "fork build leaves the native library out here"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_copy, "threads_for", lambda num_bytes: threads)
+    with copying_threads(threads) as patch:
         if not compiled:
             patch.setattr(row_copy, "library", lambda: None)
         copy_rows(copies)
@@ -58,3 +70,32 @@ def test_rows_that_would_lie_over_others_are_refused() -> None:
     library: Any = native.library()
     with pytest.raises(ValueError, match="lie over"):
         library.gather_rows([(0, 4, 0, 0, 0, 2, 2)], 3, 1)
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7)),
+    st.permutations([0, 1, 2]),
+    st.integers(1, 5),
+)
+def test_any_order_of_rows_is_copied_by_any_number_of_threads(
+    shape: tuple[int, int, int], order: list[int], threads: int
+) -> None:
+    with copying_threads(threads):
+        source = torch.randn(*shape, 6).to(torch.bfloat16).permute(*order, 3)
+        target = torch.zeros(source.shape, dtype=torch.bfloat16)
+        copy_all([(target, source)])
+        assert torch.equal(target, source)
+        again = [torch.zeros_like(target) for _ in range(3)]
+        copy_all([(one, source) for one in again])
+        assert all(torch.equal(one, source) for one in again)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 60))
+def test_each_thread_gets_about_as_much(rows: list[int], size: int) -> None:
+    copies = [(torch.zeros(1, n, 2).byte(), torch.zeros(1, n, 2).byte()) for n in rows]
+    parts = shares(copies, size)
+    lengths = [sum(target.nbytes for target, _ in part) for part in parts]
+    assert sum(lengths) == 2 * sum(rows)
+    assert all(size <= length for length in lengths[:-1])
+    largest = max(target.nbytes for part in parts for target, _ in part)
+    assert largest <= size + 2 and all(length < size + largest for length in lengths)

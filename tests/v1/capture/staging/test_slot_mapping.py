@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging import slot_mapping as module
 from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.slot_mapping import SlotMapping
+from vllm.v1.capture.staging.slot_mapping import SlotMapping, slots_of
 from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
@@ -52,7 +52,7 @@ def test_slots_are_those_of_the_last_step(data: st.DataObject, views: int) -> No
             patch.setattr(module, "MOST_VIEWS", views)
             slots.write(placed.layout, 5 * step, rows + padding)
         expected = np.full((TAPS, slots.of_taps.shape[1]), -1)
-        expected[:, :rows] = placed.layout.slots(range(TAPS), rows)
+        expected[:, :rows] = slots_of(placed.layout, range(TAPS), rows)
         assert slots.of_taps.tolist() == expected.tolist()
         assert slots.base.item() == 5 * step
 

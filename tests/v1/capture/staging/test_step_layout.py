@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
 from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
+from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout, steps_alike
 from vllm.v1.residual.step_view import StepView
 
@@ -51,9 +52,9 @@ def described(placed: PlacedStep | None) -> Described | None:
     picks: set[tuple[object, ...]] = set()
     for block in layout.blocks:
         picks |= {(block.columns, *pick) for pick in block.picks}
-        for req_id, seat in block.seated.items():
-            start, row = seat.origin + placed.shift, layout.row_of[req_id]
-            picks.add((block.columns, req_id, seat.group, start, 1, row))
+        for req_id, block_row in block.decoding.items():
+            start, row = block_row.origin + placed.shift, layout.row_of[req_id]
+            picks.add((block.columns, req_id, block_row.group, start, 1, row))
     return picks, layout.launches
 
 
@@ -78,12 +79,12 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described
 def check_slots(placed: PlacedStep, num_rows: int) -> None:
     """Check that each row has a separate place, according to its block."""
     layout, base = placed.layout, 0
-    slots = layout.slots(range(TAPS), num_rows)
+    slots = slots_of(layout, range(TAPS), num_rows)
     expected = np.full_like(slots, -1)
     for block in layout.blocks:
         parts = [
-            (1, layout.row_of[req_id], seat.place)
-            for req_id, seat in block.seated.items()
+            (1, layout.row_of[req_id], block_row.place)
+            for req_id, block_row in block.decoding.items()
         ]
         parts += [
             (count, row, offset)
@@ -100,7 +101,7 @@ def check_slots(placed: PlacedStep, num_rows: int) -> None:
     assert len(set(used)) == len(used)
     assert layout.num_rows == base <= max(MOST_ROWS, len(used))
     part = layout.columns
-    assert layout.slots(part, num_rows).tolist() == slots[part].tolist()
+    assert slots_of(layout, part, num_rows).tolist() == slots[part].tolist()
     assert (np.delete(slots, part, axis=0) == -1).all()
 
 

@@ -10,9 +10,9 @@ import sys
 
 import torch
 
+from vllm.v1.capture.memory.budget import collect_all
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.memory.reclaim import collect_all
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 

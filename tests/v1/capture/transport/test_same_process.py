@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.same_process import hand_over
 from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
 from vllm.v1.capture.types import CaptureResult

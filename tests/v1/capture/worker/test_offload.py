@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Offload
 from vllm.v1.residual.step_view import TrueStarts

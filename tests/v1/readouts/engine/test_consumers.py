@@ -16,7 +16,7 @@ from vllm import RequestOutput
 from vllm.v1.capture.consumers.arrow.table import rows_of
 from vllm.v1.capture.consumers.filesystem.reader import load_index, read_request
 from vllm.v1.capture.consumers.filesystem.store import CaptureStore
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import ReadoutResult
 
 pytestmark = pytest.mark.e2e

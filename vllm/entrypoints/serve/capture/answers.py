@@ -17,8 +17,8 @@ from fastapi.responses import StreamingResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.frontend.unsent import current_response
-from vllm.v1.capture.memory.parallel_copy import num_threads
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.memory.row_copy import num_threads
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.bodies import (
     FORMS,
     Piece,

@@ -8,12 +8,16 @@ from typing import Any, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.capture.capabilities import sink_capabilities
-from vllm.v1.capture.delivery.drops import DroppedRows
-from vllm.v1.capture.delivery.packet_queue import Ending, Opening, Packet, PacketQueue
+from vllm.v1.capture.delivery.packet_queue import (
+    DroppedRows,
+    Ending,
+    Opening,
+    Packet,
+    PacketQueue,
+)
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
 from vllm.v1.capture.failures import FAILURES, described
-from vllm.v1.capture.payload import RowsByTap
-from vllm.v1.capture.results import merge
+from vllm.v1.capture.results import RowsByTap, merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.types import (

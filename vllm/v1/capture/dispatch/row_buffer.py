@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a request's rows after they leave staging memory.
 
+A decoding request has one row in each step. As long as its row index stays the same,
+these rows lie at a constant stride on the host and are described by one `Piece`: the
+cost per request is that per piece, not per row.
+
 Rows of generated tokens arrive one at a time and are delivered together at the end.
 They are placed consecutively from the start, so that they need not be joined later.
 """
@@ -11,9 +15,111 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.capture.dispatch.ledger import Rows
-from vllm.v1.capture.dispatch.row_spans import Piece
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.row_copy import RowCopy
+
+
+class Span(NamedTuple):
+    """Consecutive steps with the same layout, adjacent on the host."""
+
+    num_steps: int
+    step: int
+    """Number of the last step."""
+    step_before: int
+    """Number of the second to last step, if there is one."""
+    memory: torch.Tensor  # [rows, hidden_size]
+    num_rows: int
+    """Rows of one step, of all requests at all taps."""
+
+
+class Piece:
+    """Rows of one request and group at consecutive positions, of one or more steps."""
+
+    __slots__ = (
+        "_first",
+        "_memory",
+        "_row_stride",
+        "_tap_stride",
+        "_taps",
+        "num_rows",
+        "num_steps",
+        "page",
+        "start",
+        "step",
+        "step_before",
+    )
+
+    def __init__(
+        self,
+        span: Span,
+        start: int,
+        num_rows: int,
+        first: int,
+        tap_stride: int,
+        taps: int,
+    ) -> None:
+        """Describe the rows that a request has in a span.
+
+        Args:
+            span: the steps; if there are several, each has one row of the request.
+            start: token position of the first row.
+            num_rows: rows per step.
+            first: index of the first row at the first tap in the span's memory.
+            tap_stride: from tap to tap, in rows.
+            taps: number of taps.
+
+        """
+        self.start = start
+        """Token position of the first row."""
+        self.num_rows = num_rows * span.num_steps
+        self.num_steps = span.num_steps
+        """If there are several, each has one row."""
+        self.step = span.step
+        """The engine step that computed the last row."""
+        self.step_before = span.step_before
+        """The step before it, if there are several."""
+        self.page: tuple[torch.Tensor, int] | None = None
+        """A page `[taps, rows, hidden_size]` and the index of the first row in it.
+
+        None if the rows are in the host ring.
+        """
+        self._memory = span.memory
+        self._first = first
+        self._row_stride = span.num_rows
+        self._tap_stride = tap_stride
+        self._taps = taps
+
+    def continues(self, before: "Piece") -> bool:
+        """Whether both have one row per step, and this one continues `before`."""
+        return (
+            self.start == before.start + before.num_rows
+            and self.num_rows == self.num_steps
+            and before.num_rows == before.num_steps
+            and self.step != before.step
+            and self.page is before.page is None
+        )
+
+    def copy_to(self, memory: torch.Tensor, place: int) -> RowCopy:
+        """The copy of the rows to `memory` `[taps, capacity, hidden_size]`.
+
+        `place` is the index of the first row there.
+        """
+        row_stride = 1 if self.num_steps == 1 else self._row_stride
+        return RowCopy(
+            memory,
+            place,
+            self._memory,
+            self._first,
+            self.num_rows,
+            self._tap_stride,
+            row_stride,
+        )
+
+    @property
+    def width(self) -> int:
+        """Values per row."""
+        return self._memory.shape[1]
+
 
 GATHERED = 256
 """Capacity, in rows, of memory for rows that arrive a few at a time."""
@@ -30,7 +136,7 @@ class Run(NamedTuple):
     """The step of the second to last row, if there are several."""
     step: int
 
-    def goes_on(self, before: "Run") -> bool:
+    def continues(self, before: "Run") -> bool:
         """Whether the rows continue `before` in position and in memory."""
         return (
             self.start == before.start + before.num_rows
@@ -112,7 +218,7 @@ class RowBuffer:
                 continue
             before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
             run = Run(first.start, num_rows, memory, place, before, last.step)
-            if self._run is not None and run.goes_on(self._run):
+            if self._run is not None and run.continues(self._run):
                 run = run.after(self._run)
             else:
                 yield from self.rest()
@@ -158,7 +264,7 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """The pieces in order, grouped into those that continue each other."""
     stretch: list[Piece] = []
     for piece in pieces:
-        if stretch and not piece.goes_on(stretch[-1]):
+        if stretch and not piece.continues(stretch[-1]):
             yield stretch
             stretch = []
         stretch.append(piece)

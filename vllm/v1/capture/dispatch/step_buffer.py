@@ -4,25 +4,184 @@
 While requests start and end, only few consecutive steps have the same layout, and
 distributing rows after every few steps would dominate the cost. Rows therefore wait
 until many steps have accumulated. A request that ends gets its own rows earlier.
+
+Steps of the same shape that are adjacent in memory form a chain. A request that keeps
+its row index has rows at a constant stride in a chain, which are one piece however many
+steps there are. Work is done only when a request gets or loses its row index.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.v1.capture.dispatch.row_spans import Piece, Span
-from vllm.v1.capture.dispatch.step_chain import Found, StagedStep, StepChain
-from vllm.v1.capture.staging.blocks import Block
+from vllm.v1.capture.dispatch.row_buffer import Piece, Span
+from vllm.v1.capture.staging.blocks import Block, BlockRow
+from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.step_layout import PlacedStep
+from vllm.v1.residual.step_view import TrueStarts
+
+Found: TypeAlias = tuple[str, int, Piece]
+"""A request, the index of its group, and a piece of its rows."""
+
+
+class StagedStep(NamedTuple):
+    """A step whose rows are in staging memory or being copied to the host."""
+
+    step: int
+    placed: PlacedStep
+    segment: Segment
+    true_starts: TrueStarts | None = None
+    """The true positions, if those in `placed` are only assumed."""
+    places: Places | None = None
+    """The pages of prompts' rows that are not copied to the host ring."""
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the step cannot be part of a chain."""
+        return (
+            self.true_starts is not None
+            or self.places is not None
+            or any([block.picks for block in self.placed.layout.blocks])
+        )
+
+
+class ChainRow(NamedTuple):
+    """A request that has a row index in the current steps of a chain."""
+
+    block_row: BlockRow
+    since: int
+    """Index in the chain of the first step whose row was not taken."""
+
+
+class StepChain:
+    """A chain of steps, and since which step each request has had its row index."""
+
+    def __init__(self, first: StagedStep, memory: torch.Tensor) -> None:
+        """Start with one step.
+
+        Args:
+            first: a step that does not stand alone.
+            memory: the host ring, `[rows, hidden_size]`.
+
+        """
+        self._first = self._last = first
+        self._memory = memory
+        self._by_request: list[dict[str, ChainRow]] = [
+            {req_id: ChainRow(row, 0) for req_id, row in block.decoding.items()}
+            for block in first.placed.layout.blocks
+        ]
+        """By block, then by request."""
+
+    @property
+    def _length(self) -> int:
+        return self._last.step - self._first.step + 1
+
+    def follows(self, step: StagedStep) -> bool:
+        """Whether a step continues the chain: same shape, and adjacent in memory."""
+        last, layout = self._last, step.placed.layout
+        return (
+            step.segment.start == last.segment.start + last.segment.num_rows
+            and step.placed.shift == last.placed.shift + 1
+            and step.step == last.step + 1
+            and not step.stands_alone
+            and (layout is last.placed.layout or self._has_shape(layout.blocks))
+        )
+
+    def _has_shape(self, blocks: Sequence[Block]) -> bool:
+        mine = self._first.placed.layout.blocks
+        return len(blocks) == len(mine) and all(
+            [
+                block.columns == own.columns and block.num_rows == own.num_rows
+                for block, own in zip(blocks, mine)
+            ]
+        )
+
+    def add(self, step: StagedStep) -> list[Found]:
+        """Append a step that `follows`.
+
+        Returns:
+            The rows of requests that have lost or changed their row index.
+
+        """
+        found: list[Found] = []
+        layout, before = step.placed.layout, self._last.placed.layout
+        if layout is not before:
+            changed = layout.changed if layout.number == before.number + 1 else None
+            for number, block in enumerate(layout.blocks):
+                found.extend(self._change(number, block, changed))
+        self._last = step
+        return found
+
+    def _change(
+        self, number: int, block: Block, changed: Collection[str] | None
+    ) -> Iterator[Found]:
+        """Update the requests in `changed`, by default all, for a new layout."""
+        by_request, length = self._by_request[number], self._length
+        if changed is None:
+            changed = by_request.keys() | block.decoding.keys()
+        for req_id in changed:
+            had, block_row = by_request.get(req_id), block.decoding.get(req_id)
+            if had is not None and had.block_row is not block_row:
+                yield from self._take(number, req_id)
+                del by_request[req_id]
+                had = None
+            if had is None and block_row is not None:
+                by_request[req_id] = ChainRow(block_row, length)
+
+    def take(self, req_id: str) -> list[Found]:
+        """Return the rows of a request that were not taken, and mark them taken."""
+        return [
+            found
+            for number in range(len(self._by_request))
+            for found in self._take(number, req_id)
+        ]
+
+    def take_all(self) -> list[Found]:
+        """Return all rows that were not taken, and mark them taken."""
+        return [
+            found
+            for number, by_request in enumerate(self._by_request)
+            for req_id in by_request
+            for found in self._take(number, req_id)
+        ]
+
+    def has_rows_of(self, known: Container[str]) -> bool:
+        """Whether a request in `known` has rows that were not taken."""
+        length = self._length
+        return any(
+            had.since < length and req_id in known
+            for by_request in self._by_request
+            for req_id, had in by_request.items()
+        )
+
+    def _take(self, number: int, req_id: str) -> Iterator[Found]:
+        """The rows of a request in one block that were not taken."""
+        had = self._by_request[number].get(req_id)
+        length = self._length
+        if had is None or had.since == length:
+            return
+        first, (block_row, since) = self._first, had
+        blocks = first.placed.layout.blocks
+        block, rows = blocks[number], first.segment.num_rows
+        before = sum([len(b.columns) * b.num_rows for b in blocks[:number]])
+        last = self._last.step
+        span = Span(length - since, last, last - 1, self._memory, rows)
+        start = block_row.origin + first.placed.shift + since
+        place = first.segment.start + since * rows + before + block_row.place
+        piece = Piece(span, start, 1, place, block.num_rows, len(block.columns))
+        self._by_request[number][req_id] = ChainRow(block_row, length)
+        yield req_id, block_row.group, piece
+
 
 ByGroup: TypeAlias = defaultdict[int, list[Piece]]
 """The pieces of a request by group index, in the order of their steps."""
 
 
-class Pending:
+class StepBuffer:
     """The rows that wait, in order; used on the dispatch thread only."""
 
     def __init__(self, staging: Staging, known: Container[str]) -> None:
@@ -52,7 +211,7 @@ class Pending:
                 continue
             self._end_chain()
             if step.stands_alone:
-                self._keep(apart(step, self._staging.host_rows))
+                self._keep(pieces_of(step, self._staging.host_rows))
             else:
                 self._chain = StepChain(step, self._staging.host_rows)
 
@@ -97,7 +256,7 @@ class Pending:
                 self._pieces[req_id][group].append(piece)
 
 
-def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
+def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     """The pieces of a step that cannot be part of a chain."""
     base, places = step.segment.start, step.places or {}
     span = Span(1, step.step, -1, host_rows, step.segment.num_rows)
@@ -114,8 +273,8 @@ def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
 
 def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:
     """Yields `(request, group, position, number of rows, index in the block)`."""
-    for req_id, seat in block.seated.items():
-        yield req_id, seat.group, seat.origin + step.placed.shift, 1, seat.place
+    for req_id, row in block.decoding.items():
+        yield req_id, row.group, row.origin + step.placed.shift, 1, row.place
     for (req_id, group, position, num_rows, _), offset in zip(
         block.picks, block.offsets
     ):

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, model_serializer
 
-from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.results import merge_samples
+from vllm.v1.capture.results import RowsByTap, is_by_tap, merge_samples, sendable
 from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
-from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import (
     LIVE,
     CapturePlan,
@@ -25,6 +24,7 @@ from vllm.v1.capture.plan import (
     contains,
     only_last,
 )
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
 
 if TYPE_CHECKING:

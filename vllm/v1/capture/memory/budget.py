@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget of a process's host memory for captured rows, accounted by purpose."""
+"""The budget of a process's host memory for captured rows, accounted by purpose.
+
+Who is short of memory asks all that have lent some to reclaim what was released.
+"""
 
 import threading
+import weakref
 from collections import Counter
+from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.memory.machine import memory_bytes
@@ -72,3 +77,25 @@ class HostBudget:
 
 BUDGET = HostBudget(memory_bytes() // HOST_SHARE)
 """The budget of this process."""
+
+
+class Collector(Protocol):
+    """Lends memory, and can find out what was released."""
+
+    def collect(self) -> None:
+        """Reclaim released memory without blocking; thread-safe."""
+        ...
+
+
+_collectors: "weakref.WeakSet[Collector]" = weakref.WeakSet()
+
+
+def collect_from(collector: Collector) -> None:
+    """Register `collector`, by a weak reference."""
+    _collectors.add(collector)
+
+
+def collect_all() -> None:
+    """Call `collect` on all registered objects."""
+    for collector in list(_collectors):
+        collector.collect()

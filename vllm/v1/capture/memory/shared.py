@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.logger import init_logger
-from vllm.v1.capture.memory.parallel_copy import num_threads
+from vllm.v1.capture.memory.row_copy import num_threads
 
 logger = init_logger(__name__)
 

@@ -5,17 +5,25 @@ At every tap the tokens of a step are the rows of a tensor `[num_tokens, hidden_
 The rows that the requests' plans select are laid out as blocks `[taps, rows]`. All
 requests that read the same taps share a block, so that the work per step does not grow
 with the number of layers.
+
+A decoding request keeps the same row index in every step, so that its rows of many
+steps lie at a constant stride in staging memory. The index of a request that ends is
+reused for the next one that starts. An unused index is a staging row that nothing
+writes. Work is done only for the requests that start or end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, Tap, overlap
+
+Columns: TypeAlias = tuple[int, ...]
+"""Indices of taps among those of this process; they identify a block."""
+
+MOST_EMPTY = 8
+"""Row indices are compacted if more than this many, and a quarter, are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,7 @@ class LocalGroup:
     """A group of a plan, reduced to the taps of this process."""
 
     taps: tuple[Tap, ...]
-    columns: tuple[int, ...]
+    columns: Columns
     """Index of each tap among the taps of this process."""
     ranges: Ranges
     readers: tuple[Reader, ...]
@@ -73,9 +81,9 @@ class BlockRow(NamedTuple):
 class Block(NamedTuple):
     """Rows of a step at the same taps: staging rows `[len(columns), num_rows]`."""
 
-    columns: tuple[int, ...]
+    columns: Columns
     """Index of each tap among the taps of this process."""
-    seated: Mapping[str, BlockRow]
+    decoding: Mapping[str, BlockRow]
     """By request: the rows of requests that have one token in the step."""
     picks: Sequence[Pick]
     """Rows of requests that have several tokens in the step."""
@@ -87,7 +95,7 @@ class Block(NamedTuple):
 
 def pick_rows(
     req_id: str, groups: Sequence[LocalGroup], start: int, count: int, row: int
-) -> Iterator[tuple[tuple[int, ...], Pick]]:
+) -> Iterator[tuple[Columns, Pick]]:
     """Select the captured rows of a request that has several tokens in a step.
 
     Args:
@@ -107,59 +115,135 @@ def pick_rows(
             yield group.columns, pick
 
 
-def assign_slots(
-    blocks: Sequence[Block],
-    row_of: Mapping[str, int],
-    slots: npt.NDArray[np.int32],  # [some taps of this process, num_rows]
-    first_column: int = 0,
-) -> None:
-    """Write the staging row of each selected token into `slots`.
-
-    Staging rows count from the first one of the step. Each block is laid out as
-    `[taps, rows]`, the blocks one after the other.
-
-    Args:
-        blocks: of the step.
-        row_of: by decoding request, the index of its token in the step's tensors.
-        slots: written; its first row belongs to the tap `first_column`.
-        first_column: at most the lowest column of the blocks.
-
-    """
-    base = 0
-    for block in blocks:
-        rows = [row_of[req_id] for req_id in block.seated]
-        places = [seat.place for seat in block.seated.values()]
-        for (*_, count, row), offset in zip(block.picks, block.offsets):
-            rows.extend(range(row, row + count))
-            places.extend(range(offset, offset + count))
-        taps = len(block.columns)
-        if taps == 1:
-            slots[block.columns[0] - first_column, rows] = [base + at for at in places]
-            base += block.num_rows
-            continue
-        columns, firsts = _bases(block.columns, block.num_rows, base)
-        slots[columns - first_column, rows] = firsts + places
-        base += taps * block.num_rows
-
-
-@lru_cache(maxsize=8)
-def _bases(
-    columns: tuple[int, ...], num_rows: int, base: int
-) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
-    """A block's columns, and the first staging row of each; both `[columns, 1]`."""
-    stop = base + len(columns) * num_rows
-    return np.array(columns)[:, None], np.arange(base, stop, num_rows)[:, None]
-
-
-def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Slots `[num_taps, num_rows]` that are all -1 (all bits set): nothing is captured.
-
-    Made from a `bytearray`, because `np.full` would release the GIL.
-    """
-    memory = bytearray(b"\xff") * (4 * num_taps * num_rows)
-    return np.frombuffer(memory, dtype=np.int32).reshape(num_taps, num_rows)
-
-
 def rows_of(blocks: Sequence[Block]) -> int:
     """The number of staging rows that `blocks` use."""
     return sum(len(block.columns) * block.num_rows for block in blocks)
+
+
+class RowIndices:
+    """The row indices of one block, with a free list."""
+
+    __slots__ = ("_free", "number", "of")
+
+    def __init__(self) -> None:
+        self.of: dict[str, BlockRow] = {}
+        """The row of each request."""
+        self.number = 0
+        """The number of indices, including free ones."""
+        self._free: list[int] = []
+
+    def take(self, req_id: str, group: int, origin: int) -> None:
+        """Assign an index to a request; it keeps the one that it has."""
+        before = self.of.get(req_id)
+        if before is not None:
+            if before.origin == origin:
+                return
+            place = before.place
+        elif self._free:
+            place = self._free.pop()
+        else:
+            place = self.number
+            self.number += 1
+        self.of[req_id] = BlockRow(group, origin, place)
+
+    def free(self, req_id: str) -> None:
+        """Free the index of a request, if it has one."""
+        block_row = self.of.pop(req_id, None)
+        if block_row is not None:
+            self._free.append(block_row.place)
+
+    def compact(self) -> None:
+        """Renumber the requests so that no index is free."""
+        if self._free:
+            self.of = {
+                req_id: BlockRow(block_row.group, block_row.origin, place)
+                for place, (req_id, block_row) in enumerate(self.of.items())
+            }
+            self.number, self._free = len(self.of), []
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether so many indices are free that they should be compacted."""
+        return len(self._free) > max(MOST_EMPTY, self.number // 4)
+
+
+class BlockRows:
+    """The row indices, by block, of requests that had one token in the last step."""
+
+    def __init__(self, most_rows: int) -> None:
+        """Start without requests.
+
+        Args:
+            most_rows: staging rows that a step may use. If free indices make it
+                exceed them, the indices are compacted.
+
+        """
+        self._most_rows = most_rows
+        self._indices: dict[Columns, RowIndices] = {}
+
+    def unshare(self) -> None:
+        """Copy the indices before they change: blocks of earlier steps share them."""
+        for indices in self._indices.values():
+            indices.of = indices.of.copy()
+
+    def take(self, columns: Columns, req_id: str, group: int, origin: int) -> None:
+        """Assign a row of the block to a request.
+
+        Args:
+            columns: identify the block.
+            req_id: the request.
+            group: index among the request's local groups.
+            origin: see `BlockRow`.
+
+        """
+        indices = self._indices.get(columns)
+        if indices is None:
+            indices = self._indices[columns] = RowIndices()
+        indices.take(req_id, group, origin)
+
+    def free(self, columns: Columns, req_id: str) -> None:
+        """Free the request's row of the block."""
+        if columns in self._indices:
+            self._indices[columns].free(req_id)
+
+    def free_all(self, req_id: str) -> None:
+        """Free the request's rows of all blocks."""
+        for indices in self._indices.values():
+            indices.free(req_id)
+
+    def blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
+        """The blocks of a step, each with decoding requests first, then its picks."""
+        for indices in self._indices.values():
+            if indices.is_sparse:
+                indices.compact()
+        blocks = self._blocks(picked)
+        if rows_of(blocks) > self._most_rows:
+            for indices in self._indices.values():
+                indices.compact()
+            blocks = self._blocks(picked)
+        return blocks
+
+    def _blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
+        # Drop blocks without a decoding request.
+        self._indices = {
+            c: indices for c, indices in self._indices.items() if indices.of
+        }
+        blocks = [
+            block(columns, indices, picked.get(columns, ()))
+            for columns, indices in self._indices.items()
+        ]
+        for columns, picks in picked.items():
+            if columns not in self._indices:
+                blocks.append(block(columns, NO_INDICES, picks))
+        return tuple(blocks)
+
+
+NO_INDICES = RowIndices()
+
+
+def block(columns: Columns, indices: RowIndices, picks: Sequence[Pick]) -> Block:
+    """A block with the rows of decoding requests, followed by the picks."""
+    if not picks:
+        return Block(columns, indices.of, (), (), indices.number)
+    *offsets, end = accumulate([pick[3] for pick in picks], initial=indices.number)
+    return Block(columns, indices.of, picks, offsets, end)

@@ -5,11 +5,17 @@ The slot of a token at a tap is the staging row that its value is written to, re
 to a base, or -1. While the batch stays the same, only the base changes between steps.
 """
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.step_layout import Layout
 
 MOST_VIEWS = 64
@@ -62,7 +68,7 @@ class SlotMapping:
         if before is not None and before.columns != columns:
             start = min(columns.start, before.columns.start)
             columns = range(start, max(columns.stop, before.columns.stop))
-        slots = layout.slots(columns, max(num_tokens, self._written))
+        slots = slots_of(layout, columns, max(num_tokens, self._written))
         async_tensor_h2d(slots, out=self._view(columns, slots.shape[1]))
         self._laid, self._written = layout, num_tokens
 
@@ -74,3 +80,73 @@ class SlotMapping:
             view = self.of_taps[columns.start : columns.stop, :num_tokens]
             self._views[columns, num_tokens] = view
         return view
+
+
+def slots_of(layout: Layout, columns: range, num_rows: int) -> npt.NDArray[np.int32]:
+    """The slots of the taps `columns`, relative to the step's first staging row.
+
+    Args:
+        layout: of the step.
+        columns: must include the layout's own.
+        num_rows: number of tokens.
+
+    Returns:
+        `[len(columns), num_rows]` int32; -1 where nothing is captured.
+
+    """
+    slots = no_slots(len(columns), num_rows)
+    assign_slots(layout.blocks, layout.row_of, slots, columns.start)
+    return slots
+
+
+def assign_slots(
+    blocks: Sequence[Block],
+    row_of: Mapping[str, int],
+    slots: npt.NDArray[np.int32],  # [some taps of this process, num_rows]
+    first_column: int = 0,
+) -> None:
+    """Write the staging row of each selected token into `slots`.
+
+    Staging rows count from the first one of the step. Each block is laid out as
+    `[taps, rows]`, the blocks one after the other.
+
+    Args:
+        blocks: of the step.
+        row_of: by decoding request, the index of its token in the step's tensors.
+        slots: written; its first row belongs to the tap `first_column`.
+        first_column: at most the lowest column of the blocks.
+
+    """
+    base = 0
+    for block in blocks:
+        rows = [row_of[req_id] for req_id in block.decoding]
+        places = [row.place for row in block.decoding.values()]
+        for (*_, count, row), offset in zip(block.picks, block.offsets):
+            rows.extend(range(row, row + count))
+            places.extend(range(offset, offset + count))
+        taps = len(block.columns)
+        if taps == 1:
+            slots[block.columns[0] - first_column, rows] = [base + at for at in places]
+            base += block.num_rows
+            continue
+        columns, firsts = _bases(block.columns, block.num_rows, base)
+        slots[columns - first_column, rows] = firsts + places
+        base += taps * block.num_rows
+
+
+@lru_cache(maxsize=8)
+def _bases(
+    columns: tuple[int, ...], num_rows: int, base: int
+) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
+    """A block's columns, and the first staging row of each; both `[columns, 1]`."""
+    stop = base + len(columns) * num_rows
+    return np.array(columns)[:, None], np.arange(base, stop, num_rows)[:, None]
+
+
+def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:
+    """Slots `[num_taps, num_rows]` that are all -1 (all bits set): nothing is captured.
+
+    Made from a `bytearray`, because `np.full` would release the GIL.
+    """
+    memory = bytearray(b"\xff") * (4 * num_taps * num_rows)
+    return np.frombuffer(memory, dtype=np.int32).reshape(num_taps, num_rows)

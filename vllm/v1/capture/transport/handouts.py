@@ -23,7 +23,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.memory.parallel_copy import copy_all, threads_for
+from vllm.v1.capture.memory.row_copy import copy_all, threads_for
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm.v1.capture.payload import RowsByTap
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureResult
 
 Reference: TypeAlias = Callable[["Part"], dict[str, Any]]

@@ -18,8 +18,8 @@ import zmq
 
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
-from vllm.v1.capture.memory.reclaim import collect_from
-from vllm.v1.capture.payload import RowsByTap, is_by_tap, sendable
+from vllm.v1.capture.memory.budget import collect_from
+from vllm.v1.capture.results import RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters, ReadoutCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender

@@ -7,7 +7,7 @@ import torch
 
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Segment, Staging
@@ -108,7 +108,7 @@ class Offload:
 def _num_requests(step: StagedStep) -> int:
     """The number of decoding requests, those with several groups counted as often."""
     blocks = step.placed.layout.blocks
-    return max(sum([len(block.seated) for block in blocks]), 1)
+    return max(sum([len(block.decoding) for block in blocks]), 1)
 
 
 def row_encoder(

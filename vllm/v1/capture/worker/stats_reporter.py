@@ -9,9 +9,8 @@ import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
-from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.memory.budget import BUDGET, collect_all
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.memory.reclaim import collect_all
 from vllm.v1.capture.stats import MemoryCounters, ReadoutCounters
 from vllm.v1.capture.transport.zmq_channel import CountersMessage, Outbox
 

@@ -25,9 +25,8 @@ from vllm.v1.capture.dispatch.request import (
     CapturedRequest,
     RequestEnd,
 )
-from vllm.v1.capture.dispatch.step_chain import StagedStep
+from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
 from vllm.v1.capture.registry import (
     as_sink,
@@ -35,6 +34,7 @@ from vllm.v1.capture.registry import (
     check_folders,
     consumer_class,
 )
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
@@ -429,7 +429,7 @@ class WorkerCapture:
         if self.readouts is None:
             return True
         if self._hands_on[0] != layout.number:
-            req_ids = {req_id for block in layout.blocks for req_id in block.seated}
+            req_ids = {req_id for block in layout.blocks for req_id in block.decoding}
             req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
             # Requests that have ended may still have a row, which is not delivered.
             plans = [self._plans.get(req_id) for req_id in req_ids]

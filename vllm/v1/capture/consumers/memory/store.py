@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.payload import RowsByTap
 from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureKey
 
 
