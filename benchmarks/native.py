@@ -33,7 +33,7 @@ from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.storage import quantize  # noqa: E402
 from vllm.v1.capture.memory import row_copy  # noqa: E402
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_all  # noqa: E402
-from vllm.v1.capture.native import library  # noqa: E402
+from vllm.v1.residual.native import library  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 GOAL = 1.3
@@ -77,8 +77,8 @@ def by_torch_copies(copies: Sequence[RowCopy]) -> None:
 
 def index_of(copy: RowCopy) -> npt.NDArray[np.int64]:
     """The indices of the source rows, in the order of the target."""
-    taps = copy.first + copy.apart * np.arange(copy.target.shape[0])
-    return (taps[:, None] + copy.distance * np.arange(copy.num_rows)).reshape(-1)
+    taps = copy.first + copy.tap_stride * np.arange(copy.target.shape[0])
+    return (taps[:, None] + copy.row_stride * np.arange(copy.num_rows)).reshape(-1)
 
 
 def by_index_select(copies: Sequence[RowCopy]) -> None:

@@ -23,7 +23,7 @@ from fork.paths import Checkout, cache_root
 from fork.progress import step
 from fork.weaving.cache import digest_of
 
-FOLDER = "vllm/v1/capture/native"
+FOLDER = "vllm/v1/residual/native"
 """Folder of the module in the tree."""
 
 _LOG_LINES = 30

@@ -56,18 +56,87 @@ class Order:
 
 def steering(layer: int, hook: str) -> dict[str, Any]:
     """Vectors of all three tiers at one hook point."""
+    tiers = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+    return {tier: {hook: {layer: vector(i, layer)}} for i, tier in enumerate(tiers)}
+
+
+def vector(seed: int, layer: int) -> list[float]:
+    """A random vector."""
     import torch
 
-    def vector(seed: int) -> list[float]:
-        generator = torch.Generator().manual_seed(100 * layer + seed)
-        return torch.randn(64, generator=generator).tolist()
-
-    tiers = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
-    return {tier: {hook: {layer: vector(i)}} for i, tier in enumerate(tiers)}
+    generator = torch.Generator().manual_seed(100 * layer + seed)
+    found: list[float] = torch.randn(64, generator=generator).tolist()
+    return found
 
 
 STEERED = [(0, "pre_attn"), (1, "post_attn"), (2, "post_block"), (3, "post_attn")]
 """The tap of each steered request, on either stage."""
+
+
+CONDITIONS: list[list[dict[str, Any]]] = [
+    [{"scope": "token"}, {"scope": "token", "sharpness": 8.0}],
+    [{"scope": "rest"}],
+    [{"scope": "prompt"}, {"scope": "prompt", "reduce": "mean"}],
+]
+"""How probes of the first stage decide entries of the last, by request."""
+SAE = "across"
+"""A transcoder that reads in layer 0 and writes in layer 3."""
+
+
+def gated() -> list[dict[str, Any]]:
+    """Requests with entries of the last layer for each outcome of conditions.
+
+    Entries with probes of their own stage, and with positions, are added. In the last
+    requests generated tokens decide, and a transcoder reads.
+    """
+
+    def entry(seed: int, layer: int, threshold: Any, **fields: Any) -> dict[str, Any]:
+        when = {"probe": vector(9, 0), "cosine": True, "layer": layer, **threshold}
+        when |= {"hook": "post_block"} | fields.pop("when", {})
+        return {"vector": vector(seed, 1), "when": when, **fields}
+
+    above, below = {"above": 0.1}, {"below": 0.1}
+    sides = [
+        [entry(n, 0, (above, below)[n % 2], when=one) for one in found for n in (1, 2)]
+        for found in CONDITIONS
+    ]
+    span = {"positions": {"ranges": [[2, 8]]}, "op": "project_out", "scale": 4.0}
+    near = {
+        1: [entry(3, 0, above)],
+        2: [entry(4, 1, above, **span)],
+        3: [entry(5, 2, above, when={"scope": "rest"})],
+    }
+    made: list[dict[str, Any]] = [
+        {"post_block": {**near, 3: [*near[3], *both]}} for both in sides
+    ]
+    made.append({"post_block": near})
+    found = [{"steering_vectors": one} for one in made]
+    found[-1]["decode_steering_vectors"] = {"post_block": {3: sides[1]}}
+    features = [
+        {"op": "feature", "sae": SAE, "feature": n, "value": -3.0, "mode": "scale"}
+        for n in range(8)
+    ]
+    found.append({"steering_vectors": {"post_block": {3: features}}})
+    return found
+
+
+def save_transcoder(folder: Path) -> Path:
+    """Save `SAE`; returns its folder."""
+    from tests.steering.sae import _layouts
+
+    names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
+    places = {"hook_name": "blocks.0.hook_resid_post"}
+    places["hook_name_out"] = "blocks.3.hook_resid_post"
+    _layouts.saelens(
+        folder,
+        _layouts.chosen(_layouts.parts(3, 64, 32), *names),
+        architecture="jumprelu_skip_transcoder",
+        d_in=64,
+        d_out=64,
+        metadata=places,
+        normalize_activations="layer_norm",
+    )
+    return folder
 
 
 def scaled(rows: Any, context: Any) -> Any:
@@ -137,6 +206,8 @@ def observe(order: Order) -> dict[str, Any]:
     ]
     modules = Path(order.root) / "modules"
     modules.mkdir(parents=True)
+    options = write_modules(modules).options
+    options["sae"][SAE] = str(save_transcoder(modules / SAE))
     engine = CapturedEngine(
         Path(order.model),
         reference="none",
@@ -148,7 +219,7 @@ def observe(order: Order) -> dict[str, Any]:
         max_logprobs=-1,
         enable_steering=True,
         enable_readouts=True,
-        **write_modules(modules).options,
+        **options,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.2,
         distributed_executor_backend="uni"
@@ -161,6 +232,10 @@ def observe(order: Order) -> dict[str, Any]:
         "steered": _requests(
             engine, prompts[:1] * len(STEERED), [steering(*tap) for tap in STEERED]
         ),
+        "gated": _requests(
+            engine, [prompts[n % len(prompts)] for n in range(len(gated()))], gated()
+        ),
+        "fired": engine.llm.get_steering()["fired"],
         "stored": _stored(engine, prompts[1]),
         "read": _read(engine, prompts[1], READOUTS),
         "ended": _ended(engine, prompts[1]),

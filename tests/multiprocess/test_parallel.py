@@ -20,6 +20,7 @@ from tests.multiprocess.observe import (
     PROMPT_LENGTHS,
     STEERED,
     Order,
+    gated,
     run,
     steering,
 )
@@ -111,14 +112,13 @@ def test_rows_are_those_of_the_library(bench: Workbench, name: str, split: str) 
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", ["plain", "steered"])
+@pytest.mark.parametrize("kind", ["plain", "steered", "gated"])
 def test_a_split_model_gives_what_one_process_gives(
     bench: Workbench, name: str, split: str, kind: str
 ) -> None:
     whole, parts = bench.found(name, "one")[kind], bench.found(name, split)[kind]
-    assert (
-        len(whole) == len(parts) == len(PROMPT_LENGTHS if kind == "plain" else STEERED)
-    )
+    sizes = {"plain": PROMPT_LENGTHS, "steered": STEERED, "gated": gated()}
+    assert len(whole) == len(parts) == len(sizes[kind])
     for one, other in zip(whole, parts, strict=True):
         assert one["tokens"] == other["tokens"]
         assert other["statuses"] == {"keeper": "ok"}
@@ -128,6 +128,18 @@ def test_a_split_model_gives_what_one_process_gives(
             assert relative_error(other["rows"][tap], rows) < 1e-4, tap
     if kind == "steered" and os.environ.get("PARITY_RECORD"):
         record(ARCHITECTURES[name].name, split)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_conditions_act_and_are_counted_at_every_stage(
+    bench: Workbench, name: str, split: str
+) -> None:
+    found = bench.found(name, split)
+    for number, one in enumerate(found["gated"]):
+        plain = found["plain"][number % len(PROMPT_LENGTHS)]
+        assert relative_error(logits(one), logits(plain)) > 1e-2, number
+    assert {fired["layer"] for fired in found["fired"]} == {0, 1, 2}
+    assert found["fired"] == bench.found(name, "one")["fired"]
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])

@@ -57,7 +57,7 @@ class Decoding:
         self._scheduled = view.num_scheduled.tobytes()
         self._next = view.num_computed + 1
 
-    def goes_on(self, view: StepView) -> bool:
+    def continues(self, view: StepView) -> bool:
         """Whether a step has the next token of each of these requests, in this order.
 
         If so, the next call compares with the step after it.

@@ -148,8 +148,14 @@ class ResidualStream:
         """The tensors to send to the next pipeline stage."""
         return tensors
 
-    def receive_rows(self, tensors: dict[str, Any]) -> None:
-        """Take what `send_rows` has added out of received tensors."""
+    def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
+        """Take what `send_rows` has added out of received tensors.
+
+        Args:
+            tensors: the intermediate tensors of a step, which may still arrive.
+            wait: returns when they have.
+
+        """
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
@@ -306,13 +312,17 @@ class OpenResidualStream(ResidualStream):
         return attach(output, Additions(readouts, doses, fired))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors to send on, with readouts and rows for the last stage."""
-        return tensors if self.readouts is None else self.readouts.send(tensors)
+        """The tensors to send on, with readouts, rows and gates."""
+        if self.readouts is not None:
+            tensors = self.readouts.send(tensors)
+        return tensors if self.steering is None else self.steering.send(tensors)
 
-    def receive_rows(self, tensors: dict[str, Any]) -> None:
-        """Take readouts and rows of earlier stages out of received tensors."""
+    def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
+        """Take readouts, rows and gates of earlier stages out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
+        if self.steering is not None:
+            self.steering.receive(tensors, wait)
 
     def end_captures(self, ends: Sequence[CaptureEnd]) -> None:
         """Finish the captures of requests that have ended."""
@@ -566,9 +576,11 @@ def send_rows(worker: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def receive_rows(worker: Any, tensors: dict[str, Any]) -> None:
-    """Take readouts and rows out of the tensors of the previous pipeline stage."""
-    worker.model_runner.residual.receive_rows(tensors)
+def receive_rows(
+    worker: Any, tensors: dict[str, Any], wait: Callable[[], None]
+) -> None:
+    """Take what the previous pipeline stage has added out of its tensors."""
+    worker.model_runner.residual.receive_rows(tensors, wait)
 
 
 def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:

@@ -9,7 +9,7 @@ Fails if a hook point over shares differs from one over all tokens on a rank.
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.synchronize import Barrier
@@ -26,8 +26,12 @@ from vllm.distributed import (
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.program import Flag, Instruction, Kind
-from vllm.model_executor.layers.residual.program_op import Rows, StepPrograms
+from vllm.model_executor.layers.residual.program import (
+    Flag,
+    Instruction,
+    Kind,
+    words_of,
+)
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 WIDTH, ROWS, VECTORS, BASE = 6, 40, 4, 3
@@ -44,6 +48,8 @@ class Step:
     hidden: torch.Tensor  # [T, H]
     residual: torch.Tensor | None
     tap: ResidualTap
+    kept: Sequence[torch.Tensor] = ()
+    """What the addresses in the index refer to."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,13 +91,12 @@ def step(seed: int, dtype: torch.dtype, full: bool = False) -> Step:
     rows[:tokens] = torch.randint(VECTORS, (tokens,)).int()
     staging = torch.zeros(ROWS + BASE, WIDTH, dtype=dtype)
     base = torch.tensor([BASE], dtype=torch.int32)
-    index = torch.zeros(2, dtype=torch.int64)
+    index = torch.zeros(VECTORS, dtype=torch.int64)
     gates = torch.zeros(MOST_TOKENS + PADDING, 4)
     tap = ResidualTap(slots[:, 1], base, staging, table, rows, index, rows, gates)
     Launch.taps = frozenset(
         {slots[:, 1].data_ptr(), table.data_ptr(), index.data_ptr()}
     )
-    StepPrograms.at = {}
     return Step(hidden, residual, tap)
 
 
@@ -101,15 +106,17 @@ def add_programs(one: Step, seed: int) -> None:
     u, v = torch.randn(2, 1, WIDTH)
     replace = Instruction(Kind.REPLACE, v, c0=1.5)
     project = Instruction(Kind.LINEAR, u / u.norm(), flags=Flag.DOT, c2=-1.5)
-    tokens = torch.randperm(one.num_tokens)
-    parts = tokens[: seed % 4 + 1].sort().values, tokens[seed % 4 + 1 :].sort().values
-    assert one.tap.index is not None
-    programs = ((replace, project), (project,))
-    StepPrograms.at = {
-        one.tap.index.data_ptr(): [
-            Rows(program, part) for program, part in zip(programs, parts, strict=True)
-        ]
-    }
+    order = torch.randperm(one.num_tokens)
+    assert one.tap.index is not None and one.tap.rows is not None
+    programs = [
+        torch.from_numpy(words_of(program))
+        for program in ((replace, project), (project,))
+    ]
+    one.kept = [*programs, v, project.read]
+    one.tap.program_rows = torch.zeros_like(one.tap.rows)
+    one.tap.program_rows[: one.num_tokens] = 1 + (order > seed % 4).int()
+    for row, words in enumerate(programs, 1):
+        one.tap.index[row] = words.data_ptr()
 
 
 def taken(one: Step, visit: Callable[[], Pair]) -> tuple[Pair, torch.Tensor]:

@@ -11,8 +11,7 @@ from torch._inductor.fx_passes import post_grad
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.copy_guard import guard_copies
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.program import Instruction, Kind
-from vllm.model_executor.layers.residual.program_op import Rows, StepPrograms
+from vllm.model_executor.layers.residual.program import Instruction, Kind, words_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -32,13 +31,11 @@ def test_a_copy_of_a_view_is_one_of_its_own_rows(
 ) -> None:
     """The memory after the view's base belongs to another tensor."""
     width = 32
-    index, rows = torch.tensor([0, 1]), torch.ones(tokens, dtype=torch.int32)
-    gates = torch.zeros(tokens, 4)
-    tap = ResidualTap(index=index, program_rows=rows, gates=gates)
     program = (Instruction(Kind.LINEAR, torch.randn(1, width), c0=1.0),)
-    steered = torch.arange(0, tokens, 2)
-    at = {index.data_ptr(): [Rows(program, steered)]}
-    monkeypatch.setattr(StepPrograms, "at", at)
+    words = torch.from_numpy(words_of(program))
+    index, gates = torch.tensor([0, words.data_ptr()]), torch.zeros(tokens, 4)
+    rows = (torch.arange(tokens, dtype=torch.int32) + 1) % 2
+    tap = ResidualTap(index=index, program_rows=rows, gates=gates)
     monkeypatch.setattr(Launch, "taps", frozenset({index.data_ptr()}))
     weight, given = torch.randn(width, width), torch.randn(3, tokens, width)
 

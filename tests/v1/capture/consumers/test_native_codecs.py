@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.v1.capture import native
 from vllm.v1.capture.consumers.storage import quantize
 from vllm.v1.capture.delivery.row_bytes import raw_bytes
-from vllm.v1.capture.native import DTYPES, Library
+from vllm.v1.residual import native
+from vllm.v1.residual.native import DTYPES, Library
 
 
 def compiled() -> Library:

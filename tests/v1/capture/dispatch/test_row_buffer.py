@@ -34,12 +34,12 @@ def places(piece: Piece, taps: int) -> list[list[float]]:
     st.integers(1, 2),  # taps
 )
 def test_a_piece_has_each_row_where_it_is(
-    num_steps: int, num_rows: int, seat: int, apart: int, taps: int
+    num_steps: int, num_rows: int, place: int, tap_stride: int, taps: int
 ) -> None:
-    piece = Piece(span(num_steps, 9, num_rows), 20, 1, seat, apart, taps)
+    piece = Piece(span(num_steps, 9, num_rows), 20, 1, place, tap_stride, taps)
     assert piece.num_rows == piece.num_steps == num_steps
     assert places(piece, taps) == [
-        [seat + step * num_rows + tap * apart for step in range(num_steps)]
+        [place + step * num_rows + tap * tap_stride for step in range(num_steps)]
         for tap in range(taps)
     ]
 
@@ -48,8 +48,8 @@ def test_rows_of_a_prompt_are_no_part_of_what_follows() -> None:
     piece = Piece(span(1, 0, 8), 0, 4, 0, 4, 2)
     assert places(piece, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     after = Piece(span(1, 1, 8), 4, 1, 8, 4, 2)
-    assert not after.goes_on(piece)
-    assert Piece(span(2, 3, 8), 5, 1, 100, 4, 2).goes_on(after)
+    assert not after.continues(piece)
+    assert Piece(span(2, 3, 8), 5, 1, 100, 4, 2).continues(after)
 
 
 TAPS, WIDTH = 2, 3

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture import native
 from vllm.v1.capture.memory import row_copy
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_all, copy_rows, shares
+from vllm.v1.residual import native
 
 WIDTH, ROWS = 3, 60
 
@@ -38,9 +38,9 @@ def some_copies(draw: st.DrawFn) -> list[RowCopy]:
         taps, num_rows = draw(st.integers(1, 3)), draw(st.integers(1, 5))
         place, room = draw(st.integers(0, 3)), draw(st.integers(0, 2))
         target = torch.zeros(taps, place + num_rows + room, WIDTH, dtype=source.dtype)
-        first, apart = draw(st.integers(0, 20)), draw(st.integers(1, 8))
-        distance = draw(st.sampled_from([1, 1, 3, 5]))
-        copy = target, place, source, first, num_rows, apart, distance
+        first, tap_stride = draw(st.integers(0, 20)), draw(st.integers(1, 8))
+        row_stride = draw(st.sampled_from([1, 1, 3, 5]))
+        copy = target, place, source, first, num_rows, tap_stride, row_stride
         copies.append(RowCopy(*copy))
     return copies
 
@@ -50,11 +50,11 @@ def test_each_row_lands_where_it_must(
     copies: list[RowCopy], threads: int, compiled: bool
 ) -> None:
     expected = []
-    for target, place, source, first, num_rows, apart, distance in copies:
+    for target, place, source, first, num_rows, tap_stride, row_stride in copies:
         wanted = torch.zeros_like(target)
         for tap in range(len(target)):
             for row in range(num_rows):
-                at = first + tap * apart + row * distance
+                at = first + tap * tap_stride + row * row_stride
                 wanted[tap, place + row] = source[at]
         expected.append(wanted)
     assert native.library() is not None, "fork build leaves the native library out here"

@@ -109,9 +109,9 @@ def test_a_slot_lies_where_its_block_says(
         base += len(block.columns) * block.num_rows
 
 
-def test_a_seat_has_its_row_where_the_request_is_in_the_batch() -> None:
-    seated = {"a": BlockRow(0, 0, 2), "b": BlockRow(1, 0, 0)}
-    block = Block((1, 3), seated, (), (), 4)
+def test_a_slot_is_at_the_requests_token_in_the_batch() -> None:
+    decoding = {"a": BlockRow(0, 0, 2), "b": BlockRow(1, 0, 0)}
+    block = Block((1, 3), decoding, (), (), 4)
     slots = no_slots(4, 5)
     assign_slots([block], {"b": 4, "x": 0, "a": 1}, slots)
     none = [-1] * 5
@@ -146,13 +146,15 @@ def test_a_step_goes_on_if_it_has_the_next_token_of_each_request(
         if again and data.draw(st.integers(0, 3)) == 0:
             changed = data.draw(st.sampled_from([moved, counts]))
             changed[data.draw(st.integers(0, len(again) - 1))] += 1
-        goes_on = (
+        continues = (
             again == names
             and (counts == 1).all()
             and moved.tolist() == (computed + step).tolist()
         )
-        assert decoding.goes_on(StepView(again, moved, counts, len(again))) == goes_on
-        if not goes_on:
+        assert (
+            decoding.continues(StepView(again, moved, counts, len(again))) == continues
+        )
+        if not continues:
             return
 
 
@@ -161,23 +163,23 @@ MANY = 1000
 
 
 def change(
-    seating: BlockRows,
+    block_rows: BlockRows,
     names: list[str],
     before: list[str],
     columns: Columns = COLUMNS,
     picked: dict[Columns, list[Pick]] | None = None,
 ) -> tuple[Block, ...]:
     """Change from one step's requests to another's, adding new ones in order."""
-    seating.change()
+    block_rows.unshare()
     for name in set(before) - set(names):
-        seating.leave_all(name)
+        block_rows.free_all(name)
     for name in names:
-        seating.take(columns, name, 0, 7)
-    return seating.blocks(picked or {})
+        block_rows.take(columns, name, 0, 7)
+    return block_rows.blocks(picked or {})
 
 
-def seats(block: Block) -> dict[str, int]:
-    return {name: seat.place for name, seat in block.seated.items()}
+def places_in(block: Block) -> dict[str, int]:
+    return {name: block_row.place for name, block_row in block.decoding.items()}
 
 
 @given(
@@ -188,20 +190,20 @@ def seats(block: Block) -> dict[str, int]:
     ),
     st.sampled_from([8, 20, MANY]),
 )
-def test_requests_keep_their_seats_while_others_come_and_go(
+def test_requests_keep_their_row_while_others_start_and_end(
     batches: list[list[int]], most_rows: int
 ) -> None:
-    seating = BlockRows(most_rows)
+    block_rows = BlockRows(most_rows)
     given_out: list[tuple[Block, dict[str, int]]] = []
     before: dict[str, int] = {}
     size = 0
     for batch in batches:
         names = [f"r{number}" for number in batch]
-        (block,) = change(seating, names, list(before))
-        found = seats(block)
+        (block,) = change(block_rows, names, list(before))
+        found = places_in(block)
         assert found.keys() == set(names)
         assert sorted(set(found.values())) == sorted(found.values())
-        assert all(0 <= seat < block.num_rows for seat in found.values())
+        assert all(0 <= block_row < block.num_rows for block_row in found.values())
         empty = block.num_rows - len(names)
         assert empty <= max(MOST_EMPTY, block.num_rows // 4)
         assert len(COLUMNS) * block.num_rows <= max(
@@ -216,57 +218,57 @@ def test_requests_keep_their_seats_while_others_come_and_go(
         given_out.append((block, found))
         before, size = found, block.num_rows
     for block, found in given_out:
-        assert seats(block) == found, "what was given out has changed"
+        assert places_in(block) == found, "what was given out has changed"
 
 
-def test_who_comes_takes_the_seat_of_who_has_gone() -> None:
-    seating = BlockRows(MANY)
-    change(seating, ["a", "b", "c"], [])
-    (block,) = change(seating, ["a", "c"], ["a", "b", "c"])
-    assert (seats(block), block.num_rows) == ({"a": 0, "c": 2}, 3)
-    (block,) = change(seating, ["c", "a", "d"], ["a", "c"])
-    assert (seats(block), block.num_rows) == ({"a": 0, "c": 2, "d": 1}, 3)
+def test_a_new_request_gets_the_row_of_one_that_has_ended() -> None:
+    block_rows = BlockRows(MANY)
+    change(block_rows, ["a", "b", "c"], [])
+    (block,) = change(block_rows, ["a", "c"], ["a", "b", "c"])
+    assert (places_in(block), block.num_rows) == ({"a": 0, "c": 2}, 3)
+    (block,) = change(block_rows, ["c", "a", "d"], ["a", "c"])
+    assert (places_in(block), block.num_rows) == ({"a": 0, "c": 2, "d": 1}, 3)
 
 
-def test_who_stays_has_the_same_seat_and_who_jumps_has_another_at_its_place() -> None:
-    seating = BlockRows(MANY)
-    (before,) = change(seating, ["a", "b"], [])
-    seating.change()
-    seating.take(COLUMNS, "b", 0, 3)  # One of its tokens is recomputed.
-    (after,) = seating.blocks({})
-    assert after.seated["a"] is before.seated["a"]
-    assert after.seated["b"] is not before.seated["b"]
-    assert after.seated["b"] == (0, 3, 1)
+def test_a_request_that_recomputes_a_token_keeps_its_place() -> None:
+    block_rows = BlockRows(MANY)
+    (before,) = change(block_rows, ["a", "b"], [])
+    block_rows.unshare()
+    block_rows.take(COLUMNS, "b", 0, 3)  # One of its tokens is recomputed.
+    (after,) = block_rows.blocks({})
+    assert after.decoding["a"] is before.decoding["a"]
+    assert after.decoding["b"] is not before.decoding["b"]
+    assert after.decoding["b"] == (0, 3, 1)
 
 
-def test_empty_seats_are_given_up_where_a_step_may_not_take_more_rows() -> None:
-    seating = BlockRows(most_rows=6)
-    change(seating, ["a", "b", "c"], [])
-    seating.change()
+def test_free_rows_are_compacted_if_a_step_may_not_use_more() -> None:
+    block_rows = BlockRows(most_rows=6)
+    change(block_rows, ["a", "b", "c"], [])
+    block_rows.unshare()
     for name in "ab":
-        seating.leave(COLUMNS, name)
-    seating.take((2,), "x", 0, 7)
-    first, other = seating.blocks({COLUMNS: [("p", 0, 0, 2, 4)]})
-    assert (seats(first), list(first.offsets), first.num_rows) == ({"c": 0}, [1], 3)
-    assert (seats(other), other.num_rows) == ({"x": 0}, 1)
+        block_rows.free(COLUMNS, name)
+    block_rows.take((2,), "x", 0, 7)
+    first, other = block_rows.blocks({COLUMNS: [("p", 0, 0, 2, 4)]})
+    assert (places_in(first), list(first.offsets), first.num_rows) == ({"c": 0}, [1], 3)
+    assert (places_in(other), other.num_rows) == ({"x": 0}, 1)
 
 
-def test_rows_of_prompts_lie_behind_the_seats() -> None:
-    seating = BlockRows(MANY)
-    change(seating, ["a", "b", "c"], [])
+def test_rows_of_prompts_follow_those_of_decoding_requests() -> None:
+    block_rows = BlockRows(MANY)
+    change(block_rows, ["a", "b", "c"], [])
     chunks: list[Pick] = [("p", 0, 0, 5, 3), ("q", 0, 4, 2, 8)]
     names = ["a", "b", "c"]
-    (block,) = change(seating, ["c", "a"], names, picked={COLUMNS: chunks})
-    assert seats(block) == {"a": 0, "c": 2}
+    (block,) = change(block_rows, ["c", "a"], names, picked={COLUMNS: chunks})
+    assert places_in(block) == {"a": 0, "c": 2}
     assert (list(block.offsets), block.num_rows) == ([3, 8], 10)
     # After it, every request has its former index.
-    (block,) = change(seating, ["c", "a"], ["c", "a"])
-    assert (seats(block), block.num_rows, block.picks) == ({"c": 2, "a": 0}, 3, ())
+    (block,) = change(block_rows, ["c", "a"], ["c", "a"])
+    assert (places_in(block), block.num_rows, block.picks) == ({"c": 2, "a": 0}, 3, ())
 
 
-def test_a_block_in_which_nobody_sits_is_forgotten() -> None:
-    seating = BlockRows(MANY)
-    change(seating, ["a"], [])
-    assert change(seating, [], ["a"]) == ()
-    (block,) = seating.blocks({COLUMNS: [("p", 0, 0, 2, 0)]})
+def test_a_block_without_requests_is_dropped() -> None:
+    block_rows = BlockRows(MANY)
+    change(block_rows, ["a"], [])
+    assert change(block_rows, [], ["a"]) == ()
+    (block,) = block_rows.blocks({COLUMNS: [("p", 0, 0, 2, 0)]})
     assert (list(block.offsets), block.num_rows) == ([0], 2)

@@ -52,9 +52,9 @@ def described(placed: PlacedStep | None) -> Described | None:
     picks: set[tuple[object, ...]] = set()
     for block in layout.blocks:
         picks |= {(block.columns, *pick) for pick in block.picks}
-        for req_id, seat in block.seated.items():
-            start, row = seat.origin + placed.shift, layout.row_of[req_id]
-            picks.add((block.columns, req_id, seat.group, start, 1, row))
+        for req_id, block_row in block.decoding.items():
+            start, row = block_row.origin + placed.shift, layout.row_of[req_id]
+            picks.add((block.columns, req_id, block_row.group, start, 1, row))
     return picks, layout.launches
 
 
@@ -83,8 +83,8 @@ def check_slots(placed: PlacedStep, num_rows: int) -> None:
     expected = np.full_like(slots, -1)
     for block in layout.blocks:
         parts = [
-            (1, layout.row_of[req_id], seat.place)
-            for req_id, seat in block.seated.items()
+            (1, layout.row_of[req_id], block_row.place)
+            for req_id, block_row in block.decoding.items()
         ]
         parts += [
             (count, row, offset)

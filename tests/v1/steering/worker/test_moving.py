@@ -21,6 +21,10 @@ from tests.v1.steering.worker.test_programs import (
     worker,
 )
 from vllm.model_executor.layers.residual.program import run, words_of
+from vllm.model_executor.layers.residual.program_host import (
+    execute_programs,
+    reads_tables,
+)
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
@@ -48,8 +52,10 @@ def after(steering: Any, requests: Requests) -> list[float]:
     steering.begin_step()
     stream = torch.full((sum(n for _, n, _ in requests), WIDTH), -1.0)
     gates = torch.zeros(len(stream), 4)
-    address = steering.program_addresses[TAP]
-    for program, tokens, _ in StepPrograms.at.get(address, ()):
+    if reads_tables(CPU):
+        index, rows = steering.tables.programs.at(TAP), steering.program_rows
+        execute_programs(stream, stream, None, index, rows, gates)
+    for program, tokens, _ in StepPrograms.at.get(steering.program_addresses[TAP], ()):
         stream[tokens] = run(program, stream[tokens], tokens, gates)[0]
     steering.end_step()
     return stream[:, 0].tolist()

@@ -161,6 +161,7 @@ def test_a_batch_that_is_no_step_runs_no_program() -> None:
     steering.begin_step()
     assert tap(torch.zeros(2, WIDTH), None)[0].tolist() == [[3.0] * WIDTH] * 2
     steering.end_step()
+    Launch.taps = frozenset()  # As `GraphFamilies.end` does.
     assert not tap(torch.zeros(1, WIDTH), None)[0].any()
     Launch.taps = steering.plan_step(view(("a", 2, 1)))
     steering.begin_step()

@@ -3,8 +3,9 @@
 
 A step that is too large for any CUDA graph runs Inductor's Python wrapper, one line
 per op, and every op then checks whether it has work to do. That took 7.5 µs per call
-on the host of an H200, or 2.4 ms in an idle step of 32 layers. The condition that all
-ops share is therefore written into the generated line, before the call.
+on the host of an H200, or 2.4 ms in an idle step of 32 layers. Conditions are therefore
+written into the generated line, before the call: first one that all ops share, then
+whether this one launches, because a step that needs one op would call all others.
 
 The line is written by a function registered for the op in a table of Inductor's, see
 `torch/_inductor/codegen/custom_extern_kernel_codegen.py`.
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 ANY, WHOLE = f"{Launch.__name__}.taps", f"{Launch.__name__}.whole"
+THIRD = f"{ANY} and {Launch.__name__}.wants({{2}})"
+SECOND = f"{ANY} and {Launch.__name__}.wants({{1}})"
 CONDITIONS = {
-    "capture_rows": ANY,
-    "capture_split_rows": ANY,
-    "steer_rows": ANY,
-    "steer_split_rows": ANY,
+    "capture_rows": THIRD,
+    "capture_split_rows": THIRD,
+    "steer_rows": SECOND,
+    "steer_split_rows": SECOND,
     "steer_rows_ahead": WHOLE,
-    "intervene_rows": ANY,
-    "intervene_split_rows": ANY,
+    "intervene_rows": THIRD,
+    "intervene_split_rows": THIRD,
 }
-"""By op: an expression that is true whenever the op may have work to do."""
+"""By op: an expression that is true whenever the op may have work to do. A number in
+braces stands for the argument at this position."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 
@@ -60,5 +64,6 @@ def _write_call(
     while parent := getattr(writer, "parent_wrapper", None):
         writer = parent  # A subgraph's own writer emits no imports.
     writer.add_import_once(IMPORT)
-    arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-    writeline(f"{condition} and {node.get_kernel_name()}({arguments})")
+    arguments = [*node.codegen_args(), *node.codegen_kwargs()]
+    asked = condition.format(*arguments)
+    writeline(f"{asked} and {node.get_kernel_name()}({', '.join(arguments)})")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom op of a hook point that executes programs.
 
-It is launched like the additions, only if the step needs it. On a GPU the kernel finds
-each token's program in tables on the device; on other devices the step's plan lists the
-rows of each program.
+It is launched like the additions, only if the step needs it. A kernel finds each
+token's program in tables on the device: on a CPU the native library is the kernel.
+Where there is none, the step's plan lists the rows of each program.
 
 Legend: T tokens of the step (padding included), H width of the stream.
 """
@@ -21,6 +21,10 @@ from vllm.distributed import (
 from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
 from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
 from vllm.model_executor.layers.residual.program import Program, run
+from vllm.model_executor.layers.residual.program_host import (
+    execute_programs,
+    reads_tables,
+)
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.model_executor.layers.residual.split_ops import share
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -36,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class StepPrograms:
-    """The programs of the current step at each hook point, for devices without kernel.
+    """The programs of the current step at each hook point, where there is no kernel.
 
     Engine thread only.
     """
@@ -96,19 +100,35 @@ def _intervene(
     leads: bool,
     first: int,
 ) -> None:
-    width = hidden.shape[-1]
-    whole, hidden = whole.view(-1, width), hidden.view(-1, width)
-    residual = None if residual is None else residual.view(-1, width)
+    if hidden.dim() > 2:
+        width = hidden.shape[-1]
+        whole, hidden = whole.view(-1, width), hidden.view(-1, width)
+        residual = None if residual is None else residual.view(-1, width)
+    own = gates
+    if first:  # A slice of everything would take longer than a token's program.
+        rows, own = rows[first:], gates[first:]
     if hidden.is_cuda:
         launch_programs(
             whole,
             hidden,
             residual,
             index,
-            rows[first:],
-            gates[first:],
+            rows,
+            own,
             leads=leads,
             early=begins_early(),
+            first=first,
+        )
+        return
+    if reads_tables(hidden.device):
+        execute_programs(
+            whole,
+            hidden,
+            residual,
+            index,
+            rows,
+            own,
+            leads=leads,
             first=first,
         )
         return

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.v1.capture.native import Bytes
+from vllm.v1.residual.native import Bytes
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 

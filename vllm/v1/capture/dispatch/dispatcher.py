@@ -12,7 +12,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
-from vllm.v1.capture.dispatch.step_buffer import ByGroup, Pending, StagedStep
+from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.types import CaptureChunk
@@ -55,7 +55,7 @@ class Dispatcher:
         self._packet_bytes = packet_bytes
         self._lanes = lanes
         self._requests: dict[str, CapturedRequest] = {}
-        self._pending = Pending(staging, self._requests)
+        self._pending = StepBuffer(staging, self._requests)
         self._sent: list[Arrival] = []
         """Sent with the next item of the queue; used on the engine's thread only."""
         self._queue: SimpleQueue[Work | None] = SimpleQueue()

@@ -266,9 +266,9 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> dict[str, Any]:
         positions, remarks = self._positions(number, reader, end, stop)
-        return self._told(reader.instance, positions, remarks, end)
+        return self._sidecar_of(reader.instance, positions, remarks, end)
 
-    def _told(
+    def _sidecar_of(
         self,
         instance: str,
         positions: list[int],
@@ -323,7 +323,7 @@ class CapturedRequest:
                 if rows.error:
                     remarks = remarks | {"capture_error": rows.error}
                 positions = arrived[-1:] if rows.reduced else arrived
-                facts = self._told(reader.instance, positions, remarks, end)
+                facts = self._sidecar_of(reader.instance, positions, remarks, end)
                 key = (self.req_id, rows.tap[0], rows.hook)
                 yield chunks_of(key, rows, positions), finalize_of(key, rows, facts)
 

@@ -36,10 +36,10 @@ class Piece:
     """Rows of one request and group at consecutive positions, of one or more steps."""
 
     __slots__ = (
-        "_apart",
-        "_distance",
         "_first",
         "_memory",
+        "_row_stride",
+        "_tap_stride",
         "_taps",
         "num_rows",
         "num_steps",
@@ -50,7 +50,13 @@ class Piece:
     )
 
     def __init__(
-        self, span: Span, start: int, num_rows: int, first: int, apart: int, taps: int
+        self,
+        span: Span,
+        start: int,
+        num_rows: int,
+        first: int,
+        tap_stride: int,
+        taps: int,
     ) -> None:
         """Describe the rows that a request has in a span.
 
@@ -59,7 +65,7 @@ class Piece:
             start: token position of the first row.
             num_rows: rows per step.
             first: index of the first row at the first tap in the span's memory.
-            apart: distance between taps, in rows.
+            tap_stride: from tap to tap, in rows.
             taps: number of taps.
 
         """
@@ -79,11 +85,11 @@ class Piece:
         """
         self._memory = span.memory
         self._first = first
-        self._distance = span.num_rows
-        self._apart = apart
+        self._row_stride = span.num_rows
+        self._tap_stride = tap_stride
         self._taps = taps
 
-    def goes_on(self, before: "Piece") -> bool:
+    def continues(self, before: "Piece") -> bool:
         """Whether both have one row per step, and this one continues `before`."""
         return (
             self.start == before.start + before.num_rows
@@ -98,15 +104,15 @@ class Piece:
 
         `place` is the index of the first row there.
         """
-        distance = 1 if self.num_steps == 1 else self._distance
+        row_stride = 1 if self.num_steps == 1 else self._row_stride
         return RowCopy(
             memory,
             place,
             self._memory,
             self._first,
             self.num_rows,
-            self._apart,
-            distance,
+            self._tap_stride,
+            row_stride,
         )
 
     @property
@@ -130,7 +136,7 @@ class Run(NamedTuple):
     """The step of the second to last row, if there are several."""
     step: int
 
-    def goes_on(self, before: "Run") -> bool:
+    def continues(self, before: "Run") -> bool:
         """Whether the rows continue `before` in position and in memory."""
         return (
             self.start == before.start + before.num_rows
@@ -212,7 +218,7 @@ class RowBuffer:
                 continue
             before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
             run = Run(first.start, num_rows, memory, place, before, last.step)
-            if self._run is not None and run.goes_on(self._run):
+            if self._run is not None and run.continues(self._run):
                 run = run.after(self._run)
             else:
                 yield from self.rest()
@@ -258,7 +264,7 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """The pieces in order, grouped into those that continue each other."""
     stretch: list[Piece] = []
     for piece in pieces:
-        if stretch and not piece.goes_on(stretch[-1]):
+        if stretch and not piece.continues(stretch[-1]):
             yield stretch
             stretch = []
         stretch.append(piece)

@@ -49,10 +49,10 @@ class StagedStep(NamedTuple):
         )
 
 
-class Sitting(NamedTuple):
+class ChainRow(NamedTuple):
     """A request that has a row index in the current steps of a chain."""
 
-    seat: BlockRow
+    block_row: BlockRow
     since: int
     """Index in the chain of the first step whose row was not taken."""
 
@@ -70,8 +70,8 @@ class StepChain:
         """
         self._first = self._last = first
         self._memory = memory
-        self._sitting: list[dict[str, Sitting]] = [
-            {req_id: Sitting(seat, 0) for req_id, seat in block.seated.items()}
+        self._by_request: list[dict[str, ChainRow]] = [
+            {req_id: ChainRow(row, 0) for req_id, row in block.decoding.items()}
             for block in first.placed.layout.blocks
         ]
         """By block, then by request."""
@@ -120,23 +120,23 @@ class StepChain:
         self, number: int, block: Block, changed: Collection[str] | None
     ) -> Iterator[Found]:
         """Update the requests in `changed`, by default all, for a new layout."""
-        sitting, length = self._sitting[number], self._length
+        by_request, length = self._by_request[number], self._length
         if changed is None:
-            changed = sitting.keys() | block.seated.keys()
+            changed = by_request.keys() | block.decoding.keys()
         for req_id in changed:
-            had, seat = sitting.get(req_id), block.seated.get(req_id)
-            if had is not None and had.seat is not seat:
+            had, block_row = by_request.get(req_id), block.decoding.get(req_id)
+            if had is not None and had.block_row is not block_row:
                 yield from self._take(number, req_id)
-                del sitting[req_id]
+                del by_request[req_id]
                 had = None
-            if had is None and seat is not None:
-                sitting[req_id] = Sitting(seat, length)
+            if had is None and block_row is not None:
+                by_request[req_id] = ChainRow(block_row, length)
 
     def take(self, req_id: str) -> list[Found]:
         """Return the rows of a request that were not taken, and mark them taken."""
         return [
             found
-            for number in range(len(self._sitting))
+            for number in range(len(self._by_request))
             for found in self._take(number, req_id)
         ]
 
@@ -144,8 +144,8 @@ class StepChain:
         """Return all rows that were not taken, and mark them taken."""
         return [
             found
-            for number, sitting in enumerate(self._sitting)
-            for req_id in sitting
+            for number, by_request in enumerate(self._by_request)
+            for req_id in by_request
             for found in self._take(number, req_id)
         ]
 
@@ -154,34 +154,34 @@ class StepChain:
         length = self._length
         return any(
             had.since < length and req_id in known
-            for sitting in self._sitting
-            for req_id, had in sitting.items()
+            for by_request in self._by_request
+            for req_id, had in by_request.items()
         )
 
     def _take(self, number: int, req_id: str) -> Iterator[Found]:
         """The rows of a request in one block that were not taken."""
-        had = self._sitting[number].get(req_id)
+        had = self._by_request[number].get(req_id)
         length = self._length
         if had is None or had.since == length:
             return
-        first, (seat, since) = self._first, had
+        first, (block_row, since) = self._first, had
         blocks = first.placed.layout.blocks
         block, rows = blocks[number], first.segment.num_rows
         before = sum([len(b.columns) * b.num_rows for b in blocks[:number]])
         last = self._last.step
         span = Span(length - since, last, last - 1, self._memory, rows)
-        start = seat.origin + first.placed.shift + since
-        place = first.segment.start + since * rows + before + seat.place
+        start = block_row.origin + first.placed.shift + since
+        place = first.segment.start + since * rows + before + block_row.place
         piece = Piece(span, start, 1, place, block.num_rows, len(block.columns))
-        self._sitting[number][req_id] = Sitting(seat, length)
-        yield req_id, seat.group, piece
+        self._by_request[number][req_id] = ChainRow(block_row, length)
+        yield req_id, block_row.group, piece
 
 
 ByGroup: TypeAlias = defaultdict[int, list[Piece]]
 """The pieces of a request by group index, in the order of their steps."""
 
 
-class Pending:
+class StepBuffer:
     """The rows that wait, in order; used on the dispatch thread only."""
 
     def __init__(self, staging: Staging, known: Container[str]) -> None:
@@ -211,7 +211,7 @@ class Pending:
                 continue
             self._end_chain()
             if step.stands_alone:
-                self._keep(apart(step, self._staging.host_rows))
+                self._keep(pieces_of(step, self._staging.host_rows))
             else:
                 self._chain = StepChain(step, self._staging.host_rows)
 
@@ -256,7 +256,7 @@ class Pending:
                 self._pieces[req_id][group].append(piece)
 
 
-def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
+def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     """The pieces of a step that cannot be part of a chain."""
     base, places = step.segment.start, step.places or {}
     span = Span(1, step.step, -1, host_rows, step.segment.num_rows)
@@ -273,8 +273,8 @@ def apart(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
 
 def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:
     """Yields `(request, group, position, number of rows, index in the block)`."""
-    for req_id, seat in block.seated.items():
-        yield req_id, seat.group, seat.origin + step.placed.shift, 1, seat.place
+    for req_id, row in block.decoding.items():
+        yield req_id, row.group, row.origin + step.placed.shift, 1, row.place
     for (req_id, group, position, num_rows, _), offset in zip(
         block.picks, block.offsets
     ):

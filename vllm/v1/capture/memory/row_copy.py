@@ -20,7 +20,7 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import available_cpu_count
-from vllm.v1.capture.native import library
+from vllm.v1.residual.native import library
 
 Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
 """The fields of the copy in `csrc/rows/gather.h`, in its order."""
@@ -36,9 +36,9 @@ class RowCopy(NamedTuple):
     first: int
     """Index in the source of the first row at the first tap."""
     num_rows: int
-    apart: int
+    tap_stride: int
     """Stride between taps, in rows of the source."""
-    distance: int
+    row_stride: int
     """Stride between rows, in rows of the source."""
 
 
@@ -55,8 +55,8 @@ def copy_rows(copies: Sequence[RowCopy]) -> None:
             copy.target.data_ptr() + copy.place * width,
             copy.target.shape[1] * width,
             copy.source.data_ptr() + copy.first * width,
-            copy.apart * width,
-            copy.distance * width,
+            copy.tap_stride * width,
+            copy.row_stride * width,
             copy.target.shape[0],
             copy.num_rows,
         )
@@ -77,7 +77,7 @@ def as_tensors(copy: RowCopy) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of target and source, `[taps, num_rows, hidden_size]`."""
     source, width = copy.source, copy.source.shape[1]
     target = copy.target.narrow(1, copy.place, copy.num_rows)
-    strides = copy.apart * width, copy.distance * width, 1
+    strides = copy.tap_stride * width, copy.row_stride * width, 1
     first = source.storage_offset() + copy.first * width
     return target, source.as_strided(target.shape, strides, first)
 

@@ -83,7 +83,7 @@ class Block(NamedTuple):
 
     columns: Columns
     """Index of each tap among the taps of this process."""
-    seated: Mapping[str, BlockRow]
+    decoding: Mapping[str, BlockRow]
     """By request: the rows of requests that have one token in the step."""
     picks: Sequence[Pick]
     """Rows of requests that have several tokens in the step."""
@@ -146,18 +146,18 @@ class RowIndices:
             self.number += 1
         self.of[req_id] = BlockRow(group, origin, place)
 
-    def leave(self, req_id: str) -> None:
+    def free(self, req_id: str) -> None:
         """Free the index of a request, if it has one."""
-        seat = self.of.pop(req_id, None)
-        if seat is not None:
-            self._free.append(seat.place)
+        block_row = self.of.pop(req_id, None)
+        if block_row is not None:
+            self._free.append(block_row.place)
 
     def compact(self) -> None:
         """Renumber the requests so that no index is free."""
         if self._free:
             self.of = {
-                req_id: BlockRow(seat.group, seat.origin, place)
-                for place, (req_id, seat) in enumerate(self.of.items())
+                req_id: BlockRow(block_row.group, block_row.origin, place)
+                for place, (req_id, block_row) in enumerate(self.of.items())
             }
             self.number, self._free = len(self.of), []
 
@@ -181,7 +181,7 @@ class BlockRows:
         self._most_rows = most_rows
         self._indices: dict[Columns, RowIndices] = {}
 
-    def change(self) -> None:
+    def unshare(self) -> None:
         """Copy the indices before they change: blocks of earlier steps share them."""
         for indices in self._indices.values():
             indices.of = indices.of.copy()
@@ -201,15 +201,15 @@ class BlockRows:
             indices = self._indices[columns] = RowIndices()
         indices.take(req_id, group, origin)
 
-    def leave(self, columns: Columns, req_id: str) -> None:
+    def free(self, columns: Columns, req_id: str) -> None:
         """Free the request's row of the block."""
         if columns in self._indices:
-            self._indices[columns].leave(req_id)
+            self._indices[columns].free(req_id)
 
-    def leave_all(self, req_id: str) -> None:
+    def free_all(self, req_id: str) -> None:
         """Free the request's rows of all blocks."""
         for indices in self._indices.values():
-            indices.leave(req_id)
+            indices.free(req_id)
 
     def blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
         """The blocks of a step, each with decoding requests first, then its picks."""

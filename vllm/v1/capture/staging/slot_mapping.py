@@ -119,8 +119,8 @@ def assign_slots(
     """
     base = 0
     for block in blocks:
-        rows = [row_of[req_id] for req_id in block.seated]
-        places = [seat.place for seat in block.seated.values()]
+        rows = [row_of[req_id] for req_id in block.decoding]
+        places = [row.place for row in block.decoding.values()]
         for (*_, count, row), offset in zip(block.picks, block.offsets):
             rows.extend(range(row, row + count))
             places.extend(range(offset, offset + count))

@@ -72,7 +72,7 @@ class StepLayout:
 
         """
         self._addresses = addresses
-        self._seating = BlockRows(most_rows)
+        self._block_rows = BlockRows(most_rows)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._step = 0
         self._number = 0
@@ -99,14 +99,14 @@ class StepLayout:
     def add(self, req_id: str, groups: tuple[LocalGroup, ...]) -> None:
         """Add a captured request."""
         self._groups[req_id] = groups
-        self._look_at(req_id)
+        self._invalidate(req_id)
 
     def remove(self, req_id: str) -> None:
         """Remove a request."""
         self._groups.pop(req_id, None)
-        self._look_at(req_id)
+        self._invalidate(req_id)
 
-    def _look_at(self, req_id: str) -> None:
+    def _invalidate(self, req_id: str) -> None:
         if req_id in self._origins:
             self._origins[req_id] = self._decoding = None
 
@@ -124,18 +124,18 @@ class StepLayout:
             self._decoding is not None
             and self._step < self._until
             and view.true_starts is None
-            and self._decoding.goes_on(view)
+            and self._decoding.continues(view)
         )
 
     def _place_anew(self, view: StepView) -> None:
-        row_of, picked, changed = self._seat(view)
-        blocks = self._seating.blocks(picked)
+        row_of, picked, changed = self._assign_rows(view)
+        blocks = self._block_rows.blocks(picked)
         self._number += 1
         self._layout = self._laid_out(view, blocks, row_of, changed) if blocks else None
         decodes = len(row_of) == len(view.req_ids) and view.true_starts is None
         self._decoding = Decoding(view) if decodes else None
 
-    def _seat(
+    def _assign_rows(
         self, view: StepView
     ) -> tuple[dict[str, int], dict[Columns, list[Pick]], set[str]]:
         """Assign row indices to requests with one token, and pick the rows of others.
@@ -158,32 +158,32 @@ class StepLayout:
                 groups = self._groups.get(req_id, ())
                 for columns, pick in pick_rows(req_id, groups, start, count, row):
                     picked[columns].append(pick)
-        come = [one for one in origins.items() if before.get(one[0]) != one[1]]
-        gone = before.keys() - origins.keys()
-        self._change_seats(gone, come)
+        new = [one for one in origins.items() if before.get(one[0]) != one[1]]
+        left = before.keys() - origins.keys()
+        self._update_rows(left, new)
         # If positions are only assumed, the next step cannot be compared with this one.
         known = view.true_starts is None
         self._origins = origins if known else dict.fromkeys(origins)
-        return row_of, picked, gone.union([req_id for req_id, _ in come])
+        return row_of, picked, left.union([req_id for req_id, _ in new])
 
-    def _change_seats(
-        self, gone: Collection[str], come: Sequence[tuple[str, int]]
+    def _update_rows(
+        self, left: Collection[str], new: Sequence[tuple[str, int]]
     ) -> None:
-        seating, step = self._seating, self._step
-        seating.change()
-        for req_id in gone:
-            seating.leave_all(req_id)
-        for req_id, origin in come:
+        block_rows, step = self._block_rows, self._step
+        block_rows.unshare()
+        for req_id in left:
+            block_rows.free_all(req_id)
+        for req_id, origin in new:
             position = origin + step
             groups = self._groups.get(req_id)
             if groups is None:
-                seating.leave_all(req_id)
+                block_rows.free_all(req_id)
                 continue
             for number, group in enumerate(groups):
                 if contains(group.ranges, position):
-                    seating.take(group.columns, req_id, number, origin)
+                    block_rows.take(group.columns, req_id, number, origin)
                 else:
-                    seating.leave(group.columns, req_id)
+                    block_rows.free(group.columns, req_id)
             changes = step + 1 + steps_alike(groups, position)
             self._until = min(self._until, changes)
 

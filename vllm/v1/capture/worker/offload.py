@@ -108,7 +108,7 @@ class Offload:
 def _num_requests(step: StagedStep) -> int:
     """The number of decoding requests, those with several groups counted as often."""
     blocks = step.placed.layout.blocks
-    return max(sum([len(block.seated) for block in blocks]), 1)
+    return max(sum([len(block.decoding) for block in blocks]), 1)
 
 
 def row_encoder(

@@ -429,7 +429,7 @@ class WorkerCapture:
         if self.readouts is None:
             return True
         if self._hands_on[0] != layout.number:
-            req_ids = {req_id for block in layout.blocks for req_id in block.seated}
+            req_ids = {req_id for block in layout.blocks for req_id in block.decoding}
             req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
             # Requests that have ended may still have a row, which is not delivered.
             plans = [self._plans.get(req_id) for req_id in req_ids]

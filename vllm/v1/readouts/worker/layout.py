@@ -42,10 +42,10 @@ def staged_groups(
     spans: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {}
     base = 0
     for block in layout.blocks:
-        for req_id, seat in block.seated.items():
+        for req_id, row in block.decoding.items():
             if req_id in wanted:
-                one = seat.origin + shift, 1, base + seat.place, block.num_rows
-                spans.setdefault(req_id, {}).setdefault(seat.group, []).append(one)
+                one = row.origin + shift, 1, base + row.place, block.num_rows
+                spans.setdefault(req_id, {}).setdefault(row.group, []).append(one)
         for (req_id, group, start, count, _), at in zip(block.picks, block.offsets):
             if req_id in wanted:
                 one = start, count, base + at, block.num_rows

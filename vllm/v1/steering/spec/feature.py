@@ -134,7 +134,7 @@ def _check_reads(
             f"{at}.sae",
             name,
         )
-    model.placement.check(sae.tap, tap, at)
+    model.placement.check(sae.tap, at)
 
 
 def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:

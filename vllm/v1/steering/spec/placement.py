@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers and tokens are spread over ranks, which limits conditions."""
+"""How layers and tokens are spread over ranks, which limits conditions and receipts."""
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 class Placement:
     """How a server spreads a model over its ranks."""
 
-    stage_starts: tuple[int, ...] = (0,)
-    """The first layer of each pipeline stage."""
+    num_stages: int = 1
+    """Number of pipeline stages."""
     splits_tokens: bool = False
     """Whether tensor-parallel ranks split the tokens of some layers."""
     drafts: bool = False
@@ -26,7 +25,7 @@ class Placement:
     @property
     def no_receipt(self) -> str:
         """Why requests cannot have receipts; empty if they can."""
-        if len(self.stage_starts) > 1:
+        if self.num_stages > 1:
             return (
                 "with pipeline parallelism the doses of earlier stages do not reach "
                 "the output; leave it out, or use tensor parallelism"
@@ -39,27 +38,19 @@ class Placement:
             )
         return ""
 
-    def check(self, probe: Tap, entry: Tap, at: str) -> None:
+    def check(self, probe: Tap, at: str) -> None:
         """Refuse a condition whose decision would have to travel between ranks.
+
+        Between pipeline stages it does.
 
         Args:
             probe: where the condition's probe reads.
-            entry: where the entry acts.
             at: the parameter's name in messages.
 
         Raises:
             SteeringValidationError: naming the parameter, the value and the remedy.
 
         """
-        stage, other = (bisect_right(self.stage_starts, p[0]) for p in (entry, probe))
-        if stage != other:
-            raise fail(
-                f"{at}: layers {probe[0]} and {entry[0]} are on different pipeline "
-                "stages, and a decision does not travel between them; read in a layer "
-                f"of the entry's stage, from {self.stage_starts[stage - 1]} on",
-                at,
-                probe[0],
-            )
         if self.splits_tokens:
             raise fail(
                 f"{at}: this server splits the tokens of some layers over its ranks, "
@@ -75,11 +66,8 @@ ONE_RANK = Placement()
 
 def placement_of(vllm_config: "VllmConfig") -> Placement:
     """The placement of an engine's configuration."""
-    from vllm.distributed.utils import get_pp_indices
-
     parallel = vllm_config.parallel_config
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    stages = parallel.pipeline_parallel_size
-    starts = tuple(get_pp_indices(layers, s, stages)[0] for s in range(stages))
     splits = parallel.tensor_parallel_size > 1 and parallel.use_sequence_parallel_moe
-    return Placement(starts, splits, vllm_config.num_speculative_tokens > 0)
+    return Placement(
+        parallel.pipeline_parallel_size, splits, vllm_config.num_speculative_tokens > 0
+    )

@@ -79,7 +79,7 @@ def parse_when(
             at,
             {"layer": tap[0], "hook": tap[1]},
         )
-    model.placement.check(tap, entry, at)
+    model.placement.check(tap, at)
     above, threshold = _threshold(raw, probe, at)
     sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
     mean = _one_of(raw, "reduce", ("last", "mean"), at) == "mean"

@@ -25,6 +25,8 @@ class FiredCounts:
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_device)
         self._places: dict[FiredLabel, int] = {}
         self._told: list[int] = []
+        self.earlier: torch.Tensor | None = None  # [MOST_CONDITIONS + 1], int64
+        """The counts of earlier pipeline stages, where conditions have equal places."""
 
     def place(self, condition: Condition) -> int:
         """The index of a condition's count."""
@@ -53,7 +55,11 @@ class FiredCounts:
     def send(self) -> None:
         """Start the copy to the host, after a pass with conditions is queued."""
         count = len(self._places)
-        self._host[:count].copy_(self._counts[:count], non_blocking=True)
+        self._host[:count].copy_(self.total()[:count], non_blocking=True)
+
+    def total(self) -> torch.Tensor:
+        """The counts of this stage and earlier ones, on the device."""
+        return self._counts if self.earlier is None else self._counts + self.earlier
 
     def collect(self) -> Fired:
         """What was counted since the last call; the last copy must be complete."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.model_executor.layers.residual.program import Instruction, Program, words_of
+from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap
@@ -149,7 +150,7 @@ def place_stretches(
     """Place the programs of all stretches of a step, in one copy to the device."""
     templates = [_template(one.phase, one.active) for one in stretches]
     pairs = list(zip(templates, stretches, strict=True))
-    if device.type == "cpu":
+    if not reads_tables(device):
         return [template.on_host(one) for template, one in pairs]
     if not pairs:
         return []

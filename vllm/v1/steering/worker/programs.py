@@ -28,6 +28,7 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
+from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.steering.operations import Operation, place_of
@@ -49,6 +50,7 @@ from vllm.v1.steering.worker.gates import (
     in_columns,
     probe_of,
 )
+from vllm.v1.steering.worker.stages import crossing_of
 
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
@@ -366,40 +368,28 @@ class Phase:
             columns or [NO_GATE] * count,
             strict=True,
         )
-        here = [each for each in found if each[0].tap in taps]
-        here.sort(key=lambda each: place_of(each[0]))
+        every = sorted(found, key=lambda each: place_of(each[0]))
+        self.crossing = crossing_of(every, taps)
+        """What is exchanged with other pipeline stages."""
+        self._here = frozenset(taps)
+        here = [each for each in every if self._concerns(each[0], each[1])]
         self.operations = [one for one, _, _ in here]
-        """The operations, numbered from 0."""
+        """The operations that act or read in this stage, numbered from 0."""
+        self._acting = [n for n, one in enumerate(self.operations) if one.tap in taps]
         self._gates = [gate for _, gate, _ in here]
+        self._decided_here = [gate for gate in self._gates if self._reads(gate)]
         self._columns = [column for _, _, column in here]
-        self._deciding = [one for one in deciding if one.condition.tap in taps]
-        self.taps = frozenset(one.tap for one in self.operations).union(
-            *(_read_by(gate) for gate in self._gates),
-            *map(_carried_from, self.operations),
-            (gate.condition.tap for gate in self._deciding),
+        self._deciding = [one for one in deciding if self._reads(one)]
+        self.taps = frozenset(self.taps_of(range(len(here)))).union(
+            gate.condition.tap for gate in self._deciding
         )
         """Taps at which programs also perform the plain additions."""
         self.device = device
-        bank = bank or Bank(width, device)
-        self._kept = bank.fetch(self.operations)
-        self._instructions = [one.instruction for one in self._kept]
-        vectors = _Vectors(width)
-        probes = {
-            gate: vectors.add(gate.condition.vector)
-            for gate in in_columns([*self._gates, *self._deciding])
-        }
-        measures = memory is not None
-        sums = {
-            tap: _draft_sum(vector, vectors)
-            for tap, vector in added.items()
-            if measures or tap in self.taps
-        }
-        table = vectors.upload(device)
-        self._probes = {
-            gate: probe_of(gate, table[at : at + 1], fired)
-            for gate, at in probes.items()
-        }
-        self._sums = {tap: draft(table) for tap, draft in sums.items()}
+        self._kept = self._fetched(bank or Bank(width, device))
+        self._instructions = {n: self._kept[n].instruction for n in self._acting}
+        if memory is None:
+            added = {tap: one for tap, one in added.items() if tap in self.taps}
+        self._probes, self._sums = self._uploaded(added, width, fired)
         self.effects: tuple[Effect, ...] = ()
         """What is measured at each token, if anything is."""
         self.doses = torch.empty(0, 0)
@@ -407,13 +397,12 @@ class Phase:
         self._measure(memory)
         self.positioned = _together(self.operations)
         """Operations with positions, grouped by equal ones."""
-        self.by_row = frozenset(
-            number for number, one in enumerate(self.operations) if one.num_rows
-        )
+        self.by_row = frozenset(n for n in self._acting if self.operations[n].num_rows)
         """The numbers of operations with one row per position."""
         self.deciding = self._decided(self._deciding, fired)
         """The gates that the prompt decides for later tokens."""
-        held = [g for g in in_columns(self._gates) if g.condition.scope != "token"]
+        decided = in_columns(self._decided_here)
+        held = [gate for gate in decided if gate.condition.scope != "token"]
         self.held = tuple(gate.column for gate in held)
         """Gate columns that hold decisions of earlier tokens."""
         in_prompt = [gate for gate in held if gate.condition.in_prompt]
@@ -431,6 +420,33 @@ class Phase:
         self.templates: dict[frozenset[int], Template] = {}
         """Program templates for operations with one row per position."""
 
+    def _fetched(self, bank: Bank) -> dict[int, Kept]:
+        """The instructions of the operations that act or carry here, by number."""
+        needed = [
+            number
+            for number, one in enumerate(self.operations)
+            if one.tap in self._here or _carried_from(one) & self._here
+        ]
+        kept = bank.fetch([self.operations[number] for number in needed])
+        return dict(zip(needed, kept, strict=True))
+
+    def _uploaded(
+        self, added: Mapping[Tap, Vector], width: int, fired: FiredCounts | None
+    ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
+        """The probes of gates, and the additions, whose vectors this uploads."""
+        vectors = _Vectors(width)
+        probes = {
+            gate: vectors.add(gate.condition.vector)
+            for gate in in_columns([*self._decided_here, *self._deciding])
+        }
+        sums = {tap: _draft_sum(vector, vectors) for tap, vector in added.items()}
+        table = vectors.upload(self.device)
+        made = {
+            gate: probe_of(gate, table[at : at + 1], fired)
+            for gate, at in probes.items()
+        }
+        return made, {tap: draft(table) for tap, draft in sums.items()}
+
     def _decided(
         self, gates: Iterable[Gate], fired: FiredCounts | None
     ) -> tuple[Deciding, ...]:
@@ -443,6 +459,15 @@ class Phase:
             for gate in gates
         )
 
+    def _concerns(self, one: Operation, gate: Gate | None) -> bool:
+        """Whether an operation acts in this stage, or what it needs is read here."""
+        reads = _carried_from(one) & self._here
+        return one.tap in self._here or self._reads(gate) or bool(reads)
+
+    def _reads(self, gate: Gate | None) -> bool:
+        """Whether the gate's probe reads in this stage."""
+        return gate is not None and gate.condition.tap in self._here
+
     @property
     def decides(self) -> bool:
         """Whether conditions are decided at some of its tokens."""
@@ -450,8 +475,8 @@ class Phase:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token passes a program."""
-        return not self.taps and not self.effects
+        """Whether no token passes a program, and nothing is passed on."""
+        return not self.taps and not self.effects and not self.crossing.is_used
 
     def _measure(self, memory: DoseMemory | None) -> None:
         """Assign a column of doses to every instruction, if they are measured."""
@@ -464,7 +489,10 @@ class Phase:
         effects = [
             *(effect_of(gate.condition, gate.column) for gate in self._probes),
             *(Effect(*tap, "add", "") for tap in added),
-            *(Effect(*one.tap, one.op, one.digest) for one in self.operations),
+            *(
+                Effect(*one.tap, one.op, one.digest)
+                for one in map(self.operations.__getitem__, self._acting)
+            ),
         ]
         if not effects:
             return
@@ -478,9 +506,10 @@ class Phase:
         self._sums = {
             tap: replace(one, doses=next(columns)) for tap, one in added.items()
         }
-        self._instructions = [
-            replace(one, doses=next(columns)) for one in self._instructions
-        ]
+        self._instructions = {
+            number: replace(one, doses=next(columns))
+            for number, one in self._instructions.items()
+        }
 
     def at_positions(self, active: frozenset[int]) -> Programs:
         """The programs of tokens on which these operations with positions act.
@@ -494,12 +523,13 @@ class Phase:
         return self._special[active]
 
     def taps_of(self, numbers: Collection[int]) -> set[Tap]:
-        """Taps at which these operations act, or their conditions' probes read."""
+        """Taps of this stage where these operations act, or what they need is read."""
         acts = {self.operations[number].tap for number in numbers}
-        return acts.union(
+        found = acts.union(
             *(_read_by(self._gates[number]) for number in numbers),
             *(_carried_from(self.operations[number]) for number in numbers),
         )
+        return found & self._here
 
     def last_position(self, prompt_length: int) -> int:
         """The last position on which an operation with positions acts."""
@@ -531,7 +561,7 @@ class Phase:
             for gate in in_columns(
                 [
                     *(self._gates[number] for number in numbers),
-                    *(gate for gate in self._gates if _is_latched(gate)),
+                    *(gate for gate in self._decided_here if _is_latched(gate)),
                     *self._deciding,
                 ]
             )
@@ -561,9 +591,11 @@ class Phase:
     ) -> Iterator[tuple[int, Instruction]]:
         """What transcoders read at a hook point, after everything that acts there."""
         for number in numbers:
+            if tap not in _carried_from(self.operations[number]):
+                continue
             made = self._kept[number].carried
-            if made is not None and tap in _carried_from(self.operations[number]):
-                yield -1, replace(made, gate=self._columns[number])
+            assert made is not None, "the operation needs an activation"
+            yield -1, replace(made, gate=self._columns[number])
 
     def _sae_of(self, number: int) -> str:
         use = self.operations[number].details.feature
@@ -596,8 +628,8 @@ def _together(operations: Sequence[Operation]) -> list[Together]:
 
 
 def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
-    """Copy programs to the device, if kernels execute them there."""
-    if device.type == "cpu":
+    """Copy programs to the device, if a kernel executes them there."""
+    if not reads_tables(device):
         return {tap: Placed(one, 0, None) for tap, one in programs.items()}
     if not programs:
         return {}
@@ -658,7 +690,7 @@ class ProgramIndex:
         self._write(self.first_special, programs)
 
     def _write(self, row: int, programs: Sequence[Programs]) -> None:
-        if self._index.device.type == "cpu":
+        if not programs or not reads_tables(self._index.device):
             return  # No kernel reads the index.
         addresses = np.zeros((len(self._columns), len(programs)), dtype=np.int64)
         for number, one in enumerate(programs):

@@ -17,6 +17,7 @@ from vllm.v1.steering.plan import (
     SteeringTiers,
     Tap,
     Vector,
+    conditions_of,
     total,
 )
 from vllm.v1.steering.slots import (
@@ -189,6 +190,8 @@ class SteeringTables:
         memory = self._doses if own.receipt else None
         if not pairs and not later and (memory is None or not added):
             return Row(added, NO_PHASE)
+        for condition in (*conditions_of(shared), *conditions_of(own)):
+            self.fired.place(condition)  # In the same order at all pipeline stages.
         operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         columns = carried_columns(shared, ours, ENGINES)
         columns += carried_columns(own, theirs, REQUESTS)

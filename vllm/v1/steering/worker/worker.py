@@ -2,15 +2,16 @@
 """Steering in one worker process, as the runner's adapter calls it."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -39,6 +40,7 @@ from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.held import HeldGates
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
 from vllm.v1.steering.worker.programs import Programs, special_rows
+from vllm.v1.steering.worker.stages import StageGates
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 
 if TYPE_CHECKING:
@@ -118,9 +120,11 @@ class WorkerSteering:
         self._slots: dict[str, int] = {}
         self._prompt_lengths: dict[str, int] = {}
         self._on_host: dict[int, list[ProgramRows]] = {}
-        """The planned step's programs, for devices without kernels."""
+        """The planned step's programs, where there is no kernel."""
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
+        self._stages = StageGates(device, self.tables.fired)
+        """Gates of other pipeline stages."""
         self.doses = StepDoses(device, reports)
         """What requests with a receipt are told."""
         self._launches: frozenset[int] = frozenset()
@@ -218,7 +222,7 @@ class WorkerSteering:
         """Assign a row to each token; returns the ops that must launch."""
         if self.is_idle:
             return self._plan_nothing()
-        if self._decoding is not None and self._decoding.goes_on(view):
+        if self._decoding is not None and self._decoding.continues(view):
             return self._launches
         self._decoding = None
         pairs = self._rows_of_requests(view.req_ids)
@@ -236,6 +240,7 @@ class WorkerSteering:
             self._plan_programs(view, pairs, lengths, rows)
         self._held.plan(view, pairs, lengths, {} if plain else self.tables.phases)
         self.doses.plan(view, pairs, lengths, {} if plain else self.tables.phases)
+        self._plan_stages(rows, used)
         own = () if plain else filter(None, map(self.tables.phases.get, used))
         self._decides = any(phase.decides for phase in own)
         again = view.only_decodes and not self._held.is_used and not self.doses.is_used
@@ -243,6 +248,20 @@ class WorkerSteering:
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
+
+    def _plan_stages(
+        self, rows: npt.NDArray[np.int32] | None, used: Iterable[int]
+    ) -> None:
+        phases = self.tables.phases
+        crossings = {
+            row: phases[row].crossing
+            for row in used
+            if row in phases and phases[row].crossing.is_used
+        }
+        if rows is None or not crossings:
+            self._stages.plan_nothing()
+        else:
+            self._stages.plan(rows, crossings)
 
     def _ops_at(self, taps: frozenset[Tap]) -> frozenset[int]:
         if self._last_ops[0] != taps:
@@ -252,6 +271,7 @@ class WorkerSteering:
     def _plan_nothing(self) -> frozenset[int]:
         """Plan a step without steering, the usual case, at the least cost."""
         self._held.plan_nothing()
+        self._stages.plan_nothing()
         self.doses.plan_nothing()
         self._decides = False
         self._vectors_of.plan(None)
@@ -281,7 +301,7 @@ class WorkerSteering:
         taps = frozenset(chain.from_iterable(at_taps.values()))
         self._launches |= {self.program_addresses[tap] for tap in taps}
         self._on_host = {}
-        if self.row_index.device.type == "cpu":
+        if not reads_tables(self.row_index.device):
             for row, programs in at_taps.items():
                 found = np.flatnonzero(rows == row)
                 tokens, span = torch.from_numpy(found), span_of(found)
@@ -369,6 +389,7 @@ class WorkerSteering:
         self._vectors_of.write()
         self._programs_of.write()
         self._held.load(self.tables.programs.gates)
+        self._stages.load(self.tables.programs.gates)
         self.doses.begin()
         StepPrograms.at = self._on_host
 
@@ -377,12 +398,32 @@ class WorkerSteering:
         StepPrograms.at = {}
         self._held.save(self.tables.programs.gates)
         self.doses.end()
-        if self._decides:
+        if self._tells:
             self.tables.fired.send()
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the step decides conditions, here or in an earlier stage."""
+        return self._decides or self._stages.has_counts
 
     def take_fired(self) -> FiredCounts | None:
         """The counts of conditions, if the last step has decided some."""
-        return self.tables.fired if self._decides else None
+        return self.tables.fired if self._tells else None
+
+    def receive(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
+        """Note the gates that the previous pipeline stage has sent with a step.
+
+        Args:
+            tensors: the step's intermediate tensors, which may still arrive.
+            wait: returns when they have.
+
+        """
+        self._stages.receive(tensors, wait)
+
+    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A step's intermediate tensors, with the gates that later stages read."""
+        gates = self.tables.programs.gates
+        return self._stages.send(tensors, gates, self._decides)
 
     def stage_global(self, tiers: SteeringTiers) -> None:
         """Prepare a change of the global vectors: what can fail, fails here."""

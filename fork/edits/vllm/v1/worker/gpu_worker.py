@@ -16,9 +16,17 @@ EDITS = [
     ),
     after(
         scope="Worker.execute_model",
-        anchor="assert tensor_dict is not None",
-        insert="residual_stream.receive_rows(self, tensor_dict)",
-        why="The last stage returns the readouts of earlier ones.",
+        anchor="""
+intermediate_tensors = AsyncIntermediateTensors(
+    tensor_dict,
+    comm_handles=comm_handles,
+    comm_postprocess=comm_postprocess,
+)
+""",
+        insert="""
+residual_stream.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_comm)
+""",
+        why="Readouts, rows and gates of conditions come from earlier stages.",
     ),
     add_argument(
         scope="Worker.execute_model",
@@ -36,7 +44,7 @@ EDITS = [
         scope="Worker.execute_model",
         anchor="output.tensors",
         by="residual_stream.send_rows(self, output.tensors)",
-        why="Readouts travel with the hidden states of their step.",
+        why="Readouts, rows and gates travel with the hidden states of their step.",
     ),
     first(
         scope="Worker.sleep",

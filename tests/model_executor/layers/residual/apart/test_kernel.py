@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for programs, compared with float64: on a GPU, or interpreted."""
+"""The kernels for programs, compared with float64: on a GPU, or interpreted."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from vllm.model_executor.layers.residual.program import (
     run,
     words_of,
 )
+from vllm.model_executor.layers.residual.program_host import execute_programs
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.triton_utils import HAS_TRITON
+from vllm.v1.residual.native import library
 
 pytestmark = [
     pytest.mark.usefixtures("no_engine"),
@@ -32,6 +35,21 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Twice the distance of neighbouring values, as the interpreter truncates."""
+
+
+Execute = Callable[..., None]
+NO_NATIVE = DEVICE == "cuda" or library() is None
+native = pytest.param(
+    execute_programs,
+    marks=pytest.mark.skipif(NO_NATIVE, reason="a GPU, or no native library"),
+    id="native",
+)
+
+
+@pytest.fixture(params=[pytest.param(launch_programs, id="triton"), native])
+def launch(request: pytest.FixtureRequest) -> Execute:
+    """Executes programs: a kernel of Triton, or the native library."""
+    return request.param
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -200,7 +218,11 @@ def index_of(program: Program) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(5, 96), (3, 130)])
 def test_each_program_does_what_its_formula_says(
-    dtype: torch.dtype, has_residual: bool, tokens: int, width: int
+    launch: Execute,
+    dtype: torch.dtype,
+    has_residual: bool,
+    tokens: int,
+    width: int,
 ) -> None:
     torch.manual_seed(width)
     for name, program in programs(width, tokens).items():
@@ -211,7 +233,7 @@ def test_each_program_does_what_its_formula_says(
         gates = torch.zeros(tokens, 4, device=DEVICE)
         found = hidden.clone()
         beside = None if residual is None else residual.clone()
-        launch_programs(found, found, beside, index, rows, gates)
+        launch(found, found, beside, index, rows, gates)
         for token in range(tokens):
             if not rows[token]:
                 assert torch.equal(found[token], hidden[token])
@@ -226,7 +248,7 @@ def test_each_program_does_what_its_formula_says(
             assert error < ROUNDING[dtype], f"{name}: {error}"
 
 
-def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
+def test_the_kernel_equals_the_arithmetic_of_a_cpu(launch: Execute) -> None:
     torch.manual_seed(0)
     tokens, width = 6, 96
     for name, program in programs(width, tokens).items():
@@ -237,13 +259,13 @@ def test_the_kernel_equals_the_arithmetic_of_a_cpu() -> None:
         every = torch.arange(tokens, device=DEVICE)
         expected, changed = run(program, stream.clone(), every, gates[0])
         found = stream.clone()
-        launch_programs(found, found, None, index, rows, gates[1])
+        launch(found, found, None, index, rows, gates[1])
         torch.testing.assert_close(gates[1], gates[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
         assert torch.equal((found != stream).any(1), changed), name
 
 
-def test_doses_are_measured_and_change_nothing() -> None:
+def test_doses_are_measured_and_change_nothing(launch: Execute) -> None:
     torch.manual_seed(0)
     tokens, width = 6, 96
     every = torch.arange(tokens, device=DEVICE)
@@ -266,9 +288,9 @@ def test_doses_are_measured_and_change_nothing() -> None:
         stream, gates = randn(tokens, width), torch.zeros(tokens, 4, device=DEVICE)
         plain, counted = stream.clone(), stream.clone()
         index, _kept = index_of(program)
-        launch_programs(plain, plain, None, index, rows, gates)
+        launch(plain, plain, None, index, rows, gates)
         index, _kept = index_of(measured[0])
-        launch_programs(counted, counted, None, index, rows, gates)
+        launch(counted, counted, None, index, rows, gates)
         assert torch.equal(plain, counted), name
         run(measured[1], stream.clone(), every, gates)
         torch.testing.assert_close(*doses, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -280,7 +302,9 @@ def test_doses_are_measured_and_change_nothing() -> None:
             torch.testing.assert_close(doses[0][:, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_ranks_with_a_share_of_the_tokens_store_doses_at_the_steps_rows() -> None:
+def test_ranks_with_a_share_of_the_tokens_store_doses_at_the_steps_rows(
+    launch: Execute,
+) -> None:
     width, tokens = 64, 4
     doses = torch.full((tokens, 2), torch.nan, device=DEVICE)
     program = (Instruction(Kind.LINEAR, unit(width), c0=1.0, doses=doses[:, 1]),)
@@ -288,12 +312,12 @@ def test_ranks_with_a_share_of_the_tokens_store_doses_at_the_steps_rows() -> Non
     rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
     gates = torch.zeros(tokens, 4, device=DEVICE)
     part = unit(width).expand(2, width).contiguous()
-    launch_programs(part, part, None, index, rows[2:], gates[2:], first=2)
+    launch(part, part, None, index, rows[2:], gates[2:], first=2)
     assert doses[:2].isnan().all() and doses[:, 0].isnan().all()
     torch.testing.assert_close(doses[2:, 1], torch.ones(2, device=DEVICE))
 
 
-def test_a_gate_that_was_open_stays_open() -> None:
+def test_a_gate_that_was_open_stays_open(launch: Execute) -> None:
     torch.manual_seed(0)
     tokens, width = 8, 64
     program = (
@@ -308,14 +332,16 @@ def test_a_gate_that_was_open_stays_open() -> None:
     every = torch.arange(tokens, device=DEVICE)
     expected, _ = run(program, stream.clone(), every, gates[0])
     found = stream.clone()
-    launch_programs(found, found, None, index, rows, gates[1])
+    launch(found, found, None, index, rows, gates[1])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(gates[1], gates[0])
     assert gates[0][::2, 1].all() and not gates[0][1::2, 1].all()
 
 
 @pytest.mark.parametrize("divided", [Flag.NONE, Flag.COSINE, Flag.STANDARD])
-def test_later_hook_points_read_what_probes_have_left(divided: Flag) -> None:
+def test_later_hook_points_read_what_probes_have_left(
+    launch: Execute, divided: Flag
+) -> None:
     """A gate that is open from one token of a request on, and a value."""
     torch.manual_seed(0)
     tokens, width = 9, 96
@@ -357,7 +383,7 @@ def test_later_hook_points_read_what_probes_have_left(divided: Flag) -> None:
         for program in hook_points:
             if way:
                 index, _kept = index_of(program)
-                launch_programs(found[1], found[1], None, index, rows, gates)
+                launch(found[1], found[1], None, index, rows, gates)
             else:
                 found[0], _ = run(program, found[0], every, gates)
         assert noted[[0, 5, 8], OPENED + 2].tolist() == [NEVER, 6, 8]
@@ -372,7 +398,7 @@ def test_later_hook_points_read_what_probes_have_left(divided: Flag) -> None:
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_acts_on_nothing_changes_no_bit() -> None:
+def test_what_acts_on_nothing_changes_no_bit(launch: Execute) -> None:
     width = 64
     u = unit(width)
     idle: tuple[Program, ...] = (
@@ -390,23 +416,27 @@ def test_what_acts_on_nothing_changes_no_bit() -> None:
         found, beside = hidden.clone(), residual.clone()
         rows = torch.ones(2, dtype=torch.int32, device=DEVICE)
         gates = torch.zeros(2, 4, device=DEVICE)
-        launch_programs(found, found, beside, index, rows, gates)
+        launch(found, found, beside, index, rows, gates)
         assert torch.equal(found, hidden) and torch.equal(beside, residual)
 
 
-def test_a_rank_that_does_not_lead_has_nothing_of_the_result() -> None:
+def test_a_rank_that_does_not_lead_has_nothing_of_the_result(
+    launch: Execute,
+) -> None:
     width = 64
     index, _kept = index_of((Instruction(Kind.REPLACE, unit(width), c0=1.0),))
     whole, residual = randn(2, width), randn(2, width)
     part, beside = whole / 2, residual.clone()
     rows = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     gates = torch.zeros(2, 4, device=DEVICE)
-    launch_programs(whole, part, beside, index, rows, gates, leads=False)
+    launch(whole, part, beside, index, rows, gates, leads=False)
     assert not part[0].any() and not beside[0].any()
     assert torch.equal(part[1], whole[1] / 2) and torch.equal(beside[1], residual[1])
 
 
-def test_ranks_that_share_tokens_read_the_rows_of_the_step() -> None:
+def test_ranks_that_share_tokens_read_the_rows_of_the_step(
+    launch: Execute,
+) -> None:
     width, tokens = 64, 6
     matrix = randn(tokens + 2, width)
     program = (Instruction(Kind.REPLACE, matrix, c0=1.0, offset=2),)
@@ -416,7 +446,5 @@ def test_ranks_that_share_tokens_read_the_rows_of_the_step() -> None:
     found = randn(tokens, width)
     for first in (0, 3):
         part = found[first : first + 3]
-        launch_programs(
-            part, part, None, index, rows[first:], gates[first:], first=first
-        )
+        launch(part, part, None, index, rows[first:], gates[first:], first=first)
     assert torch.equal(found, matrix[2:])

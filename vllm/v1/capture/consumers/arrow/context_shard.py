@@ -191,12 +191,12 @@ def _check(folder: Path, info: Mapping[str, Any]) -> None:
 def _check_columns(there: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     if there["features"] != new["features"]:
         raise ValueError(
-            f"the data set has the columns {_said(there)}, and the request "
-            f"{_said(new)}; give it a tag of its own"
+            f"the data set has the columns {_columns_of(there)}, and the request "
+            f"{_columns_of(new)}; give it a tag of its own"
         )
 
 
-def _said(info: Mapping[str, Any]) -> str:
+def _columns_of(info: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name} {told['shape']} {told['dtype']}"
         for name, told in info["features"].items()

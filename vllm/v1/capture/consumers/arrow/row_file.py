@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from vllm.v1.capture.delivery.row_bytes import raw_bytes, write_all
-from vllm.v1.capture.native import Bytes
+from vllm.v1.residual.native import Bytes
 
 MOST_BYTES = 64 << 20
 """Maximum bytes of values in a batch, unless a single row has more."""

@@ -19,8 +19,8 @@ from vllm.v1.capture.consumers.storage.codecs import Codec, Raw, parse_codec
 from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.request import StoredRequest
-from vllm.v1.capture.native import Bytes
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.residual.native import Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def write_per_file(
         try:
             _write_key(request, finalize, writing, base)
         except OSError as error:
-            failure = said(error, f"{base}.bin")
+            failure = message_of(error, f"{base}.bin")
             results.append(CaptureResult(finalize.key, "error", failure))
         else:
             payload = [f"{base}.bin"]
@@ -150,7 +150,7 @@ def write_packed(
     try:
         writing.write_pair(request, base, rows, lambda: {**facts, "entries": entries})
     except OSError as error:
-        request.settle_error(said(error, f"{base}.bin"))
+        request.settle_error(message_of(error, f"{base}.bin"))
         return
     first, *others = (finalize.key for finalize in finalizes)
     # Only one result names the file: payloads of all keys are concatenated.
@@ -184,7 +184,7 @@ def keys_in_turn(
         offset += encoder.num_bytes
 
 
-def said(error: OSError, name: str) -> str:
+def message_of(error: OSError, name: str) -> str:
     """The message for results about an error in writing the file `name`."""
     if isinstance(error, FileExistsError):
         return f"FileExistsError: {name} exists already (on_collision=error)"

@@ -16,7 +16,7 @@ from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.layouts import (
     Writing,
     keys_in_turn,
-    said,
+    message_of,
     stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
@@ -99,7 +99,7 @@ class FileShard(Shard):
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, _end(self._entries))
             self.num_bytes = _end(self._entries)
-        request.settle_error(said(error, self._path))
+        request.settle_error(message_of(error, self._path))
         if self.sealed:
             self.seal()
 

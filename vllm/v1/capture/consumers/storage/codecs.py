@@ -22,7 +22,7 @@ from vllm.v1.capture.consumers.storage.quantize import (
 )
 from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.native import Bytes
+from vllm.v1.residual.native import Bytes
 
 CODECS = ("raw", "zstd", "full8", "rp8", "topk8")
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.codecs import Codec
-from vllm.v1.capture.native import Bytes
+from vllm.v1.residual.native import Bytes
 
 logger = init_logger(__name__)
 

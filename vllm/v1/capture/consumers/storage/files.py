@@ -15,7 +15,7 @@ from vllm.v1.capture.consumers.storage.folder_lock import (
     remove_abandoned,
 )
 from vllm.v1.capture.delivery.row_bytes import write_all
-from vllm.v1.capture.native import Bytes
+from vllm.v1.residual.native import Bytes
 
 ASIDE = ".incomplete"
 """Directory in the root for incomplete files; readers skip it."""

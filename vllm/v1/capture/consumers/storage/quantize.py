@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.delivery.row_bytes import raw_bytes
-from vllm.v1.capture.native import DTYPES, Bytes, library
+from vllm.v1.residual.native import DTYPES, Bytes, library
 
 Array = np.ndarray[Any, Any]
 

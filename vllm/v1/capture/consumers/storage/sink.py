@@ -212,7 +212,7 @@ class StorageSink:
             freed = request.rows.spill(self._spilled)
         except OSError as error:
             logger.error("Rows of %s are lost: %s", request.request_id, error)
-            failure = _said(error)
+            failure = _message_of(error)
         # Before memory is released: a waiting thread may spill the request again.
         request.spilling = False
         if failure is not None:
@@ -274,14 +274,16 @@ class StorageSink:
 
     def _publish(self, request: StoredRequest) -> None:
         try:
-            if self._executor is None:
+            if not request.finalizes:
+                request.settle(())  # All of its layers are in other pipeline stages.
+            elif self._executor is None:
                 request.settle_error(self._unusable or "there are no threads")
             elif not request.settled.is_set():
                 self._publisher.publish(request, self._workspace)
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("Writing the capture of %s", request.request_id)
-            request.settle_error(_said(error))
+            request.settle_error(_message_of(error))
         finally:
             request.published = True
             self._budget.release(request.rows.discard())
@@ -319,7 +321,7 @@ class StorageSink:
         try:
             self._workspace.open()
         except OSError as error:
-            self._unusable = _said(error)
+            self._unusable = _message_of(error)
             logger.error("%s cannot write: %s", self._name, self._unusable)
         else:
             self._executor = Executor(
@@ -399,5 +401,5 @@ class StorageSink:
             pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

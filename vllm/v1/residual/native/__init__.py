@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional native library, built from `csrc/`: row encoders and row copies.
+"""The optional native library, built from `csrc/`: row encoders, row copies, programs.
 
-Each function has a Python equivalent that produces the same bytes; tests compare them.
+Each function has a Python equivalent. That of an encoder or a copy produces the same
+bytes, that of programs rounds sums in another order; tests compare them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ logger = init_logger(__name__)
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-MODULE = "vllm.v1.capture.native._native"
+MODULE = "vllm.v1.residual.native._native"
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -25,6 +26,11 @@ DTYPES = {
     torch.float32: "float32",
 }
 """The dtypes that the native codecs support; others use the Python codecs."""
+
+
+Rows: TypeAlias = tuple[int, int]
+"""The address of a matrix, and the number of values from one row to the next."""
+NO_ROWS: Rows = (0, 0)
 
 
 class Library(Protocol):
@@ -71,6 +77,37 @@ class Library(Protocol):
     ) -> None:
         """Copy rows between memory addresses; see `csrc/rows/gather.h`."""
 
+    def run_programs(
+        self,
+        source: Rows,
+        hidden: Rows,
+        residual: Rows,
+        gates: Rows,
+        index: int,
+        rows: int,
+        tokens: int,
+        width: int,
+        first: int,
+        dtype: str,
+        leads: bool,
+    ) -> None:
+        """Execute each token's program, in place; see `csrc/programs/run.h`.
+
+        Args:
+            source: the stream's branch, `[tokens, width]`; may be `hidden`.
+            hidden: this rank's part of it.
+            residual: the pair's other half; `NO_ROWS` if there is none.
+            gates: float32 `[tokens, columns]`.
+            index: address of the index, int64.
+            rows: address of each token's row of the index, int32.
+            tokens: number of tokens.
+            width: values per row.
+            first: index of the first token in the step.
+            dtype: a value of `DTYPES`, of the first three.
+            leads: whether this rank writes the result.
+
+        """
+
 
 @cache
 def library() -> Library | None:
@@ -79,8 +116,9 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are copied and encoded by Python code, because the native "
-            "library was not built or does not work here: %s",
+            "Captured rows are copied and encoded by Python code, and PyTorch computes "
+            "interventions on a CPU, because the native library was not built or does "
+            "not work here: %s",
             error,
         )
         return None

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programs of hook points for Python, which gives addresses: it keeps the memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string_view.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "bindings/module.h"
+#include "bindings/unlocked.h"
+#include "programs/run.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace clearbox {
+namespace {
+
+/// The address and the stride of a tensor.
+using Rows = std::array<std::size_t, 2>;
+
+Dtype dtype_of(std::string_view name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "float16") return Dtype::kFloat16;
+  if (name == "bfloat16") return Dtype::kBfloat16;
+  throw nb::value_error("dtype must be float32, float16 or bfloat16");
+}
+
+void run(const Rows& source, const Rows& hidden, const Rows& residual,
+         const Rows& gates, std::size_t index, std::size_t rows, std::size_t tokens,
+         std::size_t width, std::size_t first, std::string_view dtype, bool leads) {
+  const StepRows step{reinterpret_cast<const void*>(source[0]),
+                      source[1],
+                      reinterpret_cast<void*>(hidden[0]),
+                      hidden[1],
+                      reinterpret_cast<void*>(residual[0]),
+                      residual[1],
+                      reinterpret_cast<const std::int64_t*>(index),
+                      reinterpret_cast<const std::int32_t*>(rows),
+                      reinterpret_cast<float*>(gates[0]),
+                      gates[1],
+                      tokens,
+                      width,
+                      first,
+                      dtype_of(dtype),
+                      leads};
+  const Unlocked unlocked;
+  run_programs(step);
+}
+
+}  // namespace
+
+void bind_programs(nb::module_& module) {
+  module.def("run_programs", &run, "source"_a, "hidden"_a, "residual"_a, "gates"_a,
+             "index"_a, "rows"_a, "tokens"_a, "width"_a, "first"_a, "dtype"_a,
+             "leads"_a, "Executes programs in place; see csrc/programs/run.h.");
+}
+
+}  // namespace clearbox
