@@ -204,7 +204,7 @@ def test_a_response_without_rows_is_sent_as_it_is() -> None:
     assert sent == [start(None), body(BODY)]
 
 
-def test_who_makes_no_response_has_the_rows() -> None:
+def test_without_a_response_the_caller_has_the_rows() -> None:
     unsent = UnsentRows()
     unsent.hold(SIZES)
     assert unsent.bytes_for("inline") == 0
@@ -242,7 +242,7 @@ def test_fetched_rows_count_until_their_response_is_sent(
     assert held(tracker) == 0
 
 
-def test_rows_that_nobody_fetched_may_be_forgotten_after_the_response(
+def test_rows_that_were_not_fetched_may_be_dropped_after_the_response(
     tracker: RequestTracker,
 ) -> None:
     tracker.abandon("r")
