@@ -175,22 +175,52 @@ def test_rows_of_a_model_with_latent_attention(
     check_all(engine, [prompt(20 + i, seed=70 + i) for i in range(4)])
 
 
-@pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_rows_from_two_gpus(
+def check_readouts(engine: CapturedEngine, prompts: list[list[int]]) -> None:
+    """Check that the readouts of all layers are those of the captured rows."""
+    everywhere = {"hooks": {"post_block": "all"}, "positions": "all"}
+    readouts = {
+        "rows": {"kind": "rows", **everywhere},
+        "norms": {"kind": "norm", **everywhere},
+        "lens": {"kind": "lens", "top_k": 1},
+    }
+    params = asking("all", max_tokens=20, readouts=readouts, **QUIET)
+    for output in engine.run(prompts, params):
+        rows, found = engine.rows(output), output.readouts
+        taps = [(layer, "post_block") for layer in range(4)]
+        stream = torch.stack([rows[tap] for tap in taps], dim=1).float()
+        assert not [one.error for one in found.values() if one.error]
+        assert torch.from_numpy(found["rows"]["rows"]).equal(stream)
+        norms = torch.from_numpy(found["norms"]["norm"])
+        torch.testing.assert_close(norms, stream.norm(dim=-1))
+        # At the last layer it is the model's own choice, except where two are a tie.
+        chosen = torch.from_numpy(found["lens"]["token_ids"])[:, -1, 0]
+        following = torch.tensor(output.outputs[0].token_ids[1:])
+        assert (chosen == following).float().mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    "tensor, pipeline", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "pipeline", "both"]
+)
+def test_rows_from_several_gpus(
     llama: Path,
     reference: Reference,
     open_engine: OpenEngine,
-    split: str,
+    tensor: int,
+    pipeline: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this machine has one GPU")
+    if torch.cuda.device_count() < tensor * pipeline:
+        pytest.skip(f"this machine has fewer than {tensor * pipeline} GPUs")
     # A forked worker cannot use CUDA after this process has initialized it.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = open_engine(
         llama,
         reference=reference,
         distributed_executor_backend="mp",
-        **{f"{split}_parallel_size": 2},
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        enable_readouts=True,
     )
-    check_all(engine, [prompt(20 + 9 * i, seed=80 + i) for i in range(4)])
+    prompts = [prompt(20 + 9 * i, seed=80 + i) for i in range(4)]
+    check_all(engine, prompts)
+    check_readouts(engine, prompts)

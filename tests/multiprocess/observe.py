@@ -312,7 +312,7 @@ def _scored(engine: Any, prompt: list[int], stop_when: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=4 * NEW_TOKENS,
+        max_tokens=2 * NEW_TOKENS,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,

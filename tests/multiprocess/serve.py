@@ -52,28 +52,36 @@ class Order:
 
 async def serve(order: Order) -> dict[str, Any]:
     """The outputs of concurrent requests, one by one."""
+    from tests.support import asynchronous
     from tests.support.captured import Keeper, prompt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     keeper = Keeper()
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=order.model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            max_num_seqs=8,
-            max_num_batched_tokens=24,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            enable_readouts=True,
-            gpu_memory_utilization=0.2,
-            pipeline_parallel_size=order.pipeline,
-            data_parallel_size=order.data,
-            capture_consumers=[keeper, "inline", f"filesystem:root={order.root}/files"],
+    with asynchronous.allowed():
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=order.model,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=128,
+                max_num_seqs=8,
+                max_num_batched_tokens=24,
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                enable_readouts=True,
+                gpu_memory_utilization=0.2,
+                pipeline_parallel_size=order.pipeline,
+                data_parallel_size=order.data,
+                # Steps are computed ahead, also by stages.
+                async_scheduling=order.pipeline > 1,
+                capture_consumers=[
+                    keeper,
+                    "inline",
+                    f"filesystem:root={order.root}/files",
+                ],
+            )
         )
-    )
     try:
         prompts = [prompt(length, seed=length) for length in PROMPT_LENGTHS]
         asked = [

@@ -11,7 +11,7 @@ from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.runners import Runner
 from vllm.capture_dataset.shards import ShardFolder
 from vllm.capture_dataset.table import Captured, Shard
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 
 def begin(plan: Plan) -> Manifest:

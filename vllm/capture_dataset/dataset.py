@@ -14,7 +14,7 @@ from vllm.capture_dataset.readers import READERS, ShardReader, open_shard
 from vllm.capture_dataset.readouts import ReadoutColumn, from_facts
 from vllm.capture_dataset.spec import Tap
 from vllm.capture_dataset.view import LayerView
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 
 def load_dataset(folder: str | Path) -> "CaptureDataset":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 NAME = "manifest.json"
 KIND = "clearbox capture data set"

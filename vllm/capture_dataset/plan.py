@@ -13,7 +13,8 @@ from vllm.capture_dataset.runners import Runner
 from vllm.capture_dataset.shards import groups
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
-from vllm.v1.capture.selectors import POSITION_NAMES, fail
+from vllm.v1.capture.errors import fail
+from vllm.v1.capture.selectors import POSITION_NAMES
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

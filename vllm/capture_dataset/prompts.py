@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from vllm.capture_dataset.survey import Entry
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 TOKENIZED_AT_ONCE = 256
 

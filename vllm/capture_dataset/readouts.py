@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from vllm.capture_dataset.spec import RowsSpec, Tap
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 from vllm.v1.readouts.results import Array, ReadoutResult
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.runners import captured, failed
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.selectors import fail
 from vllm.v1.readouts.results import Array, ReadoutResult
 
 TIMEOUT_SECONDS = 600.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 PROMPT_COLUMNS = ("prompt", "text", "messages", "conversations")
 """The columns that may hold prompts if no column is named, in order of preference."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from vllm.capture_dataset.sources import PROMPT_COLUMNS, digest, records
 from vllm.capture_dataset.spec import SourceSpec
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 RESERVED = {
     *("sample", "prompt_id", "layer", "hook", "position", "is_prompt", "token_id"),

@@ -165,7 +165,7 @@ def sweep(
                 Cell(
                     tap=tap,
                     scale=setting.scale,
-                    score=_mean([score(one.text) for one in made] if score else []),
+                    score=mean([score(one.text) for one in made] if score else []),
                     perplexity=number,
                     texts=tuple(one.text for one in made),
                 )
@@ -186,7 +186,7 @@ def perplexities(llm: "LLM", groups: Sequence[Sequence[Generated]]) -> list[floa
     found = []
     for group in groups:
         losses = [loss for one in group for loss in _losses(next(outputs), one)]
-        found.append(math.exp(_mean(losses)))
+        found.append(math.exp(mean(losses)))
     return found
 
 
@@ -201,7 +201,8 @@ def _losses(output: "RequestOutput", made: Generated) -> list[float]:
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN if there are no values."""
     return sum(values) / len(values) if values else math.nan
 
 

@@ -13,7 +13,7 @@ from vllm.steering.evaluation.engine import Answer, answers, log_odds, next_toke
 from vllm.steering.evaluation.measures import divergence, repetition, standard_error
 from vllm.steering.extract import capture_rows
 from vllm.steering.pairs import Pair, Prompt
-from vllm.steering.sweep import Generated, perplexities
+from vllm.steering.sweep import Generated, mean, perplexities
 from vllm.steering.vectors import VectorSet
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def evaluate(
                 right_sign=float((change > 0).mean()),
                 kl=divergences[number],
                 perplexity=surprise[number],
-                repetition=_mean([repetition(a.token_ids) for a in made[number]]),
+                repetition=mean([repetition(a.token_ids) for a in made[number]]),
                 early_ends=_early(made[0], made[number]),
                 judged=judge(made[number]) if judge else math.nan,
                 changes=tuple(change.tolist()),
@@ -162,12 +162,12 @@ def _divergences(
     found = [0.0]
     for setting in settings[1:]:
         (steered,) = next_tokens(llm, harmless, [setting]).astype(np.float64)
-        found.append(_mean([divergence(p, s) for p, s in zip(plain, steered)]))
+        found.append(mean([divergence(p, s) for p, s in zip(plain, steered)]))
     return found
 
 
 def _early(plain: Sequence[Answer], steered: Sequence[Answer]) -> float:
-    return _mean(
+    return mean(
         [
             float(after.ended and len(after.token_ids) < EARLY * len(before.token_ids))
             for before, after in zip(plain, steered)
@@ -178,10 +178,6 @@ def _early(plain: Sequence[Answer], steered: Sequence[Answer]) -> float:
 def _generated(answer: Answer) -> Generated:
     ids = answer.prompt_ids + answer.token_ids
     return Generated(answer.text, ids, len(answer.prompt_ids))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +224,7 @@ def verdicts(points: Sequence[Point], kl_limit: float) -> list[Verdict]:
 
 def _is_above_zero(changes: Sequence[float]) -> bool:
     """Whether the mean over pairs exceeds `SURE` standard errors."""
-    return _mean(changes) > SURE * standard_error(changes)
+    return mean(changes) > SURE * standard_error(changes)
 
 
 def _verdict(

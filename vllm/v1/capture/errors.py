@@ -34,3 +34,8 @@ class CaptureValidationError(VLLMValidationError, ValueError):
 
 class UnknownCaptureConsumerError(CaptureValidationError):
     """A consumer name that is not installed or not configured on this server."""
+
+
+def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
+    """The error for `parameter`, with long values shortened; the caller raises it."""
+    return CaptureValidationError(message, parameter=parameter, value=shown(value))

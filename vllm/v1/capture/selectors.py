@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
 from vllm.v1.residual.addresses import hook_name, parse_address
@@ -21,11 +21,6 @@ MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_ou
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
 """Types that `plain` returns unchanged: most values of a request parsed from JSON."""
-
-
-def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
-    """The error for `parameter`, with long values shortened; the caller raises it."""
-    return CaptureValidationError(message, parameter=parameter, value=shown(value))
 
 
 def plain(raw: Any) -> Any:

@@ -6,8 +6,7 @@ from typing import Any, Literal, NewType, TypeAlias
 
 import torch
 
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.residual.bounds import shown
+from vllm.v1.capture.errors import fail
 from vllm.v1.residual.selectors import PositionName, as_list, parse_positions
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
@@ -121,7 +120,7 @@ def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list
             return list(range(num_prompt_tokens))
         case str():
             return []
-    spans = parse_positions(positions, "positions", _refused)
+    spans = parse_positions(positions, "positions", fail)
     assert not isinstance(spans, str)
     found: set[int] = set()
     for first, stop in spans:
@@ -130,10 +129,6 @@ def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list
         last = min(stop + shift, num_prompt_tokens)
         found.update(range(max(first + shift, 0), last))
     return sorted(found)
-
-
-def _refused(message: str, parameter: str, value: Any) -> CaptureValidationError:
-    return CaptureValidationError(message, parameter=parameter, value=shown(value))
 
 
 def min_captured_prompt_position(

@@ -13,6 +13,11 @@ import numpy as np
 Tap: TypeAlias = tuple[int, str]
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
+Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
+"""Arrays by name: dtype, shape and data in row-major order."""
+MAX_PACKED = 4096
+"""Largest size of an array, in bytes, that is packed with its part."""
+
 Kind: TypeAlias = Literal["rows", "probe", "lens", "sae", "norm", "custom"]
 Reduce: TypeAlias = Literal["none", "mean", "sum", "max", "last"]
 Activation: TypeAlias = Literal["none", "relu", "sigmoid", "softmax", "jumprelu"]
@@ -143,6 +148,24 @@ class ReadoutPart(msgspec.Struct, array_like=True):
     """Whether the arrays hold one value for all tokens."""
     error: str = ""
     """Why there is no result; empty if there is."""
+    packed: Packed = {}
+    """Small arrays, between processes.
+
+    Each array is a message of its own otherwise, and a step has dozens of them.
+    """
+
+    def pack(self) -> None:
+        """Move small arrays to `packed`."""
+        for name, one in list(self.arrays.items()):
+            if one.nbytes <= MAX_PACKED:
+                self.packed[name] = one.dtype.str, one.shape, one.tobytes()
+                del self.arrays[name]
+
+    def unpack(self) -> None:
+        """Move the arrays back, which are read-only then."""
+        for name, (dtype, shape, data) in self.packed.items():
+            self.arrays[name] = np.frombuffer(data, dtype).reshape(shape)
+        self.packed = {}
 
 
 class RequestReadouts(msgspec.Struct, array_like=True):

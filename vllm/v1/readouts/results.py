@@ -71,6 +71,8 @@ class Joined:
 
 def joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
     """Join parts in ascending order into one result for tokens below `stop`."""
+    for part in parts:
+        part.unpack()
     result = ReadoutResult(readout.kind, taps=readout.taps)
     errors = sorted({part.error for part in parts if part.error})
     kept = [_cut(part, stop) for part in parts if part.start < stop]

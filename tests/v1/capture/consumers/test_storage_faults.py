@@ -16,7 +16,7 @@ import torch
 from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
-from vllm.v1.capture.consumers.storage import sink
+from vllm.v1.capture.consumers.storage import request, sink
 from vllm.v1.capture.consumers.storage.request import RequestRows
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
@@ -197,6 +197,19 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
     consumer.shutdown(20)
 
 
+def test_a_request_without_layers_here_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(request.logger, "error", lambda *words: said.append(words))
+    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    consumer.submit_request_end("elsewhere", ())
+    settled: list[str] = []
+    consumer.when_done("elsewhere", lambda: settled.append("elsewhere"))
+    consumer.shutdown(20)
+    assert settled == ["elsewhere"] and not said
+
+
 def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +284,7 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     assert len(answers) == 6
 
 
-def test_spilled_rows_are_counted_said_and_whole(
+def test_spilled_rows_are_counted_logged_and_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[Any, ...]] = []

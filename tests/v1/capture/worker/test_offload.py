@@ -81,7 +81,7 @@ def test_an_eighth_of_the_memory_is_enough(bench: Bench) -> None:
     assert bench.heard.calls == [2, "all"]
 
 
-def test_who_wants_rows_at_once_gets_only_its_own(bench: Bench) -> None:
+def test_a_reader_of_each_step_gets_only_its_own_rows(bench: Bench) -> None:
     bench.step()
     bench.step(at_once={"live"})
     assert bench.heard.calls == [2, ("live",)]

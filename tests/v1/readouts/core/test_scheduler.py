@@ -4,11 +4,17 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.readouts.plan import (
+    MAX_PACKED,
+    Packed,
     Readout,
     ReadoutPart,
     ReadoutPlan,
@@ -43,10 +49,10 @@ def opened(one: Any) -> ReadoutScheduling:
 
 
 def taken(one: Any) -> list[tuple[int, list[float]]]:
-    return [
-        (part.start, part.arrays["values"][:, 0].tolist())
-        for part in take_parts(one) or ()
-    ]
+    parts = take_parts(one) or []
+    for part in parts:
+        part.unpack()
+    return [(part.start, part.arrays["values"][:, 0].tolist()) for part in parts]
 
 
 def test_parts_wait_for_an_output_that_carries_them() -> None:
@@ -57,6 +63,41 @@ def test_parts_wait_for_an_output_that_carries_them() -> None:
     assert (found.token_ids, found.fired) == ([77], "")
     assert taken(one) == [(0, [1, 2, 3, 4]), (4, [5, 6, 7, 8, 9, 10])]
     assert taken(one) == []
+
+
+def test_a_position_that_is_computed_again_counts_once() -> None:
+    one = request()
+    scheduling = opened(one)
+    for number in (10, 11, 11, 12):
+        one.num_tokens = number + 1
+        scheduling.take(one, values(number, float(number)), 1, [5])
+    assert taken(one) == [(10, [10.0]), (11, [11.0]), (12, [12.0])]
+
+
+def test_drafts_that_are_all_rejected_leave_one_row() -> None:
+    one = request()
+    scheduling = opened(one)
+    one.num_tokens = 12
+    scheduling.take(one, values(11, 1, 2, 3, 4), 1, [5])
+    assert taken(one) == [(11, [1])]
+
+
+@given(
+    arrays(
+        st.sampled_from([np.float32, np.int32, np.float16]),
+        array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=40),
+    )
+)
+def test_arrays_are_the_same_between_processes(array: np.ndarray[Any, Any]) -> None:
+    part = ReadoutPart("p", 0, 1, {"a": array.copy(), "large": np.zeros(MAX_PACKED)})
+    part.pack()
+    assert ("a" in part.arrays) == (array.nbytes > MAX_PACKED)
+    assert "large" in part.arrays
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(part.packed), type=Packed)
+    part.packed = received
+    part.unpack()
+    assert part.arrays["a"].dtype == array.dtype and not part.packed
+    np.testing.assert_array_equal(part.arrays["a"], array)
 
 
 def test_rows_of_rejected_drafts_do_not_count() -> None:

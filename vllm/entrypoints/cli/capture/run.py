@@ -19,8 +19,7 @@ from vllm.capture_dataset.runners import CaptureRunError, Runner
 from vllm.capture_dataset.spec import OutputSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import CaptureValidationError, fail
 
 TRIED_PROMPTS = 32
 INTERRUPTED = 130

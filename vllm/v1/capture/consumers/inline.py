@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.selectors import fail, parse_spec, plain, resolve_positions
+from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
+    fail,
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.plan import (
@@ -31,7 +32,6 @@ from vllm.v1.capture.selectors import (
     check_range,
     check_size,
     check_text,
-    fail,
     plain,
     resolve_positions,
     within_reach,

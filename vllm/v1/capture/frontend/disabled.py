@@ -4,7 +4,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 from vllm.v1.readouts.errors import fail as readout_error
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from vllm.v1.capture.capabilities import ConsumerCapabilities
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.capture.plan import LIVE, CapturePlan, overlap
-from vllm.v1.capture.selectors import fail
 
 
 class NoRoomNowError(CaptureValidationError):

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from vllm import envs
 from vllm.v1.capture.capabilities import ConsumerCapabilities
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.plan import CapturePlan
-from vllm.v1.capture.selectors import fail
 
 Claim: TypeAlias = tuple[str, str]
 """`(instance, path)`, with the path as `places_of` of the consumer returns it."""
@@ -86,14 +86,14 @@ class PathLocks:
     def __init__(
         self,
         consumers: Mapping[str, ConsumerCapabilities],
-        elsewhere: NoOtherServers | None = None,
+        others: NoOtherServers | None = None,
     ) -> None:
         """Start with no path locked.
 
         Args:
             consumers: by instance name. `places_of` is called with an empty spec if an
                 instance captures a request that does not name it.
-            elsewhere: the locks shared with other API server processes.
+            others: the locks shared with other API server processes.
 
         """
         self._claiming = {
@@ -101,7 +101,7 @@ class PathLocks:
             for name, can in consumers.items()
             if can.places_of is not None
         }
-        self._elsewhere = elsewhere or NoOtherServers()
+        self._others = others or NoOtherServers()
         self._taken: dict[Claim, str] = {}
         self._reserved: dict[Claim, int] = {}
         """By requests that were admitted but not yet started, as the plan's `id`."""
@@ -149,7 +149,7 @@ class PathLocks:
         with self._lock:
             for claim in claims:
                 other = self._reserved.get(claim, plan) != plan
-                if other or claim in self._taken or not self._elsewhere.take(claim):
+                if other or claim in self._taken or not self._others.take(claim):
                     self._drop(plan)
                     return claim
                 self._reserved[claim] = plan
@@ -184,7 +184,7 @@ class PathLocks:
 
     def _free(self, claim: Claim) -> None:
         if claim not in self._taken and claim not in self._reserved:
-            self._elsewhere.free(claim)
+            self._others.free(claim)
 
     def _claims_of(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan

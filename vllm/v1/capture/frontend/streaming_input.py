@@ -8,7 +8,7 @@ for its client, a captured request only once.
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 
 def refuse(capture: Any, everyone: Sequence[str]) -> None:

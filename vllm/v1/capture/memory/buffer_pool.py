@@ -80,6 +80,35 @@ class Slab:
     """Whether a block was allocated in it since the last `trim`."""
 
 
+class Slabs:
+    """Blocks allocated in slabs, by first fit.
+
+    The caller's lock guards everything but `returned`.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Slab] = []
+        self.returned: deque[tuple[Extents, int, int]] = deque()
+        """The blocks that were freed since; appended without a lock, because a
+        finalizer may run anywhere."""
+
+    def take(self, size: int) -> tuple[Slab, int] | None:
+        """Allocate `size` bytes; returns the slab and the offset in it."""
+        self.settle()
+        for slab in self.all:
+            start = slab.extents.take(size)
+            if start is not None:
+                slab.needed = True
+                return slab, start
+        return None
+
+    def settle(self) -> None:
+        """Free the blocks in `returned`."""
+        while self.returned:
+            extents, start, size = self.returned.popleft()
+            extents.give_back(start, size)
+
+
 class RowMemory:
     """Allocates tensors whose memory is reused once their last view is gone.
 
@@ -90,8 +119,7 @@ class RowMemory:
         """Start without memory; segments are allocated on demand within `budget`."""
         self._budget = budget
         self._segment_bytes = segment_bytes
-        self._slabs: list[Slab] = []
-        self._returned: deque[tuple[Extents, int, int]] = deque()
+        self._slabs = Slabs()
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -105,7 +133,7 @@ class RowMemory:
             return torch.empty(*shape, dtype=dtype)
         size = round_up(num_bytes, ALIGNMENT)
         with self._lock:
-            found = self._take(size) or self._take_more(size)
+            found = self._slabs.take(size) or self._take_more(size)
         if found is None:
             self._budget.overflow(num_bytes)
             return torch.empty(*shape, dtype=dtype)
@@ -115,7 +143,7 @@ class RowMemory:
             *shape[:-1], shape[-1] * dtype.itemsize
         )
         taken = slab.extents, start, size
-        return lent(memory, self._returned.append, taken).view(dtype)
+        return lent(memory, self._slabs.returned.append, taken).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """`torch.cat` into memory of the pool; a view if the parts are adjacent.
@@ -137,43 +165,27 @@ class RowMemory:
         """Return segments to the system that were unused since the last call."""
         collect_all()
         with self._lock:
-            self._settle()
-            kept = [
-                slab for slab in self._slabs if slab.needed or not slab.extents.is_free
-            ]
-            for slab in set(self._slabs) - set(kept):
+            self._slabs.settle()
+            every = self._slabs.all
+            kept = [slab for slab in every if slab.needed or not slab.extents.is_free]
+            for slab in set(every) - set(kept):
                 self._budget.give_back(OWNER, slab.segment.size)
             for slab in kept:
                 slab.needed = False
-            self._slabs = kept
+            self._slabs.all = kept
 
     @property
     def held_bytes(self) -> int:
         """Bytes allocated from the system."""
-        return sum(slab.segment.size for slab in list(self._slabs))
-
-    def _take(self, size: int) -> tuple[Slab, int] | None:
-        """Allocate `size` bytes; returns the slab and the offset in it."""
-        self._settle()
-        for slab in self._slabs:
-            start = slab.extents.take(size)
-            if start is not None:
-                slab.needed = True
-                return slab, start
-        return None
+        return sum(slab.segment.size for slab in list(self._slabs.all))
 
     def _take_more(self, size: int) -> tuple[Slab, int] | None:
         """The same after reclaiming blocks from front ends, or in a new slab."""
         collect_all()
-        found = self._take(size)
+        found = self._slabs.take(size)
         if found is None and self._grow(size):
-            found = self._take(size)
+            found = self._slabs.take(size)
         return found
-
-    def _settle(self) -> None:
-        while self._returned:
-            extents, start, size = self._returned.popleft()
-            extents.give_back(start, size)
 
     def _grow(self, size: int) -> bool:
         for wanted in (max(size, self._segment_bytes), size):
@@ -183,7 +195,7 @@ class RowMemory:
                 except OSError:
                     self._budget.give_back(OWNER, wanted)
                     continue
-                self._slabs.append(Slab(segment, Extents(wanted)))
+                self._slabs.all.append(Slab(segment, Extents(wanted)))
                 return True
         return False
 

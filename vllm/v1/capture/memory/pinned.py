@@ -10,7 +10,6 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -21,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.capture.memory.budget import BUDGET, HostBudget, collect_all
-from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, lent
+from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, Slabs, lent
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
 logger = init_logger(__name__)
@@ -63,9 +62,7 @@ class Pages:
         self._ahead = max(ahead_bytes // self._slab_bytes, 1)
         self._pin = pin
         self._budget = budget
-        self._slabs: list[Slab] = []
-        self._returned: deque[tuple[Extents, int, int]] = deque()
-        """Appended without a lock, because a finalizer may run anywhere."""
+        self._slabs = Slabs()
         self._lock = threading.Lock()
         """Guards the list of slabs and their free parts."""
         self._growing: threading.Thread | None = None
@@ -76,11 +73,11 @@ class Pages:
         num_bytes = prod(shape) * dtype.itemsize
         size = round_up(num_bytes, ALIGNMENT)
         with self._lock:
-            found = self._find(size)
+            found = self._slabs.take(size)
             if found is None:
                 collect_all()
-                found = self._find(size)
-            spare = sum([slab.extents.is_free for slab in self._slabs])
+                found = self._slabs.take(size)
+            spare = sum([slab.extents.is_free for slab in self._slabs.all])
         if spare < self._ahead:
             self._grow()
         if found is None:
@@ -88,7 +85,7 @@ class Pages:
         slab, start = found
         memory = slab.segment.memory[start : start + num_bytes]
         taken = slab.extents, start, size
-        page = lent(memory, self._returned.append, taken)
+        page = lent(memory, self._slabs.returned.append, taken)
         return page.view(dtype).view(*shape)
 
     def wait(self) -> None:
@@ -102,33 +99,19 @@ class Pages:
         The slabs kept ahead for later steps stay.
         """
         with self._lock:
-            self._settle()
-            spare = [slab for slab in self._slabs if slab.extents.is_free]
-            gone = [slab for slab in spare[self._ahead :] if not slab.needed]
-            self._slabs = [slab for slab in self._slabs if slab not in gone]
-            for slab in self._slabs:
+            self._slabs.settle()
+            spare = [slab for slab in self._slabs.all if slab.extents.is_free]
+            unused = [slab for slab in spare[self._ahead :] if not slab.needed]
+            self._slabs.all = [slab for slab in self._slabs.all if slab not in unused]
+            for slab in self._slabs.all:
                 slab.needed = False
-        for slab in gone:
+        for slab in unused:
             self._budget.give_back(OWNER, slab.segment.size)
-
-    def _find(self, size: int) -> tuple[Slab, int] | None:
-        self._settle()
-        for slab in self._slabs:
-            start = slab.extents.take(size)
-            if start is not None:
-                slab.needed = True
-                return slab, start
-        return None
-
-    def _settle(self) -> None:
-        while self._returned:
-            extents, first, returned = self._returned.popleft()
-            extents.give_back(first, returned)
 
     def _grow(self) -> None:
         if self._growing is not None and self._growing.is_alive():
             return
-        if len(self._slabs) < self._most and self._budget.fits(self._slab_bytes):
+        if len(self._slabs.all) < self._most and self._budget.fits(self._slab_bytes):
             self._growing = threading.Thread(
                 target=self._add_slabs, name="capture-pin", daemon=True
             )
@@ -137,10 +120,10 @@ class Pages:
 
     def _add_slabs(self) -> None:
         added = True
-        while added and len(self._slabs) < self._most and not _exiting.is_set():
+        while added and len(self._slabs.all) < self._most and not _exiting.is_set():
             added = self._add_slab()
             with self._lock:
-                spare = sum([slab.extents.is_free for slab in self._slabs])
+                spare = sum([slab.extents.is_free for slab in self._slabs.all])
             if spare >= self._ahead:
                 return
 
@@ -153,18 +136,18 @@ class Pages:
             self._pin(segment.memory)
         except (RuntimeError, OSError) as error:
             self._budget.give_back(OWNER, self._slab_bytes)
-            self._most = len(self._slabs)
+            self._most = len(self._slabs.all)
             if not threading.main_thread().is_alive():
                 return False  # The interpreter is exiting and starts no threads.
             logger.warning(
                 "No more than %d MiB of host memory can be pinned for captured rows; "
                 "other rows are copied once more: %s",
-                len(self._slabs) * self._slab_bytes >> 20,
+                len(self._slabs.all) * self._slab_bytes >> 20,
                 error,
             )
             return False
         with self._lock:
-            self._slabs.append(Slab(segment, Extents(self._slab_bytes)))
+            self._slabs.all.append(Slab(segment, Extents(self._slab_bytes)))
         return True
 
 

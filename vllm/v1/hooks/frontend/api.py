@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.hooks.errors import fail
-from vllm.v1.hooks.frontend.frontend import DISABLED, HookFrontend, call
+from vllm.v1.hooks.frontend.frontend import DISABLED, HookFrontend
 from vllm.v1.hooks.results import Saved
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.engine_call import call_engine
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -71,7 +72,7 @@ def prefetch_params(self: "LLM", names: Sequence[str]) -> list[str]:
     """
     frontend = _frontend(self.llm_engine)
     wanted = _names(names)
-    return _found(wanted, call(frontend.core, "prefetch_parameters", wanted))
+    return _found(wanted, call_engine(frontend.core, "prefetch_parameters", wanted))
 
 
 prefetch_params_of = prefetch_params
@@ -80,7 +81,7 @@ prefetch_params_of = prefetch_params
 
 def clear_prefetched(self: "LLM") -> None:
     """Drop prefetched parameters."""
-    call(_frontend(self.llm_engine).core, "clear_parameters")
+    call_engine(_frontend(self.llm_engine).core, "clear_parameters")
 
 
 async def async_register_hooks(

@@ -12,6 +12,7 @@ from vllm.v1.hooks.errors import HookError, fail
 from vllm.v1.hooks.frontend.parse import MOST_HOOKS, Allowed, parse_hooks
 from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
 from vllm.v1.hooks.results import Saved, joined
+from vllm.v1.residual.engine_call import call_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -191,7 +192,7 @@ class HookFrontend(NoHooks):
         for output in outputs:
             if getattr(output, "hooks_key", None) is None or not output.finished:
                 continue
-            parts = call(self.core, "take_hook_results", output.hooks_key)
+            parts = call_engine(self.core, "take_hook_results", output.hooks_key)
             if (error := self._attach(output, parts)) is not None:
                 self._errors.append(error)
 
@@ -237,13 +238,6 @@ class HookFrontend(NoHooks):
                     MOST_RESULTS,
                 )
         return None
-
-
-def call(core: Any, method: str, *args: Any) -> Any:
-    """Call a method of the engine core, in this process or another."""
-    if hasattr(core, "call_utility"):
-        return core.call_utility(method, *args)
-    return getattr(core.engine_core, method)(*args)
 
 
 def _failed(message: str) -> HookError:

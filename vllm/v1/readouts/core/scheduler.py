@@ -49,6 +49,34 @@ class _State:
     A preempted request recomputes earlier ones, which are then ignored.
     """
 
+    def is_next_token(self, found: RequestReadouts, request: "Request") -> bool:
+        """Whether a step's results are those of the last token only, and all count."""
+        start = found.start
+        return (
+            start == request.num_tokens - 1
+            and start >= self.next_position
+            and all([part.count == 1 for part in found.parts])
+        )
+
+    def counting(
+        self, found: RequestReadouts, request: "Request", num_tokens: int, sampled: int
+    ) -> list[ReadoutPart]:
+        """The results of a step that count, with corrected positions."""
+        start, stop = found.start, None
+        if sampled:
+            # With draft tokens a step is prepared before it is known how many drafts
+            # of the previous one were rejected; the request has the accepted ones.
+            start = request.num_tokens - num_tokens
+            stop = request.num_tokens + sampled - 1
+        parts: list[ReadoutPart] = []
+        for part in found.parts:
+            ranges = self.by_name[part.name].ranges
+            part.start += start - found.start
+            parts += _counting(part, ranges, self.next_position, stop)
+        last = max((part.start + part.count for part in found.parts), default=0)
+        self.next_position = max(self.next_position, min(last, stop or last))
+        return parts
+
 
 class ReadoutScheduling:
     """The requests with readouts in this engine. Part of the scheduler."""
@@ -95,25 +123,16 @@ class ReadoutScheduling:
         if found is None:
             return ReadOut(tokens)
         state = self._states[request.request_id]
-        start, stop = found.start, None
-        if tokens:
-            # With draft tokens a step is prepared before it is known how many drafts
-            # of the previous one were rejected; the request has the accepted ones.
-            start = request.num_tokens - num_tokens
-            stop = request.num_tokens + len(tokens) - 1
-        parts = []
-        for part in found.parts:
-            ranges = state.by_name[part.name].ranges
-            part.start += start - found.start
-            parts += _counting(part, ranges, state.next_position, stop)
-        last = max((part.start + part.count for part in found.parts), default=0)
-        state.next_position = max(state.next_position, min(last, stop or last))
+        parts: Sequence[ReadoutPart]
+        if len(tokens) == num_tokens == 1 and state.is_next_token(found, request):
+            parts, state.next_position = found.parts, found.start + 1
+        else:
+            parts = state.counting(found, request, num_tokens, len(tokens))
         left, fired = self._ended(request, state, parts, tokens)
-        vars(request).setdefault(_PARTS, []).extend(
-            part for one in parts for part in _below(one, left)
-        )
         if left is not None:
+            parts = [part for one in parts for part in _below(one, left)]
             tokens = tokens[: left - request.num_tokens]
+        vars(request).setdefault(_PARTS, []).extend(parts)
         return ReadOut(tokens, fired)
 
     def _ended(
@@ -145,7 +164,10 @@ _PARTS = "readout_parts"
 
 def take_parts(request: "Request") -> list[ReadoutPart] | None:
     """Remove and return the request's results that no output has carried yet."""
-    return vars(request).pop(_PARTS, None) or None
+    parts: list[ReadoutPart] | None = vars(request).pop(_PARTS, None)
+    for part in parts or ():
+        part.pack()
+    return parts or None
 
 
 def _counting(

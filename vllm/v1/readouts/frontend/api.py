@@ -12,6 +12,7 @@ from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Tap
 from vllm.v1.residual.addresses import resolve_tap
+from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
 from vllm.v1.steering.frontend.named import NamedFiles
 
@@ -50,7 +51,7 @@ def register(
     """
     engine = self.llm_engine
     info = _checked(engine, name, path, _tap(layer, hook), replace)
-    _call(
+    call_engine(
         engine.engine_core,
         "load_readout_module",
         name,
@@ -71,14 +72,14 @@ def unregister(self: "LLM", name: str) -> None:
     """
     engine = self.llm_engine
     _known(engine, name)
-    _call(engine.engine_core, "unload_readout_module", name)
+    call_engine(engine.engine_core, "unload_readout_module", name)
     _remove(engine, name)
 
 
 def get(self: "LLM") -> dict[str, Any]:
     """The registered modules, counters by kind of readout, and limits."""
     engine = self.llm_engine
-    return _described(engine, _call(engine.engine_core, "readout_status"))
+    return _described(engine, call_engine(engine.engine_core, "readout_status"))
 
 
 async def async_register(
@@ -115,13 +116,6 @@ async def async_unregister(self: "AsyncLLM", name: str) -> None:
 async def async_get(self: "AsyncLLM") -> dict[str, Any]:
     """As `get`."""
     return _described(self, await self.engine_core.call_utility_async("readout_status"))
-
-
-def _call(core: Any, method: str, *args: Any) -> Any:
-    """Call a method of the engine core, in this process or another."""
-    if hasattr(core, "call_utility"):
-        return core.call_utility(method, *args)
-    return getattr(core.engine_core, method)(*args)
 
 
 @contextmanager

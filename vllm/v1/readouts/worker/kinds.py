@@ -6,6 +6,7 @@ rows of a token's taps are adjacent. The first dimension of a result is R, or th
 of entries if rows are reduced.
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -104,20 +105,30 @@ def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
     if module.cosine:
         wide = nn.functional.normalize(wide, dim=-1)
         vectors = nn.functional.normalize(vectors, dim=-1)
-    values = wide @ vectors.T + module.bias
+    values = torch.addmm(module.bias, wide, vectors.T)
     return {"values": activated(values, module)}
 
 
-def stacked_probe_values(modules: list[ProbeModule], rows: torch.Tensor) -> Arrays:
-    """As `probe_values`, with probe i for row i; equal sizes and activations."""
-    vectors = torch.stack([one.vectors for one in modules])  # [R, k, H]
-    bias = torch.stack([one.bias for one in modules])
-    wide = rows.float()
-    if modules[0].cosine:
+def stacked(modules: Sequence[ProbeModule]) -> ProbeModule:
+    """R probes of equal size and activation as one, `[R, k, hidden_size]`."""
+    first = modules[0]
+    return ProbeModule(
+        vectors=torch.stack([one.vectors for one in modules]),
+        bias=torch.stack([one.bias for one in modules]),
+        threshold=first.threshold,
+        activation=first.activation,
+        cosine=first.cosine,
+    )
+
+
+def stacked_probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
+    """As `probe_values`, with probe i of those in `stacked` for row i."""
+    wide, vectors = rows.float(), module.vectors
+    if module.cosine:
         wide = nn.functional.normalize(wide, dim=-1)
         vectors = nn.functional.normalize(vectors, dim=-1)
-    values = torch.bmm(vectors, wide[:, :, None])[:, :, 0] + bias
-    return {"values": activated(values, modules[0])}
+    values = torch.bmm(vectors, wide[:, :, None])[:, :, 0] + module.bias
+    return {"values": activated(values, module)}
 
 
 def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:

@@ -15,6 +15,7 @@ from vllm.v1.readouts.worker.kinds import (
     inline_probe,
     norms,
     probe_values,
+    stacked,
     stacked_probe_values,
 )
 from vllm.v1.readouts.worker.pending import JobResult
@@ -91,7 +92,9 @@ class Operations:
             ]
         modules = job.kept["probes"]
         if all(entry.count == 1 for entry in job.entries):
-            return stacked_probe_values(modules, rows)
+            if "stacked" not in job.kept:
+                job.kept["stacked"] = stacked(modules)
+            return stacked_probe_values(job.kept["stacked"], rows)
         parts = [
             probe_values(module, rows[entry.first : entry.first + entry.num_rows])
             for module, entry in zip(modules, job.entries)

@@ -51,9 +51,11 @@ class PendingReadouts:
             arrays = {name: one.numpy() for name, one in result.arrays.items()}
             for number, entry in enumerate(result.entries):
                 part = _part(result, number, entry, arrays)
-                start = self.starts[entry.req_id]
-                of_request = found.setdefault(entry.req_id, RequestReadouts(start, []))
-                if part.name not in self.split.get(entry.req_id, ()):
+                of_request = found.get(entry.req_id)
+                if of_request is None:
+                    start = self.starts[entry.req_id]
+                    of_request = found[entry.req_id] = RequestReadouts(start, [])
+                if not self.split or part.name not in self.split.get(entry.req_id, ()):
                     of_request.parts.append(part)
                     continue
                 tokens = entry.req_id, part.name, part.start, part.count, part.reduced
@@ -102,15 +104,17 @@ def _part(
     if entry.readout.kind == "custom":
         own = {"values": arrays[str(number)]}
         return ReadoutPart(name, start, entry.count, own)
+    if entry.readout.kind in ("probe", "sae"):
+        # They read a single tap, so their results have no axis for taps.
+        rows = slice(entry.first, entry.first + entry.count)
+        own = {label: one[rows] for label, one in arrays.items()}
+        return ReadoutPart(name, start, entry.count, own)
     staged, taps = len(entry.readout.staged), len(entry.readout.taps)
-    stop = entry.first + entry.num_rows
-    own = {}
-    for label, one in arrays.items():
-        rows = one[entry.first : stop]
-        rows = rows.reshape(entry.count, staged, *rows.shape[1:])
-        # Probes and SAEs read a single tap, so their results have no axis for taps.
-        single = entry.readout.kind in ("probe", "sae")
-        own[label] = rows[:, 0] if single else rows[:, :taps]
+    rows = slice(entry.first, entry.first + entry.count * staged)
+    own = {
+        label: one[rows].reshape(entry.count, staged, *one.shape[1:])[:, :taps]
+        for label, one in arrays.items()
+    }
     return ReadoutPart(name, start, entry.count, own)
 
 

@@ -335,9 +335,7 @@ class WorkerReadouts:
 
     def _rows(self, job: Job, staging: torch.Tensor, first_row: int) -> torch.Tensor:
         """A job's rows `[R, hidden_size]`."""
-        if job.kept.get("first_row") != first_row:
-            job.kept["first_row"], job.kept["index"] = first_row, job.index + first_row
-        return staging.index_select(0, job.kept["index"])
+        return staging[first_row:].index_select(0, job.index)
 
     def _results(self, work: Sequence[Work], further: int) -> list[JobResult]:
         """The results of jobs, with arrays that may be on any device."""

@@ -4,6 +4,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import as_refused, fail
 from vllm.v1.steering.frontend.admission import (
@@ -279,10 +280,7 @@ class SteeringControl:
         self._core: Any = engine.engine_core
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        if hasattr(self._core, "call_utility"):
-            found: dict[str, Any] = self._core.call_utility(method, *args)
-        else:  # The engine core runs in this process.
-            found = getattr(self._core.engine_core, method)(*args)
+        found: dict[str, Any] = call_engine(self._core, method, *args)
         return found
 
     def set(

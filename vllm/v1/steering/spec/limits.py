@@ -287,14 +287,14 @@ def too_much_with_shared(found: Overflow) -> str:
 
 def check_with_requests(
     shared: SteeringTiers,
-    under_way: Iterable[SteeringTiers],
+    in_flight: Iterable[SteeringTiers],
     dtype: torch.dtype,
 ) -> None:
     """Refuse global vectors whose sum with a request's vectors overflows the dtype.
 
     Args:
         shared: the global vectors after the change.
-        under_way: the configurations of the requests in flight.
+        in_flight: the configurations of the requests in flight.
         dtype: dtype of the residual stream.
 
     Raises:
@@ -302,7 +302,7 @@ def check_with_requests(
 
     """
     check_sums(shared, dtype, "vectors")
-    for tiers in {one.digest: one for one in under_way}.values():
+    for tiers in {one.digest: one for one in in_flight}.values():
         found = find_overflow(dtype, shared, tiers)
         if found is not None:
             raise fail(

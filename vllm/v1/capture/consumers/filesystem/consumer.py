@@ -29,7 +29,8 @@ from vllm.v1.capture.consumers.storage.sink import (
     default_threads,
 )
 from vllm.v1.capture.consumers.storage.threads import Task
-from vllm.v1.capture.selectors import fail, parse_spec, plain
+from vllm.v1.capture.errors import fail
+from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:

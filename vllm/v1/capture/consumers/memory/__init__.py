@@ -9,9 +9,9 @@ import torch
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.consumers.inline import check_byte_limits, most_bytes
 from vllm.v1.capture.consumers.memory.store import RowStore
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.selectors import fail, parse_spec, plain
+from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumers.memory import MemoryConsumer
 from vllm.v1.capture.consumers.memory.store import KeptRequest, RowStore
-from vllm.v1.capture.selectors import fail
+from vllm.v1.capture.errors import fail
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM

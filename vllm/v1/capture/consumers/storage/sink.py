@@ -274,7 +274,9 @@ class StorageSink:
 
     def _publish(self, request: StoredRequest) -> None:
         try:
-            if self._executor is None:
+            if not request.finalizes:
+                request.settle(())  # All of its layers are in other pipeline stages.
+            elif self._executor is None:
                 request.settle_error(self._unusable or "there are no threads")
             elif not request.settled.is_set():
                 self._publisher.publish(request, self._workspace)
