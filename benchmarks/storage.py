@@ -113,10 +113,10 @@ def consumer(
     bad: list[object] = []
     taps, rows = SHAPES[size]
     most = min(256, UNDER_WAY // (taps * rows * ROW_BYTES))
-    under_way = threading.Semaphore(most)
+    in_flight = threading.Semaphore(most)
 
     def answer(result: object) -> None:
-        under_way.release()
+        in_flight.release()
         if getattr(result, "status", None) != "ok":
             bad.append(result)
         elif fresh:  # delete files, so that a small disk suffices
@@ -126,10 +126,10 @@ def consumer(
 
     begin = perf_counter()
     for request_id, block in items:
-        under_way.acquire()
+        in_flight.acquire()
         feed(lane, request_id, block.clone() if fresh else block, answer)
     for _ in range(most):
-        under_way.acquire()
+        in_flight.acquire()
     seconds = perf_counter() - begin
     lane.close(60.0)
     if bad:

@@ -288,13 +288,25 @@ def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
 
 
 def _steering_steps(report: Report) -> list[Panel]:
-    rows = []
+    starts = [
+        {mode: statistics.median(ratios) for mode, ratios in start.items()}
+        for start in report["starts"].values()
+    ]
+    of_all, of_operations = [], []
     for mode, cost in report["cost"].items():
-        starts = [statistics.median(found[mode]) for found in report["starts"].values()]
-        one = Mark(cost, min(starts), max(starts))
-        rows.append(Row(_STEERED[mode], (one,), _aim(goals.STEERING_COST, mode)))
+        aim = _aim(goals.STEERING_STEPS, mode)
+        if mode in _STEERED:
+            found = [start[mode] for start in starts]
+            mark_of_all = Mark(cost, min(found), max(found))
+            of_all.append(Row(_STEERED[mode], (mark_of_all,), aim))
+        else:  # Over steps of the same process, whose speed differs from the other.
+            found = [start[mode] / start["idle"] for start in starts]
+            over_idle = Mark(statistics.geometric_mean(found), min(found), max(found))
+            of_operations.append(Row(mode, (over_idle,), aim))
     unit = "CPU time of a decode step / without steering; the range is of two starts"
-    return [Panel(unit, tuple(rows))]
+    idle = "CPU time of a decode step / nobody is steered; the range is of two starts"
+    panels = Panel(unit, tuple(of_all)), Panel(idle, tuple(of_operations))
+    return [panel for panel in panels if panel.rows]
 
 
 def _host_cost(report: Report) -> list[Panel]:

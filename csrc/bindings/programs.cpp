@@ -19,6 +19,9 @@ using namespace nb::literals;
 namespace clearbox {
 namespace {
 
+/// So few tokens take less time than another thread may keep the GIL.
+constexpr std::size_t kFewTokens = 256;
+
 /// The address and the stride of a tensor.
 using Rows = std::array<std::size_t, 2>;
 
@@ -47,6 +50,7 @@ void run(const Rows& source, const Rows& hidden, const Rows& residual,
                       first,
                       dtype_of(dtype),
                       leads};
+  if (tokens <= kFewTokens) return run_programs(step);
   const Unlocked unlocked;
   run_programs(step);
 }

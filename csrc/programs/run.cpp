@@ -5,7 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <vector>
+#include <memory>
 
 #include "programs/formats.h"
 #include "programs/instruction.h"
@@ -265,8 +265,10 @@ class Tokens {
   using Stored = typename Format::Stored;
 
   void run_one(std::size_t token, const std::byte* program) {
-    memory_.resize(3 * step_.width);
-    Row row(step_, token, memory_.data());
+    if (memory_ == nullptr) {
+      memory_ = std::make_unique_for_overwrite<float[]>(3 * step_.width);
+    }
+    Row row(step_, token, memory_.get());
     load(token, row.values());
     std::int32_t count;
     std::memcpy(&count, program, sizeof(count));
@@ -303,7 +305,7 @@ class Tokens {
   }
 
   const StepRows& step_;
-  std::vector<float> memory_;
+  std::unique_ptr<float[]> memory_;
 };
 
 }  // namespace

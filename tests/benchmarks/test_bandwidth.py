@@ -35,7 +35,7 @@ def held(sink: HostMemory) -> int:
 
 
 @pytest.mark.parametrize(("params", "kept"), [({}, 7), ({"keep": False}, 0)])
-def test_the_consumer_holds_rows_until_the_end_unless_told_otherwise(
+def test_the_consumer_holds_rows_until_the_end_by_default(
     params: dict[str, Any], kept: int
 ) -> None:
     sink = HostMemory(None, params)

@@ -35,7 +35,7 @@ def test_what_is_asked_is_answered_and_what_is_printed_is_in_the_log(
     assert log.read_text().strip() == "a library says hello"
 
 
-def test_a_process_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+def test_a_process_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     with Child(
         [sys.executable, "-c", TWICE, ROOT], tmp_path / "log", os.environ
     ) as child:

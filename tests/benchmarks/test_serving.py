@@ -59,7 +59,7 @@ def test_steered_requests_have_sixteen_configurations() -> None:
 
 
 @pytest.mark.parametrize("forth", [True, False])
-def test_every_turn_lies_between_plain_requests_to_both_servers(forth: bool) -> None:
+def test_every_turn_is_between_plain_requests_to_both_servers(forth: bool) -> None:
     of_load = {n: c for n, c in cases(4).items() if c.load == "decode"}
     taken: list[tuple[str, int]] = []
 

@@ -174,7 +174,7 @@ def run_cli(*words: str) -> int:
         (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),
     ],
 )
-def test_mistakes_are_told_before_a_model_is_loaded(
+def test_mistakes_are_reported_before_a_model_is_loaded(
     words: list[str], said: str, source: Path, capsys: Any
 ) -> None:
     assert run_cli(*(word.format(source=source) for word in words)) == 1

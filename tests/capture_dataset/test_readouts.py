@@ -168,7 +168,7 @@ def test_results_that_have_no_place_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_readout_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_readout_that_fails_is_reported(tmp_path: Path) -> None:
     runner = ReadingRunner()
     runner.error = "only 2 of 3 tokens were read out"
     with pytest.raises(CaptureValidationError, match="gave nothing.*only 2 of 3"):

@@ -135,7 +135,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_told_with_its_line(name: str, tmp_path: Path) -> None:
+def test_errors_name_the_line(name: str, tmp_path: Path) -> None:
     file, text, chosen, said = BAD[name]
     if text is not None:
         raw = text if isinstance(text, bytes) else text.encode()

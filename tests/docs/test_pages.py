@@ -19,7 +19,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name != "supported_models.md"], ids=page_name
 )
-def test_a_page_that_somebody_wrote_is_short(page: Path) -> None:
+def test_a_written_page_is_short(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) < 200
 
 

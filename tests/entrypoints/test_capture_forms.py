@@ -220,7 +220,7 @@ def test_rows_come_without_a_copy_and_their_memory_comes_back(server: Server) ->
     assert memory["overflow_bytes"] == 0
 
 
-def test_a_client_that_hangs_up_harms_nobody(server: Server) -> None:
+def test_a_client_that_disconnects_affects_no_other(server: Server) -> None:
     where = urlsplit(server.url)
     text = json.dumps(body(hooks=HOOKS)).encode()
     for _ in range(3):

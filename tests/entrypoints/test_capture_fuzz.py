@@ -66,7 +66,7 @@ class Watched:
         assert result["status"] == "ok"
         assert [rows["positions"] for rows in result["payload"]] == [[*range(8)]] * 3
         counters = self.server.get("/v1/capture").body["counters"]
-        assert counters["requests_under_way"] == 0
+        assert counters["requests_in_flight"] == 0
         for consumer in counters["consumers"].values():
             assert consumer["queue_depth"] == consumer["queue_bytes"] == 0
 

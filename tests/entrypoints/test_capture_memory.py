@@ -70,7 +70,7 @@ def test_rows_are_fetched_whole_in_parts_and_once(capture_server: Server) -> Non
     assert capture_server.get(URL).body["held_bytes"] == 0
 
 
-def test_names_are_dropped_and_unknown_ones_are_said(capture_server: Server) -> None:
+def test_names_are_dropped_and_unknown_ones_are_listed(capture_server: Server) -> None:
     completion(capture_server, [1, 2, 3], name="gone")
     assert delete(capture_server, "gone")["requests"] == 1
     status, reply = capture_server.get(f"{URL}/gone")

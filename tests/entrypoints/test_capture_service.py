@@ -138,9 +138,9 @@ def test_a_client_that_leaves_ends_its_capture(
     if stream:
         assert connection.getresponse().readline()
     else:
-        until(lambda: counters(capture_server)["requests_under_way"] > 0)
+        until(lambda: counters(capture_server)["requests_in_flight"] > 0)
     connection.close()
-    until(lambda: counters(capture_server)["requests_under_way"] == 0)
+    until(lambda: counters(capture_server)["requests_in_flight"] == 0)
     until(lambda: written(capture_server) > seen)
     # The prompt was computed, so its rows are complete, whether or not a client waits.
     rows = read_request(capture_root, "service", name)

@@ -240,7 +240,7 @@ def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
     assert server.post("/v1/sae/unregister", {"name": "topk"}, **KEY).status == 200
 
 
-def test_what_a_consumer_sets_while_serving_is_told(server: Server) -> None:
+def test_changes_by_a_consumer_while_serving_are_listed(server: Server) -> None:
     def told() -> dict[str, Any]:
         found = server.get("/v1/steering/dynamic").body
         assert found["determinism"] == {"consistent": True}

@@ -112,6 +112,27 @@ def test_pieces_grow_while_a_client_reads_quickly_and_shrink_when_it_does_not(
     asyncio.run(run())
 
 
+def test_a_client_that_reads_at_once_does_not_keep_others_waiting() -> None:
+    sent: list[int] = []
+
+    async def send(message: Any) -> None:  # Never waits.
+        sent.append(len(message["body"]))
+
+    async def run() -> None:
+        scope = ResponseScope()
+        scope.until_the_end(lambda: None)
+        sending_rows = asyncio.ensure_future(
+            Sender(scope, send)(body(bytes(4 * MOST_PIECE)))
+        )
+        while not sending_rows.done():
+            before = len(sent)
+            await asyncio.sleep(0)  # The turn of another request.
+            assert len(sent) <= before + 1
+        assert sum(sent) == 4 * MOST_PIECE
+
+    asyncio.run(run())
+
+
 def test_a_body_of_unknown_length_counts_until_its_end() -> None:
     response = Response(start(None), body(b"data: 1", more=True), body(b""))
     response.run()
@@ -183,7 +204,7 @@ def test_a_response_without_rows_is_sent_as_it_is() -> None:
     assert sent == [start(None), body(BODY)]
 
 
-def test_who_makes_no_response_has_the_rows() -> None:
+def test_without_a_response_the_caller_has_the_rows() -> None:
     unsent = UnsentRows()
     unsent.hold(SIZES)
     assert unsent.bytes_for("inline") == 0
@@ -221,7 +242,7 @@ def test_fetched_rows_count_until_their_response_is_sent(
     assert held(tracker) == 0
 
 
-def test_rows_that_nobody_fetched_may_be_forgotten_after_the_response(
+def test_rows_that_were_not_fetched_may_be_dropped_after_the_response(
     tracker: RequestTracker,
 ) -> None:
     tracker.abandon("r")

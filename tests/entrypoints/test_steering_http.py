@@ -236,7 +236,7 @@ def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) ->
     assert same(answer(complete(client)), plain)
 
 
-def test_layers_of_the_model_are_told(client: httpx.Client) -> None:
+def test_layers_of_the_model_are_listed(client: httpx.Client) -> None:
     told = client.get("/v1/steering/layers").json()
     assert sorted(told["layers"]) == [str(layer) for layer in range(6)]
     assert {"pre_attn", "post_attn", "post_block"} <= set(told["layers"]["0"])
@@ -301,7 +301,7 @@ def test_bad_requests_are_refused_with_a_reason(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stream_that_overflows_is_an_error_and_harms_nobody(
+def test_a_stream_that_overflows_is_an_error_of_its_request_only(
     client: httpx.Client, stream: bool
 ) -> None:
     words = " ".join(["dog"] * 61)

@@ -63,7 +63,7 @@ def core() -> Iterator[Core]:
     EngineSteering.set(NO_STEERING)
 
 
-def test_what_consumers_have_set_is_told(client: TestClient) -> None:
+def test_changes_by_consumers_are_listed(client: TestClient) -> None:
     told = client.get("/v1/steering/dynamic").json()
     assert told["workers"] == [{"tp_rank": 0, "sync_consumers": {}}]
 
@@ -149,7 +149,7 @@ def test_vectors_of_gates_are_registered_by_kind(client: TestClient) -> None:
     assert post(client, "vectors/unregister", gone).status_code == 404
 
 
-def test_every_layer_of_every_rank_is_told(client: TestClient) -> None:
+def test_every_layer_of_every_rank_is_listed(client: TestClient) -> None:
     told = client.get("/v1/steering/layers").json()
     assert told["layers"] == {str(layer): list(POINTS) for layer in range(LAYERS)}
 
@@ -306,7 +306,7 @@ def test_without_keys_changes_need_the_development_mode(
     assert client.get("/v1/steering").status_code == 200
 
 
-def test_the_width_of_the_ranks_is_told(client: TestClient) -> None:
+def test_the_width_of_the_ranks_is_listed(client: TestClient) -> None:
     assert client.get("/v1/steering/layers").json()["hidden_size"] == WIDTH
 
 

@@ -86,7 +86,7 @@ def test_a_mixed_batch_leaves_the_unsteered_alone(run: Any) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_ablating_and_rotating_change_what_is_said(run: Any) -> None:
+def test_ablating_and_rotating_change_the_text(run: Any) -> None:
     plain, ablated = (line[12:] for line in run("ablate").splitlines()[-2:])
     assert plain and ablated and plain != ablated
     turned = [line.partition(": ")[2] for line in run("rotate").splitlines()[-4:]]
@@ -115,7 +115,7 @@ def test_a_feature_of_an_sae_trained_here_decides_the_tone(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_extracting_makes_the_vector_that_lies_beside_it(
+def test_extracting_makes_the_vector_in_the_same_folder(
     run: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "tone.safetensors"

@@ -306,7 +306,7 @@ def test_many_operations_at_the_end_of_a_prompt_cost_what_the_prompt_has(
     assert reply.status == 200, reply
 
 
-def test_names_that_are_told_are_few(client: Client, steerer: Client) -> None:
+def test_errors_list_few_names(client: Client, steerer: Client) -> None:
     for n in range(60):
         named = {
             "name": f"many-{n:02}-{'n' * 100}",

@@ -162,7 +162,7 @@ def test_two_thousand_get_what_each_gets_alone_and_memory_is_flat(
         sleep(2)  # for what ends after the last response
         memory.append(used(attacked))
     counters = client.get("/v1/capture").body["counters"]
-    assert counters["requests_under_way"] == 0
+    assert counters["requests_in_flight"] == 0
     grown = growth(memory[WARM_UP:])
     print(f"worst {worst:.1e}; {grown}")
     print(f"MiB by round {[round(one.bytes / 2**20, 1) for one in memory]}")

@@ -124,7 +124,7 @@ def test_with_the_key_our_fields_are_carried_out_or_refused(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_no_key_lies_in_what_a_server_tells(
+def test_no_response_of_a_server_contains_a_key(
     client: Client, steering_key: str, api_key: str
 ) -> None:
     secret = steering_key.removeprefix("schlüssel-")

@@ -47,7 +47,7 @@ def unread(kind: Any) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("value", [None, 1, {"post_block": {"0": [1.0]}}])
-def test_a_field_that_nobody_reads_is_refused(
+def test_a_field_that_is_not_supported_is_refused(
     kind: Any, body: dict[str, Any], value: Any
 ) -> None:
     for name in unread(kind):
@@ -122,7 +122,7 @@ def test_a_server_says_it_once_and_plainly(client: Client) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_spec_without_its_consumer_is_told_so(client: Client) -> None:
+def test_a_spec_without_its_consumer_is_refused_with_its_name(client: Client) -> None:
     body = {"model": "tiny", "prompt": [20, 30], "max_tokens": 1}
     spec = {"hooks": {"post_block": [0]}, "positions": "all"}
     refused = client.post("/v1/completions", body | {"capture": spec})

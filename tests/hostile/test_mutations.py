@@ -41,7 +41,7 @@ def survive(server: Server, client: Client, steerer: Client, count: int) -> Watc
     after = client.post("/v1/completions", GOOD)
     assert after.status == 200 and after.body["choices"] == before
     counters = client.get("/v1/capture").body["counters"]
-    assert counters["requests_under_way"] == 0
+    assert counters["requests_in_flight"] == 0
     return watch
 
 

@@ -95,7 +95,7 @@ class Unwritable:
         raise RuntimeError("no text")
 
 
-def test_a_payload_without_a_text_is_told_by_its_class() -> None:
+def test_a_payload_without_a_text_is_named_by_its_class() -> None:
     (result,) = deliver(as_sink(Giving(Unwritable())), {"a": ROWS}).values()
     told = as_json({"giving": result})["giving"]
     assert told["payload"] == "<Unwritable>"

@@ -265,7 +265,7 @@ def test_generation_is_streamed_and_whole(served, reference) -> None:
 
 
 @pytest.mark.e2e
-def test_what_is_served_is_said(served) -> None:
+def test_the_served_model_is_described(served) -> None:
     told = served.wait(served.client.get("/v1/describe")).json()
     assert told["description"]["n_layers"] == 3
     assert told["description"]["d_model"] == 64

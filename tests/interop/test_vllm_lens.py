@@ -146,7 +146,7 @@ def test_vectors_of_positions_act_at_theirs(llm, reference, norm_match: bool) ->
 
 
 @pytest.mark.e2e
-def test_who_asks_for_nothing_has_no_activations(llm) -> None:
+def test_a_request_for_nothing_has_no_activations(llm) -> None:
     (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1))
     assert output.activations is None
 

@@ -117,7 +117,9 @@ def close(expected: list[float]) -> Any:
 Both = tuple[httpx.Client, httpx.Client]
 
 
-def test_what_is_set_through_one_is_told_and_cleared_by_the_other(both: Both) -> None:
+def test_vectors_set_through_one_are_cleared_by_the_other(
+    both: Both,
+) -> None:
     one, other = both
     plain = answer(ask(one))
     told = carried_out(post(one, "set", vectors=at(1)))
@@ -226,7 +228,7 @@ def test_what_is_too_much_with_what_another_has_set_is_a_clients_mistake(
     carried_out(ask(other, steering_vectors=HUGE))
 
 
-def test_a_refused_request_leaves_nothing_under_way(both: Both) -> None:
+def test_a_refused_request_leaves_nothing_in_flight(both: Both) -> None:
     one, other = both
     carried_out(post(one, "set", vectors=HUGE))
     spec = {"hooks": {"post_block": "all"}, "positions": "last_prompt"}
@@ -234,7 +236,7 @@ def test_a_refused_request_leaves_nothing_under_way(both: Both) -> None:
     for _ in range(2):
         refused(ask(other, steering_vectors=HUGE, capture=capture))
     counters = carried_out(other.get("/v1/capture"))["counters"]
-    assert counters["requests_under_way"] == 0
+    assert counters["requests_in_flight"] == 0
     carried_out(post(one, "clear"))
     told = carried_out(ask(other, capture=capture, capture_wait=True))
     assert told["capture_results"]["filesystem"]["status"] == "ok"

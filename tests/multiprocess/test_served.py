@@ -110,5 +110,5 @@ def test_every_output_carries_the_readouts_of_its_tokens(found: Found) -> None:
             torch.testing.assert_close(torch.from_numpy(norms["cosine"][:, 1:]), before)
 
 
-def test_nothing_is_left_under_way(found: Found) -> None:
-    assert found["counters"]["requests_under_way"] == 0
+def test_nothing_is_left_in_flight(found: Found) -> None:
+    assert found["counters"]["requests_in_flight"] == 0

@@ -30,7 +30,7 @@ class Suite:
         self._path = path
         self._forms = {case: case.on(device) for case in cases}
         self._pool = ThreadPoolExecutor(int(os.environ.get("PARITY_JOBS", "2")))
-        self._under_way: dict[Case, Future[Outcome]] = {
+        self._in_flight: dict[Case, Future[Outcome]] = {
             case: self._pool.submit(prove, form, device)
             for case, form in self._forms.items()
             if self.obstacle(case) is None
@@ -48,7 +48,7 @@ class Suite:
         """
         if reason := self.obstacle(case):
             pytest.skip(reason)
-        return self._under_way[case].result()
+        return self._in_flight[case].result()
 
     def close(self) -> None:
         """Cancel cases that have not started; record the others if requested."""
@@ -60,7 +60,7 @@ class Suite:
     def _entry(self, case: Case) -> results.Entry:
         if reason := self.obstacle(case):
             return results.failure(reason)
-        future = self._under_way[case]
+        future = self._in_flight[case]
         if future.cancelled():
             return results.failure("the run was broken off")
         # The others are recorded even if one case raised.

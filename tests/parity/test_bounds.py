@@ -80,7 +80,7 @@ def test_a_machine_that_loses_more_is_allowed_more() -> None:
     assert wrong
 
 
-def test_wrong_rows_are_told_at_any_cost_that_bfloat16_has() -> None:
+def test_wrong_rows_are_detected_within_the_rounding_of_bfloat16() -> None:
     assert problems(error=0.0, cost=0.008) == ([], [])
 
 

@@ -93,7 +93,7 @@ def test_what_is_added_arrives_in_the_stream(reference: Reference, hook: str) ->
     assert not torch.allclose(changed, opposite, rtol=1e-2)
 
 
-def test_wrong_rows_are_told_from_right_ones(reference: Reference) -> None:
+def test_wrong_rows_are_detected(reference: Reference) -> None:
     rows, _ = reference.run(TOKENS)
     assert all(relative(found, found) == 0.0 for found in rows.values())
     bounds = dict.fromkeys(rows, 1e-4)

@@ -55,7 +55,7 @@ def test_every_hook_point_has_the_librarys_rows(
     assert all(norms[0] > 20 * norms[1:].median() for norms in sinks)
 
 
-def test_what_lies_beside_a_channel_that_stands_out_is_right_too(
+def test_the_channels_beside_an_outlier_are_right_too(
     engine: CapturedEngine, tokenizer: Any
 ) -> None:
     ids = tokenizer(PROSE[:160]).input_ids

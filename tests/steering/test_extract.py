@@ -11,7 +11,7 @@ HELD = CONSUMER["params"]["max_inflight_bytes"]
     texts=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=150),
     per_token=st.sampled_from([0, 1, HELD // 20, HELD // 3, 2 * HELD]),
 )
-def test_no_group_holds_more_than_may_be_under_way(
+def test_no_group_holds_more_than_may_be_in_flight(
     texts: list[str], per_token: int
 ) -> None:
     groups = [list(group) for group in in_groups(texts, per_token)]

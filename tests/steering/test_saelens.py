@@ -46,7 +46,7 @@ def test_transformer_lens_names_are_ours(tmp_path: Path, name: str, hook: str) -
     assert list(read_saelens(folder, 0).vectors) == [(0, hook)]
 
 
-def test_a_place_that_is_no_hook_point_must_be_said(tmp_path: Path) -> None:
+def test_a_place_that_is_no_hook_point_must_be_given(tmp_path: Path) -> None:
     place = "blocks.3.attn.hook_z"
     folder = _foreign.saelens(tmp_path / "sae", DECODER, hook_name=place)
     with pytest.raises(SteeringValidationError, match="--hook and --layer"):

@@ -76,7 +76,7 @@ def test_a_sweep_is_drawn(tmp_path: Path, cells: list[Cell]) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_drawn_is_said_before(
+def test_data_that_cannot_be_drawn_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SteeringValidationError, match="no folder"):

@@ -224,7 +224,7 @@ def test_conversion_says_what_it_wrote(
         ),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(
+def test_mistakes_are_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit, match=said):

@@ -52,7 +52,7 @@ def test_it_stops_the_build_each_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_table_that_nobody_has_heard_of_stops_the_build(tmp_path: Path) -> None:
+def test_an_unknown_table_stops_the_build(tmp_path: Path) -> None:
     root = write(tmp_path, TABLES | {"_SINGING_MODELS": {}})
     (fault,) = architecture_faults(release(root), woven())
     assert "_SINGING_MODELS" in fault.sentence

@@ -31,7 +31,7 @@ def test_names_that_a_table_takes_over_are_not_listed_again(tmp_path: Path) -> N
 TAKEN = "_EMBEDDING_MODELS = {**{k: v for k, v in _TEXT_GENERATION_MODELS.items()}, "
 
 
-def test_a_table_that_nobody_has_heard_of_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
     root = write(tmp_path, TABLES | {"_SINGING_MODELS": {}})
     with pytest.raises(BuildFailure, match="does not know: _SINGING_MODELS"):
         names(root)

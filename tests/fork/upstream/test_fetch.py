@@ -53,7 +53,7 @@ def test_another_hash_stops_the_build(mini: Mini, registry: list[str]) -> None:
     assert not mini.out.exists()
 
 
-def test_a_machine_without_wheel_is_told_what_to_do(mini: Mini) -> None:
+def test_without_a_wheel_the_error_says_what_to_do(mini: Mini) -> None:
     upstream = load_upstream(mini.checkout.pins)
     with pytest.raises(BuildFailure, match=r"no cpu wheel for riscv64.*--wheel FILE"):
         upstream.pin("cpu", "riscv64")

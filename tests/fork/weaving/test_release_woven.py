@@ -32,7 +32,7 @@ def test_every_edit_is_used_and_says_why() -> None:
         assert all(len(edit.why.split()) >= 3 for edit in file.edits), file.path
 
 
-def test_no_added_file_lies_at_the_root_of_the_package(built: Built) -> None:
+def test_no_added_file_is_at_the_root_of_the_package(built: Built) -> None:
     assert not (HERE.overlay / "__init__.py").exists()
     assert built.release.version == load_upstream(HERE.pins).version
 

@@ -94,7 +94,7 @@ def test_a_global_spec_gets_a_row_of_every_request(plugged: Plugged) -> None:
     assert first["sum"] == pytest.approx(wanted, rel=1e-3, abs=1e-3)
 
 
-def test_what_a_request_said_is_known_where_its_rows_come(plugged: Plugged) -> None:
+def test_the_spec_of_a_request_is_known_where_its_rows_arrive(plugged: Plugged) -> None:
     output = plugged.run(prompt(6, seed=2), ref_wishes={"wish": "snow"})
     assert statuses(output) == {"ref_sums": "ok", "ref_wishes": "ok"}
     events = sorted(plugged.events("wish")[-3:], key=lambda event: event["key"])
@@ -102,7 +102,7 @@ def test_what_a_request_said_is_known_where_its_rows_come(plugged: Plugged) -> N
     assert [(e["rows"], e["wish"]) for e in events] == [(6, "snow")] * 3
 
 
-def test_instances_of_one_consumer_are_told_apart(plugged: Plugged) -> None:
+def test_instances_of_one_consumer_are_independent(plugged: Plugged) -> None:
     spec = {"hooks": {"pre_attn": [1]}, "positions": [0, 3]}
     output = plugged.run(
         prompt(6, seed=3),

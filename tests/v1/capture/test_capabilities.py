@@ -43,7 +43,7 @@ class Everything:
         return "result"
 
 
-def test_all_that_a_consumer_says_is_read() -> None:
+def test_all_capabilities_of_a_consumer_are_read() -> None:
     can = consumer_capabilities(Everything())
     assert can.takes_requests and can.remembers_specs and can.waits
     assert can.streams and can.truncates
@@ -52,7 +52,7 @@ def test_all_that_a_consumer_says_is_read() -> None:
     assert can.places_of is not None and can.places_of({}, "r", 2) == ["r/2"]
 
 
-def test_all_that_a_sink_says_is_read() -> None:
+def test_all_capabilities_of_a_sink_are_read() -> None:
     can: Any = sink_capabilities(Everything())
     assert can.truncates and can.batches_steps and can.max_call_seconds == 100
     calls = [can.submit_chunk_batch([]), can.submit_request_end("r", [])]
@@ -61,7 +61,7 @@ def test_all_that_a_sink_says_is_read() -> None:
 
 
 @pytest.mark.parametrize("kind", [consumer_capabilities, sink_capabilities])
-def test_what_is_not_said_is_not_there(kind: Any) -> None:
+def test_capabilities_are_off_by_default(kind: Any) -> None:
     can = kind(object())
     assert not any(getattr(can, field.name) for field in fields(can))
 
@@ -74,7 +74,7 @@ def test_what_is_not_said_is_not_there(kind: Any) -> None:
         ({"reads_client_spec": True, "remembers_specs": False}, False),
     ],
 )
-def test_who_takes_requests_sees_their_specs_unless_it_says_no(
+def test_a_consumer_of_requests_validates_their_specs_by_default(
     said: dict[str, bool], remembers: bool
 ) -> None:
     consumer = SimpleNamespace(validate_client_spec=print, **said)

@@ -73,7 +73,7 @@ def test_the_second_ready_instance_of_a_class_has_a_number() -> None:
     engine_args._READY.pop(config.driver_key)
 
 
-def test_two_that_have_said_that_they_are_called_so_are_refused() -> None:
+def test_two_instances_with_the_same_given_name_are_refused() -> None:
     with pytest.raises(CaptureValidationError, match="two capture consumers are named"):
         configured(Named(None, {}), Named(None, {}))  # type: ignore[arg-type]
 

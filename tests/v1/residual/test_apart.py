@@ -13,6 +13,6 @@ FILE = Path(__file__).parent / "test_lost_streams.py"
 
 
 @pytest.mark.timeout(1300)
-def test_streams_that_overflow_harm_nobody_under_the_v2_runner() -> None:
+def test_streams_that_overflow_affect_no_other_request_under_the_v2_runner() -> None:
     chosen = "float32 and not beside"
     run_tests("-p", "tests.support.interpreted", str(FILE), "-k", chosen, timeout=1200)

@@ -11,7 +11,7 @@ def tiers(value: float) -> SteeringTiers:
     return SteeringTiers(base=pack({(0, "pre_attn"): np.full(4, value, np.float32)}))
 
 
-def test_both_may_hold_while_a_change_is_under_way() -> None:
+def test_both_may_hold_while_a_change_is_in_flight() -> None:
     shared = SharedVectors()
     with shared.changing(tiers(1), replace=False):
         assert shared.possible == (NO_STEERING, tiers(1))

@@ -133,12 +133,12 @@ def test_a_change_of_the_engines_vectors_leaves_no_stale_block(
 
 
 @pytest.mark.parametrize("field", ["vectors", "decode_vectors"])
-def test_requests_under_way_at_a_change_leave_no_block_to_others(
+def test_requests_in_flight_at_a_change_leave_no_block_to_others(
     llm: Any, field: str
 ) -> None:
     engine = llm.llm_engine
     sampling = params(2 * BLOCK + 5)
-    engine.add_request("under way", {"prompt_token_ids": PROMPT}, sampling)
+    engine.add_request("in flight", {"prompt_token_ids": PROMPT}, sampling)
     for _ in range(BLOCK + 3):
         engine.step()
     llm.set_steering(**{field: spec(3)})

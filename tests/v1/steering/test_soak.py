@@ -72,9 +72,9 @@ class Soak:
                 if marks and len(waiting) == marks[0]:
                     marks.pop(0)
                     self.sizes.append(resident_bytes())
-            under_way = sorted(self.wanted.keys() - self.outputs.keys())
-            if under_way and self.chosen.random() < 0.03:
-                self._abort(self.chosen.choice(under_way))
+            in_flight = sorted(self.wanted.keys() - self.outputs.keys())
+            if in_flight and self.chosen.random() < 0.03:
+                self._abort(self.chosen.choice(in_flight))
             for output in self.engine.step():
                 if output.finished and output.request_id in self.wanted:
                     self.outputs[output.request_id] = _engine.tokens(output)

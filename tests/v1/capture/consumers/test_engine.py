@@ -132,7 +132,7 @@ def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> N
             assert row["token_id"] == tokens[row["position"]]
 
 
-def test_samples_of_a_request_are_told_apart(llm: Any) -> None:
+def test_samples_of_a_request_have_files_of_their_own(llm: Any) -> None:
     (output,) = generate(llm, [{"inline": spec(positions="all_generated")}], n=2)
     payload = output.capture_results["inline"].payload
     assert payload.keys() == {0, 1}

@@ -65,7 +65,7 @@ def test_http_data_is_exact(encoding: str | None, dtype: torch.dtype) -> None:
         assert entry["positions"] == list(range(len(tensor)))
 
 
-def test_a_request_that_asks_for_too_much_is_told_how_much() -> None:
+def test_a_request_for_too_many_bytes_is_refused_with_their_number() -> None:
     consumer = InlineConsumer(None, {"max_request_bytes": 1000})
     raw = {"hooks": {"post_block": [0, 1]}, "positions": "all"}
     # 10 prompt rows and 4 generated ones, at 2 taps of 32 bytes.

@@ -47,7 +47,7 @@ def test_without_a_name_a_request_is_kept_under_its_id() -> None:
     assert len(consumer.store.get(path_safe("a/b c"))) == 1
 
 
-def test_what_does_not_fit_is_refused_or_said() -> None:
+def test_rows_that_do_not_fit_are_refused_or_reported() -> None:
     consumer = keeping(max_bytes=SIZE)
     raw = {"hooks": {"post_block": [0]}, "positions": "all"}
     assert consumer_capabilities(consumer).takes_requests
@@ -74,7 +74,7 @@ def test_parameters_are_checked(wrong: dict[str, Any]) -> None:
     st.integers(-1, 32),
     st.integers(-1, 32),
 )
-def test_a_part_is_what_lies_between_two_positions(
+def test_a_part_has_the_rows_between_two_positions(
     positions: list[int], start: int, stop: int
 ) -> None:
     rows = RowsByTap()

@@ -93,7 +93,7 @@ def test_without_the_library_python_gives_the_same(
     assert (quantize.encode_full8(rows), quantize.encode_topk8(rows, 7)) == with_it
 
 
-def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(native, "MODULE", "vllm.v1.no_such_library")
     monkeypatch.setattr(native.logger, "warning", lambda text, *_: said.append(text))

@@ -297,7 +297,7 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     assert len(answers) == 6
 
 
-def test_spilled_rows_are_counted_said_and_whole(
+def test_spilled_rows_are_counted_logged_and_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[Any, ...]] = []

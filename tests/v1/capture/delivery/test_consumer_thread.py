@@ -231,7 +231,7 @@ def test_a_consumer_gets_all_rows_of_a_key_at_once(lanes: Lanes) -> None:
     assert consumer.rows[key()].flatten().tolist() == [0.0, 1.0, 2.0]
 
 
-def test_a_consumer_that_raises_is_told_and_spoils_only_that_key(lanes: Lanes) -> None:
+def test_an_exception_of_a_consumer_is_the_error_of_its_key_only(lanes: Lanes) -> None:
     consumer = KeepingConsumer(refuses=frozenset({1}))
     lane, answers = lanes(BatchingSink(consumer)), Answers()
     lane.submit([chunk(key(layer=1)), chunk(key(layer=2))])

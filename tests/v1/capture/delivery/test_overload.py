@@ -175,7 +175,7 @@ def test_blocking_loses_nothing_and_keeps_the_order(story: Sequence[Any]) -> Non
 
 
 @given(story=st.lists(events, max_size=25))
-def test_every_dropped_row_is_counted_once_and_said(story: Sequence[Any]) -> None:
+def test_every_dropped_row_is_counted_once_and_noted(story: Sequence[Any]) -> None:
     sink = Gate()
     lane = lane_for(sink, "drop")
     traffic = Traffic(lane)

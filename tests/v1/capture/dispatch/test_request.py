@@ -163,7 +163,7 @@ def test_a_consumer_that_cannot_truncate_gets_no_row_that_is_void(
 
 
 @given(st.data(), lives().filter(lambda life: life.settled))
-def test_rows_that_are_missing_are_told(data: st.DataObject, life: Life) -> None:
+def test_missing_rows_are_reported(data: st.DataObject, life: Life) -> None:
     want = data.draw(wanted(life.num_prompt_tokens, max(life.stop, 1)))
     hole = data.draw(st.integers(0, max(life.stop - 1, 0)))
     kept = tuple(
@@ -197,7 +197,7 @@ def test_positions_that_the_request_did_not_reach_are_noted() -> None:
     ("reason", "remark"),
     [("stop", ("capture_error", "only 2 of 4")), ("abort", ("capture_note", "2 of 4"))],
 )
-def test_results_of_readouts_that_are_missing_are_told_as_rows_are(
+def test_missing_results_of_readouts_are_reported_as_rows_are(
     reason: str, remark: tuple[str, str]
 ) -> None:
     tap = (3, "post_block")

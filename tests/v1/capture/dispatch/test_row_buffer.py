@@ -33,7 +33,7 @@ def places(piece: Piece, taps: int) -> list[list[float]]:
     st.sampled_from([4, 5]),  # from tap to tap
     st.integers(1, 2),  # taps
 )
-def test_a_piece_has_each_row_where_it_is(
+def test_a_piece_has_the_place_of_each_row(
     num_steps: int, num_rows: int, place: int, tap_stride: int, taps: int
 ) -> None:
     piece = Piece(span(num_steps, 9, num_rows), 20, 1, place, tap_stride, taps)
@@ -44,7 +44,7 @@ def test_a_piece_has_each_row_where_it_is(
     ]
 
 
-def test_rows_of_a_prompt_are_no_part_of_what_follows() -> None:
+def test_rows_of_a_prompt_are_not_continued() -> None:
     piece = Piece(span(1, 0, 8), 0, 4, 0, 4, 2)
     assert places(piece, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     after = Piece(span(1, 1, 8), 4, 1, 8, 4, 2)
@@ -109,7 +109,7 @@ def test_rows_that_leave_at_once_have_memory_of_their_own() -> None:
     check(joined(parts), [0, 1, 2])
 
 
-def test_a_void_row_between_others_is_left_out() -> None:
+def test_an_invalid_row_between_others_is_left_out() -> None:
     gathering = RowBuffer(TAPS, torch.float32, together=True)
     first = put(gathering, 4, 2, 100)
     put(gathering, 6, 1, 98)

@@ -223,7 +223,9 @@ def test_a_ready_sink_gets_rows_while_they_are_computed(
     assert relative_error(rows, expected) < 1e-4
 
 
-def test_a_consumer_that_wants_nothing_is_told_apart(several: CapturedEngine) -> None:
+def test_a_consumer_that_wants_no_rows_has_a_result(
+    several: CapturedEngine,
+) -> None:
     (output,) = several.run([prompt(9, seed=507)], params(nothing={}))
     found = {name: result.status for name, result in results(output).items()}
     assert found == {"keeper": "ok", "nothing": "not_requested"}
@@ -238,7 +240,7 @@ def test_requests_of_one_call_cannot_share_a_request_id(
         several.run([prompt(9, seed=520), prompt(5, seed=521)], asked)
     capture = several.llm.llm_engine.capture  # type: ignore[attr-defined]
     for _ in range(100):  # The first one was aborted, which takes a moment.
-        if not capture.describe()["counters"]["requests_under_way"]:
+        if not capture.describe()["counters"]["requests_in_flight"]:
             break
         sleep(0.1)
     (output,) = several.run([prompt(5, seed=521)], asked)

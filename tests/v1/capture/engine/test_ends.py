@@ -133,7 +133,9 @@ def test_nothing_is_left_of_requests_that_have_ended(engine: CapturedEngine) -> 
     assert not capture._staging.ring._taken
 
 
-def test_who_steps_the_engine_by_hand_gets_the_results(engine: CapturedEngine) -> None:
+def test_a_caller_that_steps_the_engine_gets_results(
+    engine: CapturedEngine,
+) -> None:
     core: Any = engine.llm.llm_engine
     params = asking([0], hooks={"post_block": [1]}, max_tokens=3)
     core.add_request("by-hand", {"prompt_token_ids": prompt(5, seed=3)}, params)

@@ -183,7 +183,7 @@ def test_a_validation_that_raises_refuses_the_request(
     wrong.add("validate_client_spec")
     with pytest.raises(ValueError, match=f"capture.{name}: .*went wrong"):
         troubled.run([prompt(7)], params(name))
-    assert under_way(troubled) == 0
+    assert in_flight(troubled) == 0
 
 
 @pytest.mark.parametrize("name", ["spoken_worker", "spoken_driver"])
@@ -207,8 +207,8 @@ def counters(engine: CapturedEngine) -> dict[str, Any]:
     return found
 
 
-def under_way(engine: CapturedEngine) -> int:
-    return int(counters(engine)["requests_under_way"])
+def in_flight(engine: CapturedEngine) -> int:
+    return int(counters(engine)["requests_in_flight"])
 
 
 def growth(engine: CapturedEngine, run: Callable[[], Any]) -> Any:

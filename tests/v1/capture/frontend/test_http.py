@@ -124,14 +124,14 @@ def test_results_of_several_prompts_are_by_prompt() -> None:
         ("a\ud800", "a\\ud800"),
     ],
 )
-def test_every_payload_is_told_as_json(payload: Any, told: Any) -> None:
+def test_every_payload_becomes_json(payload: Any, told: Any) -> None:
     reply = response_results([output(files=result(payload=payload))])
     assert reply is not None
     assert reply["files"]["payload"] == told
     json.dumps(reply, allow_nan=False, ensure_ascii=False).encode()
 
 
-def test_an_error_is_told_as_json_whatever_its_text() -> None:
+def test_an_error_becomes_json_whatever_its_text() -> None:
     failed = CaptureResult(("r", -1, "*"), "error", "no file a\udcff")  # type: ignore[arg-type]
     reply = response_results([output(files=failed)])
     assert reply is not None

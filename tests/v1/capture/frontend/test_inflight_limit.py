@@ -32,7 +32,7 @@ def test_rows_that_outputs_carry_before_the_last_count_as_well() -> None:
     assert held.bytes_of(plan("inline", LIVE), 4) == {"inline": 2 * 6 * 2 * 8}
 
 
-def test_what_is_reserved_counts_until_the_request_is_under_way() -> None:
+def test_what_is_reserved_counts_until_the_request_is_in_flight() -> None:
     reserved, first, second = Reservations(), plan("inline"), plan("inline")
     reserved.put(first, {"inline": 3})
     reserved.put(second, {"inline": 4, "other": 9})

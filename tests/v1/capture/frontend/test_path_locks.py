@@ -33,7 +33,7 @@ def spec(**fields: Any) -> dict[str, Any]:
     return {"hooks": {"post_block": [0]}, **fields}
 
 
-def test_a_name_that_a_request_under_way_has_is_refused() -> None:
+def test_a_name_that_a_request_in_flight_has_is_refused() -> None:
     taken, capture = claims(), {"files": spec(request_id="a", tag="t")}
     taken.reserve(capture, plan_of())
     taken.take(capture, "first", plan_of())
@@ -170,7 +170,7 @@ def captured(number: int, instance: str = "files", num_samples: int = 1) -> Capt
     return CapturePlan("cmpl-1", 4, (group,), str(number), num_samples)
 
 
-def test_who_asked_for_nothing_gets_another_name() -> None:
+def test_a_request_captured_by_a_global_spec_gets_another_name() -> None:
     elsewhere = Elsewhere()
     elsewhere.there.add(("files", "default/cmpl-1-3"))
     taken = claims(elsewhere)
@@ -185,7 +185,7 @@ def test_who_asked_for_nothing_gets_another_name() -> None:
     assert again.client_request_id == "cmpl-1-2"
 
 
-def test_who_asked_for_something_is_refused_for_what_is_captured_of_all() -> None:
+def test_a_request_with_a_spec_is_refused_for_a_name_of_a_global_spec() -> None:
     taken, asked = claims(), {"other": spec()}
     first = taken.reserve(asked, captured(0))
     with pytest.raises(CaptureValidationError, match="capture.files.request_id"):

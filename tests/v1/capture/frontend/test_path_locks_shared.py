@@ -53,7 +53,7 @@ def test_names_are_taken_freed_and_left_behind() -> None:
     assert mine.take(NAME), "a process that died has no names"
 
 
-def test_a_server_of_one_process_shares_with_nobody(tmp_path: Path) -> None:
+def test_a_server_of_one_process_shares_no_locks(tmp_path: Path) -> None:
     alone = other_servers(1)
     assert type(alone) is NoOtherServers and alone.take(NAME)
     alone.free(NAME)

@@ -116,7 +116,7 @@ def test_each_instance_gets_the_positions_that_it_reads() -> None:
     assert results["b"].payload[TAP][:, 0].tolist() == [1.0, 2.0]
 
 
-def test_samples_are_told_apart() -> None:
+def test_samples_are_separate() -> None:
     made = plan(samples=2)
     request = LiveRequest(made, PROMPT, RequestOutputKind.DELTA, ["inline"])
     request.put(1, [chunk(0, 5)])

@@ -21,5 +21,5 @@ def test_a_session_is_refused_where_every_request_is_captured() -> None:
     assert "probe" in str(caught.value)
 
 
-def test_a_session_that_nobody_captures_passes() -> None:
+def test_a_session_without_a_capture_passes() -> None:
     refuse(None, [])

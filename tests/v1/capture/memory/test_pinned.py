@@ -86,7 +86,7 @@ def test_a_page_larger_than_a_slab_is_not_had() -> None:
     assert made.take((3, ROW), torch.float32) is None
 
 
-def test_while_memory_is_being_pinned_nobody_waits() -> None:
+def test_no_call_waits_while_memory_is_being_pinned() -> None:
     go = threading.Event()
     made = Pages(ALIGNMENT, ALIGNMENT, lambda memory: go.wait(10) and None)
     assert made.take((1, ROW), torch.float32) is None

@@ -46,7 +46,7 @@ def some_copies(draw: st.DrawFn) -> list[RowCopy]:
 
 
 @given(some_copies(), st.integers(1, 4), st.booleans())
-def test_each_row_lands_where_it_must(
+def test_each_row_is_copied_to_its_place(
     copies: list[RowCopy], threads: int, compiled: bool
 ) -> None:
     expected = []
@@ -91,7 +91,7 @@ def test_any_order_of_rows_is_copied_by_any_number_of_threads(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 60))
-def test_each_thread_gets_about_as_much(rows: list[int], size: int) -> None:
+def test_threads_get_about_equal_shares(rows: list[int], size: int) -> None:
     copies = [(torch.zeros(1, n, 2).byte(), torch.zeros(1, n, 2).byte()) for n in rows]
     parts = shares(copies, size)
     lengths = [sum(target.nbytes for target, _ in part) for part in parts]

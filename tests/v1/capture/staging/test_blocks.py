@@ -88,7 +88,7 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
 
 
 @given(steps(), st.integers(0, 3))
-def test_a_slot_lies_where_its_block_says(
+def test_a_slot_is_where_its_block_says(
     step: tuple[StepView, dict[str, dict]], below: int
 ) -> None:
     view, wants = step

@@ -86,7 +86,7 @@ def test_no_more_is_held_than_is_allowed(made: Handouts) -> None:
     assert made.make([large]) is not None
 
 
-def test_what_nobody_frees_is_closed_in_time(
+def test_a_handout_that_is_not_freed_is_closed_in_time(
     made: Handouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handouts, "KEPT_SECONDS", -1.0)

@@ -108,7 +108,7 @@ def test_rows_arrive_by_handle_and_are_lent_until_the_last_view_is_gone(
     pair.wait_until_free()
 
 
-def test_what_a_caller_writes_is_seen_by_nobody_else(pair: Pair) -> None:
+def test_writes_of_a_caller_are_private(pair: Pair) -> None:
     rows = pair.rows()
     kept = pair.rows()
     for tensor in rows.values():

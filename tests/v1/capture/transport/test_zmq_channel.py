@@ -124,9 +124,7 @@ def test_tensors_inside_values_by_layer_and_hook_arrive(wire: Wire) -> None:
         {"a": {(1, "pre_attn"): 1}},
     ],
 )
-def test_a_payload_that_cannot_travel_is_told_not_lost(
-    wire: Wire, payload: Any
-) -> None:
+def test_a_payload_that_cannot_be_sent_is_an_error(wire: Wire, payload: Any) -> None:
     result = wire.carry_payload(payload)
     assert result.status == "partial_error"
     assert "cannot be sent" in (result.error or "")

@@ -92,7 +92,7 @@ STORIES = st.lists(
 
 
 @given(story=STORIES, num_slots=st.integers(1, 3))
-def test_nobody_starves_and_nobody_overtakes(story: list, num_slots: int) -> None:
+def test_requests_start_in_order_and_none_starves(story: list, num_slots: int) -> None:
     steering = SteeringScheduling(num_slots)
     arrivals, at = [], 0
     for number, (gap, config, steps, fate) in enumerate(story):

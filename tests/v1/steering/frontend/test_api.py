@@ -67,6 +67,6 @@ def test_a_serving_engine_is_steered(replace: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncLLM])
-def test_replacing_everything_must_be_said_by_name(engine: Any) -> None:
+def test_replacing_everything_needs_the_keyword(engine: Any) -> None:
     with pytest.raises(TypeError):
         engine.set_steering(SimpleNamespace(), *GIVEN, True)

@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_take_it_undoes_it_everywhere(
     assert [core.content() for core in cores] == before
 
 
-def test_an_engine_that_cannot_go_back_is_told_of(cores: list[Core]) -> None:
+def test_an_engine_that_cannot_undo_a_change_is_reported(cores: list[Core]) -> None:
     client = Client(*cores)
     make = dp_engines.Engines._ask
 
@@ -183,7 +183,7 @@ def test_a_change_that_waits_too_long_says_so(cores: list[Core]) -> None:
     assert not cores[0].scheduler.steering.tiers
 
 
-def test_who_asked_may_leave_but_the_change_is_brought_to_its_end(
+def test_a_change_is_completed_if_its_caller_is_cancelled(
     cores: list[Core],
 ) -> None:
     async def change() -> None:

@@ -33,7 +33,7 @@ def remote(error: Exception) -> Exception:
 
 
 @pytest.mark.parametrize("over", [lambda error: error, remote])
-def test_both_kinds_are_told_apart_from_any_process(over: object) -> None:
+def test_both_kinds_of_errors_are_distinguished_in_any_process(over: object) -> None:
     assert callable(over)
     refused, changed = as_refused(over(REFUSED)), as_refused(over(CHANGED))
     assert isinstance(refused, SteeringValidationError)

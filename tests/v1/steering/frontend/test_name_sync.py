@@ -88,7 +88,7 @@ def test_modules_of_the_start_can_be_replaced_and_removed_everywhere() -> None:
     asyncio.run(go())
 
 
-def test_an_only_server_asks_nobody_about_names() -> None:
+def test_an_only_server_does_not_ask_for_names() -> None:
     client = Client(Core())
     only = control(client)
 
@@ -101,7 +101,7 @@ def test_an_only_server_asks_nobody_about_names() -> None:
     assert client.calls == []
 
 
-def test_requests_without_a_name_ask_nobody() -> None:
+def test_requests_without_a_name_do_not_ask_for_names() -> None:
     client = Client(Core())
     one = control(client, several=True)
     asyncio.run(one.prepare(SamplingParams(max_tokens=1)))

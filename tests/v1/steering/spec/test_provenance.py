@@ -87,7 +87,7 @@ def test_vectors_of_another_model_are_refused(
         load_module(made, model)
 
 
-def test_nothing_said_is_nothing_refused(tmp_path: Path) -> None:
+def test_without_provenance_nothing_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "calm.json"
     path.write_text(json.dumps({"vectors": {"post_block": {"3": [1.0]}}}))
     assert load_module(path, identity())["vectors"]

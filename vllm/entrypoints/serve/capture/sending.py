@@ -80,6 +80,9 @@ class Sender:
                 await self._send_soon(piece)
                 self._adapt(len(piece.get("body", b"")), monotonic() - begin)
                 self._end_with(piece)
+                # Sending does not wait while the client reads as fast as the server
+                # sends, and no other request would have a turn.
+                await asyncio.sleep(0)
         finally:
             Sender._active -= 1
 

@@ -5,7 +5,9 @@ A step that is too large for any CUDA graph runs Inductor's Python wrapper, one 
 per op, and every op then checks whether it has work to do. That took 7.5 µs per call
 on the host of an H200, or 2.4 ms in an idle step of 32 layers. Conditions are therefore
 written into the generated line, before the call: first one that all ops share, then
-whether this one launches, because a step that needs one op would call all others.
+whether this one launches, because a step that needs one op would call all others. On a
+CPU, where nothing is recorded, the line calls the op's function without PyTorch's
+dispatcher, which takes longer than a token's program.
 
 The line is written by a function registered for the op in a table of Inductor's, see
 `torch/_inductor/codegen/custom_extern_kernel_codegen.py`.
@@ -16,7 +18,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
+from vllm.model_executor.layers.residual.program_op import (
+    intervene_rows,
+    intervene_split_rows,
+)
+from vllm.model_executor.layers.residual.split_ops import (
+    capture_split_rows,
+    steer_split_rows,
+)
+from vllm.model_executor.layers.residual.steer_op import steer_rows
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from torch._inductor import ir
@@ -37,6 +49,15 @@ CONDITIONS = {
 }
 """By op: an expression that is true whenever the op may have work to do. A number in
 braces stands for the argument at this position."""
+FUNCTIONS: tuple[Callable[..., None], ...] = (
+    capture_rows,
+    capture_split_rows,
+    steer_rows,
+    steer_split_rows,
+    intervene_rows,
+    intervene_split_rows,
+)
+"""The functions of the ops."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 
@@ -65,5 +86,14 @@ def _write_call(
         writer = parent  # A subgraph's own writer emits no imports.
     writer.add_import_once(IMPORT)
     arguments = [*node.codegen_args(), *node.codegen_kwargs()]
-    asked = condition.format(*arguments)
-    writeline(f"{asked} and {node.get_kernel_name()}({', '.join(arguments)})")
+    asked, called = condition.format(*arguments), node.get_kernel_name()
+    if current_platform.is_cpu() and (function := _function(called)):
+        called = function.__name__
+        writer.add_import_once(f"from {function.__module__} import {called}")
+    writeline(f"{asked} and {called}({', '.join(arguments)})")
+
+
+def _function(kernel: str) -> Callable[..., None] | None:
+    """The function of an op with a condition, by its name in generated code."""
+    name = kernel.removeprefix("torch.ops.vllm.").removesuffix(".default")
+    return next((one for one in FUNCTIONS if one.__name__ == name), None)

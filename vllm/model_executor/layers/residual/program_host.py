@@ -46,9 +46,10 @@ def execute_programs(
     assert native is not None, "the native library is missing"
     num_tokens, width = hidden.shape
     assert len(rows) >= num_tokens <= len(gates), "rows or gates of tokens are missing"
+    branch = _rows(hidden)
     native.run_programs(
-        _rows(source),
-        _rows(hidden),
+        branch if source is hidden else _rows(source),
+        branch,
         NO_ROWS if residual is None else _rows(residual),
         _rows(gates),
         index.data_ptr(),

@@ -80,7 +80,7 @@ def intervene_rows(
         whole = tensor_model_parallel_all_reduce(hidden.clone())
         leads = get_tensor_model_parallel_rank() == 0
     _intervene(whole, hidden, residual, index, rows, gates, leads, 0)
-    if calls := HostCalls.at.get(index.data_ptr()):
+    if HostCalls.at and (calls := HostCalls.at.get(index.data_ptr())):
         if partial:  # Programs have changed this rank's part only.
             whole = tensor_model_parallel_all_reduce(hidden.clone())
         width = hidden.shape[-1]

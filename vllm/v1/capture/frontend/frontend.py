@@ -282,7 +282,7 @@ class CaptureFrontend(NoCapture):
     def describe(self) -> dict[str, Any]:
         """Consumers, limits, counters and host memory, as JSON-like data."""
         counters = self._status.counters()
-        counters["requests_under_way"] = self._requests.count()
+        counters["requests_in_flight"] = self._requests.count()
         told = {
             **self._admission.describe(),
             "counters": counters,

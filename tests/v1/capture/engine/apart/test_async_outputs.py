@@ -176,7 +176,7 @@ def test_rows_come_only_at_the_end_where_that_is_asked_for(served: Served) -> No
     assert len(payload(last)[0, "post_block"]) == 16
 
 
-def test_a_reader_who_leaves_frees_what_was_held(served: Served) -> None:
+def test_a_reader_that_disconnects_frees_its_rows(served: Served) -> None:
     # Three hook points, 10 prompt rows and 11 generated ones, held twice while read.
     size = 2 * 3 * 21 * ROW_BYTES
     assert size < SMALL["max_inflight_bytes"] < 2 * size
@@ -235,7 +235,7 @@ def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:
         served.all(prompt(10, seed=6), asked)
 
 
-def test_requests_under_way_are_bounded_together(served: Served) -> None:
+def test_requests_in_flight_are_bounded_together(served: Served) -> None:
     asked = asking(FINAL_ONLY, name="small", max_tokens=16)
     size = 3 * 25 * ROW_BYTES
     assert 2 * size < SMALL["max_inflight_bytes"] < 3 * size
