@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.conftest import OpenEngine
-from tests.support.captured import prompt
+from tests.support.captured import CapturedEngine, prompt
 from tests.support.hf_reference import Stream
 from vllm import LLM, SamplingParams
 from vllm.interop.activation_capture.encoding import Encoding, dequantize, restore
@@ -29,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "block_size": 32,
     "gpu_memory_utilization": 0.1,
-    "kv_cache_memory_bytes": 2 << 30,
+    "kv_cache_memory_bytes": 1 << 30,
     "skip_tokenizer_init": True,
 }
 ENCODED = [
@@ -43,7 +42,7 @@ ENCODED = [
 
 
 @pytest.fixture(scope="module")
-def rows(llama: Path, open_engine: OpenEngine) -> list[Stream]:
+def rows(llama: Path) -> list[Stream]:
     """The rows of each prompt, captured whole."""
     own = SamplingParams(
         max_tokens=12,
@@ -52,10 +51,12 @@ def rows(llama: Path, open_engine: OpenEngine) -> list[Stream]:
         detokenize=False,
         capture={"keeper": {"hooks": {"post_block": "all"}, "positions": "all"}},
     )
-    engine = open_engine(
-        llama, reference=object(), enable_steering=False, enforce_eager=True
-    )
-    return [engine.rows(output) for output in engine.run(PROMPTS, own)]
+    engine = CapturedEngine(llama, reference=object(), **OPTIONS)
+    try:
+        return [engine.rows(output) for output in engine.run(PROMPTS, own)]
+    finally:
+        engine.close()
+        torch.cuda.empty_cache()
 
 
 def host_row_bytes(worker: Any) -> int:

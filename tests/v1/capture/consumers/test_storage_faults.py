@@ -233,6 +233,19 @@ def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
     consumer.shutdown(20)
 
 
+def test_rows_that_could_not_be_spilled_stay_counted_until_they_are_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Disk(0, monkeypatch)
+    rows, files = RequestRows(), RowFiles(tmp_path)
+    ((tap, tensor), *_) = request_rows(0).items()
+    rows.add(tap, tensor)
+    with pytest.raises(OSError, match="No space left"):
+        rows.spill(files)
+    assert rows.spill(files) == 0, "another thread may try before it is discarded"
+    assert rows.discard() == tensor.nbytes
+
+
 def test_rows_that_are_spilled_as_they_come_are_counted_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
+from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Offload
+from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Offload, row_encoder
 from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE
@@ -118,3 +119,16 @@ def test_a_page_goes_by_itself_behind_what_came_before(
     monkeypatch.setattr(bench.staging, "to_pages", lambda *step: ({}, None))
     bench.step(4)
     assert bench.heard.calls == [1, 1, "all"]
+
+
+def test_rows_are_encoded_for_the_only_consumer_of_a_gpu() -> None:
+    one: Any = SimpleNamespace(can=SimpleNamespace(row_encoder=lambda *what: what))
+    plain: Any = SimpleNamespace(can=SimpleNamespace(row_encoder=None))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    facts = 8, torch.bfloat16
+    live = {LIVE: plain}  # takes rows only of consumers that stream them
+    assert row_encoder(live | {"a": one}, *facts, gpu) == (*facts, gpu)
+    assert row_encoder(live | {"a": one}, *facts, cpu) is None
+    assert row_encoder(live | {"a": one, "b": plain}, *facts, gpu) is None
+    assert row_encoder(live | {"b": plain}, *facts, gpu) is None
+    assert row_encoder({}, *facts, gpu) is None

@@ -81,9 +81,10 @@ class RequestRows:
         with self._spilling:
             with self._lock:
                 taken = {key: key.take() for key in self._keys.values() if key.pieces}
+                if not taken:
+                    # What is still counted belongs to a write that has failed.
+                    return 0
                 size, self.memory_bytes = self.memory_bytes, 0
-            if not taken:
-                return 0
             try:
                 written = files.write([r for pieces in taken.values() for r in pieces])
             except OSError:
