@@ -141,7 +141,7 @@ def main() -> int:
     """Measure and report; returns 1 if a cost exceeds its goal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6, help="per start")
-    parser.add_argument("--only", default="", help="modes whose names hold this")
+    parser.add_argument("--only", nargs="*", help="modes whose names hold one of these")
     parser.add_argument("--out", type=Path, default=WORK / "steering_steps.json")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -149,7 +149,8 @@ def main() -> int:
         serve(options.serve[0], json.loads(options.serve[1]))
         return 0
     head, load_before = reports.begun(), os.getloadavg()
-    modes = [mode for mode in TARGETS if options.only in mode]
+    parts = options.only or [""]
+    modes = [mode for mode in TARGETS if any(part in mode for part in parts)]
     model = random_llama(WORK / "models", LAYERS, WIDTH).folder
     modules = write_modules(WORK / "modules")
     starts: list[dict[str, list[float]]] = []
