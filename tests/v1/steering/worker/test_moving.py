@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.v1.steering.worker.test_programs import (
+from tests.v1.steering.worker.test_phase import (
     CPU,
     OTHER,
     TAP,
@@ -28,8 +28,9 @@ from vllm.model_executor.layers.residual.program_host import (
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
+from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.moving import Stretch, Template
-from vllm.v1.steering.worker.programs import Bank, Phase
+from vllm.v1.steering.worker.phase import Phase
 
 
 def matrix(positions: Any, seed: int = 0, tap: Any = TAP) -> list[Operation]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.v1.steering.worker.test_programs import (
+from tests.v1.steering.worker.test_phase import (
     CPU,
     WIDTH,
     Requests,

@@ -23,7 +23,7 @@ from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Deciding, decided
 from vllm.v1.steering.worker.latches import Segment, StepLatches
-from vllm.v1.steering.worker.programs import Phase
+from vllm.v1.steering.worker.phase import Phase
 
 FIRST_ROOM = 16
 """Number of requests for which memory is allocated at first."""

@@ -26,6 +26,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
+from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.dose_memory import DoseMemory
 from vllm.v1.steering.worker.features import (
     ENGINES,
@@ -35,7 +36,8 @@ from vllm.v1.steering.worker.features import (
 )
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate, deciding, gated
-from vllm.v1.steering.worker.programs import NO_PHASE, Bank, Phase, ProgramIndex
+from vllm.v1.steering.worker.phase import NO_PHASE, Phase
+from vllm.v1.steering.worker.programs import ProgramIndex
 
 
 class Row(NamedTuple):

@@ -39,7 +39,8 @@ from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.held import HeldGates
 from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
-from vllm.v1.steering.worker.programs import Programs, special_rows
+from vllm.v1.steering.worker.phase import special_rows
+from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.stages import StageGates
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
 

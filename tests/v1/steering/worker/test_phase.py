@@ -20,7 +20,7 @@ from vllm.v1.steering.operations import Operation, in_order, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
 from vllm.v1.steering.positions import spans_of
 from vllm.v1.steering.slots import SlotUse, SteeringStep
-from vllm.v1.steering.worker.programs import Phase
+from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 TAP = (1, "post_attn")

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a phase of a configuration to programs, which hook points execute.
+
+A phase (a configuration's prompt tokens or its generated ones) has a program at each
+hook point at which it has operations. Plain additions of the phase at such a hook point
+are part of the program, so that the order of operations is kept. Operations with
+positions make further programs, for the tokens on which they act.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.model_executor.layers.residual.program import (
+    NO_GATE,
+    Flag,
+    Instruction,
+    Kind,
+    Program,
+)
+from vllm.v1.steering.operations import Operation, place_of
+from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.positions import Spans
+from vllm.v1.steering.receipts import Effect, effect_of
+from vllm.v1.steering.worker.bank import Bank, Kept, Vectors, draft_sum
+from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
+from vllm.v1.steering.worker.features import (
+    together,
+)
+from vllm.v1.steering.worker.fired import FiredCounts
+from vllm.v1.steering.worker.gates import (
+    Deciding,
+    Gate,
+    column_of,
+    in_columns,
+    probe_of,
+)
+from vllm.v1.steering.worker.programs import Programs, place
+from vllm.v1.steering.worker.stages import crossing_of
+
+if TYPE_CHECKING:
+    from vllm.v1.steering.worker.moving import Template
+
+LAST = ("feature", "clamp")
+"""Operations that come after all others, in this order."""
+
+
+def _read_by(gate: Gate | None) -> frozenset[Tap]:
+    """The tap of the gate's probe, if the same tokens decide and use the gate."""
+    if gate is None or gate.condition.scope == "prompt":
+        return frozenset()
+    return frozenset({gate.condition.tap})
+
+
+def _carried_from(one: Operation) -> frozenset[Tap]:
+    """The tap from which an operation needs a transcoder's activation."""
+    use = one.details.feature
+    if use is None or use.reads is None or not use.carries:
+        return frozenset()
+    return frozenset({use.reads})
+
+
+def _is_latched(gate: Gate | None) -> bool:
+    return gate is not None and gate.condition.scope == "rest"
+
+
+class Together(NamedTuple):
+    """Operations of a phase that act at the same positions, by number."""
+
+    first: Operation
+    numbers: tuple[int, ...]
+
+
+class Phase:
+    """The operations of one phase of a configuration, as programs."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        added: Mapping[Tap, Vector],
+        taps: Collection[Tap],
+        width: int,
+        device: torch.device,
+        bank: Bank | None = None,
+        gates: Sequence[Gate | None] = (),
+        columns: Sequence[int] = (),
+        deciding: Sequence[Gate] = (),
+        memory: DoseMemory | None = None,
+        fired: FiredCounts | None = None,
+    ) -> None:
+        """Compile the phase and place it on the device.
+
+        Args:
+            operations: all operations of the phase, the engine's before a request's.
+            added: the vectors added at each token, by hook point.
+            taps: the hook points of this process.
+            width: hidden size of the residual stream.
+            device: device of the residual stream.
+            bank: the store of operations' vectors; None for a private one.
+            gates: the gate of each operation, or None; empty if none has one.
+            columns: the column of the transcoder's activation that each operation
+                uses, or `NO_GATE`; empty if none uses one.
+            deciding: gates for later tokens that this phase decides.
+            memory: for the doses of its tokens; None if they are not measured.
+            fired: counts the tokens at which conditions fire; None to count none.
+
+        """
+        count = len(operations)
+        found = zip(
+            operations,
+            gates or [None] * count,
+            columns or [NO_GATE] * count,
+            strict=True,
+        )
+        every = sorted(found, key=lambda each: place_of(each[0]))
+        self.crossing = crossing_of(every, taps)
+        """What is exchanged with other pipeline stages."""
+        self._here = frozenset(taps)
+        here = [each for each in every if self._concerns(each[0], each[1])]
+        self.operations = [one for one, _, _ in here]
+        """The operations that act or read in this stage, numbered from 0."""
+        self._acting = [n for n, one in enumerate(self.operations) if one.tap in taps]
+        self._gates = [gate for _, gate, _ in here]
+        self._decided_here = [gate for gate in self._gates if self._reads(gate)]
+        self._columns = [column for _, _, column in here]
+        self._deciding = [one for one in deciding if self._reads(one)]
+        self.taps = frozenset(self.taps_of(range(len(here)))).union(
+            gate.condition.tap for gate in self._deciding
+        )
+        """Taps at which programs also perform the plain additions."""
+        self.device = device
+        self._kept = self._fetched(bank or Bank(width, device))
+        self._instructions = {n: self._kept[n].instruction for n in self._acting}
+        if memory is None:
+            added = {tap: one for tap, one in added.items() if tap in self.taps}
+        self._probes, self._sums = self._uploaded(added, width, fired)
+        self.effects: tuple[Effect, ...] = ()
+        """What is measured at each token, if anything is."""
+        self.doses = torch.empty(0, 0)
+        """The doses, float32 `[tokens, >= len(effects)]`, if anything is measured."""
+        self._measure(memory)
+        self.positioned = _together(self.operations)
+        """Operations with positions, grouped by equal ones."""
+        self.by_row = frozenset(n for n in self._acting if self.operations[n].num_rows)
+        """The numbers of operations with one row per position."""
+        self.deciding = self._decided(self._deciding, fired)
+        """The gates that the prompt decides for later tokens."""
+        decided = in_columns(self._decided_here)
+        held = [gate for gate in decided if gate.condition.scope != "token"]
+        self.held = tuple(gate.column for gate in held)
+        """Gate columns that hold decisions of earlier tokens."""
+        in_prompt = [gate for gate in held if gate.condition.in_prompt]
+        self.latched = tuple(
+            gate.column
+            for gate in held
+            if _is_latched(gate) and not gate.condition.in_prompt
+        )
+        """The held columns that a generated token opens for all later ones."""
+        self.spreading = self._decided(in_prompt, fired)
+        """The gates that any token opens for later ones, also of the same step."""
+        self.fixed = self._placed(self.taps.union(self._sums), frozenset())
+        """The programs of tokens on which no operation with positions acts."""
+        self._special: dict[frozenset[int], Programs] = {}
+        self.templates: dict[frozenset[int], Template] = {}
+        """Program templates for operations with one row per position."""
+
+    def _fetched(self, bank: Bank) -> dict[int, Kept]:
+        """The instructions of the operations that act or carry here, by number."""
+        needed = [
+            number
+            for number, one in enumerate(self.operations)
+            if one.tap in self._here or _carried_from(one) & self._here
+        ]
+        kept = bank.fetch([self.operations[number] for number in needed])
+        return dict(zip(needed, kept, strict=True))
+
+    def _uploaded(
+        self, added: Mapping[Tap, Vector], width: int, fired: FiredCounts | None
+    ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
+        """The probes of gates, and the additions, whose vectors this uploads."""
+        vectors = Vectors(width)
+        probes = {
+            gate: vectors.add(gate.condition.vector)
+            for gate in in_columns([*self._decided_here, *self._deciding])
+        }
+        sums = {tap: draft_sum(vector, vectors) for tap, vector in added.items()}
+        table = vectors.upload(self.device)
+        made = {
+            gate: probe_of(gate, table[at : at + 1], fired)
+            for gate, at in probes.items()
+        }
+        return made, {tap: draft(table) for tap, draft in sums.items()}
+
+    def _decided(
+        self, gates: Iterable[Gate], fired: FiredCounts | None
+    ) -> tuple[Deciding, ...]:
+        return tuple(
+            Deciding(
+                gate,
+                0 if fired is None else fired.place(gate.condition),
+                self._probes[gate].doses,
+            )
+            for gate in gates
+        )
+
+    def _concerns(self, one: Operation, gate: Gate | None) -> bool:
+        """Whether an operation acts in this stage, or what it needs is read here."""
+        reads = _carried_from(one) & self._here
+        return one.tap in self._here or self._reads(gate) or bool(reads)
+
+    def _reads(self, gate: Gate | None) -> bool:
+        """Whether the gate's probe reads in this stage."""
+        return gate is not None and gate.condition.tap in self._here
+
+    @property
+    def decides(self) -> bool:
+        """Whether conditions are decided at some of its tokens."""
+        return bool(self._probes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token passes a program, and nothing is passed on."""
+        return not self.taps and not self.effects and not self.crossing.is_used
+
+    def _measure(self, memory: DoseMemory | None) -> None:
+        """Assign a column of doses to every instruction, if they are measured."""
+        if memory is None:
+            return
+        added = {
+            tap: replace(one, kind=Kind.MEASURE) if tap not in self.taps else one
+            for tap, one in self._sums.items()
+        }
+        effects = [
+            *(effect_of(gate.condition, gate.column) for gate in self._probes),
+            *(Effect(*tap, "add", "") for tap in added),
+            *(
+                Effect(*one.tap, one.op, one.digest)
+                for one in map(self.operations.__getitem__, self._acting)
+            ),
+        ]
+        if not effects:
+            return
+        self.effects = measured_effects(effects)
+        self.doses = memory.with_columns(len(effects))
+        columns = (self.doses[:, number] for number in range(len(effects)))
+        self._probes = {
+            gate: replace(one, doses=next(columns))
+            for gate, one in self._probes.items()
+        }
+        self._sums = {
+            tap: replace(one, doses=next(columns)) for tap, one in added.items()
+        }
+        self._instructions = {
+            number: replace(one, doses=next(columns))
+            for number, one in self._instructions.items()
+        }
+
+    def at_positions(self, active: frozenset[int]) -> Programs:
+        """The programs of tokens on which these operations with positions act.
+
+        Operations with one row per position are handled in `moving.py`.
+        """
+        if active not in self._special:
+            self._special[active] = self.fixed | self._placed(
+                self.taps_of(active), active
+            )
+        return self._special[active]
+
+    def taps_of(self, numbers: Collection[int]) -> set[Tap]:
+        """Taps of this stage where these operations act, or what they need is read."""
+        acts = {self.operations[number].tap for number in numbers}
+        found = acts.union(
+            *(_read_by(self._gates[number]) for number in numbers),
+            *(_carried_from(self.operations[number]) for number in numbers),
+        )
+        return found & self._here
+
+    def last_position(self, prompt_length: int) -> int:
+        """The last position on which an operation with positions acts."""
+        return max(one.first.last(prompt_length) for one in self.positioned)
+
+    def _placed(self, taps: Collection[Tap], active: frozenset[int]) -> Programs:
+        programs = {tap: self._program(tap, active) for tap in sorted(taps)}
+        return place({t: p for t, p in programs.items() if p}, self.device)
+
+    def _program(self, tap: Tap, active: frozenset[int]) -> Program:
+        return tuple(made for _, made in self.numbered(tap, active))
+
+    def numbered(
+        self, tap: Tap, active: frozenset[int]
+    ) -> list[tuple[int, Instruction]]:
+        """The instructions of a hook point, in order, with their operations' numbers.
+
+        Probes come first: they see the stream as a capture at this point does. The norm
+        is saved before the first addition if an operation needs it. Probes and plain
+        additions belong to no operation and have the number -1.
+        """
+        numbers = [
+            number
+            for number, one in enumerate(self.operations)
+            if one.positions is None or number in active
+        ]
+        probes = [
+            (-1, self._probes[gate])
+            for gate in in_columns(
+                [
+                    *(self._gates[number] for number in numbers),
+                    *(gate for gate in self._decided_here if _is_latched(gate)),
+                    *self._deciding,
+                ]
+            )
+            if gate.condition.tap == tap and self._decides(gate)
+        ]
+        acting = [
+            (number, self._instruction(number))
+            for number in numbers
+            if self.operations[number].tap == tap
+        ]
+        kinds = [self.operations[number].op for number, _ in acting]
+        replaces = [a for a, op in zip(acting, kinds, strict=True) if op == "replace"]
+        adds = [(-1, self._sums[tap])] if tap in self._sums else []
+        adds += [a for a, op in zip(acting, kinds, strict=True) if op == "add"]
+        if any(made.c1 for _, made in adds):
+            number, first = adds[0]
+            adds[0] = number, replace(first, flags=first.flags | Flag.SAVE_NORM)
+        others = list(zip(acting, kinds, strict=True))
+        before = [a for a, op in others if op not in ("replace", "add", *LAST)]
+        features = [(self._sae_of(a[0]), a) for a, op in others if op == "feature"]
+        clamps = [a for a, op in others if op == "clamp"]
+        acts = [*probes, *replaces, *adds, *before, *together(features), *clamps]
+        return [*acts, *self._carried(tap, numbers)]
+
+    def _carried(
+        self, tap: Tap, numbers: Iterable[int]
+    ) -> Iterator[tuple[int, Instruction]]:
+        """What transcoders read at a hook point, after everything that acts there."""
+        for number in numbers:
+            if tap not in _carried_from(self.operations[number]):
+                continue
+            made = self._kept[number].carried
+            assert made is not None, "the operation needs an activation"
+            yield -1, replace(made, gate=self._columns[number])
+
+    def _sae_of(self, number: int) -> str:
+        use = self.operations[number].details.feature
+        assert use is not None
+        return use.sae
+
+    def _decides(self, gate: Gate) -> bool:
+        """Whether this phase decides the gate."""
+        return gate.condition.scope != "prompt" or gate in self._deciding
+
+    def _instruction(self, number: int) -> Instruction:
+        made, gate = self._instructions[number], self._gates[number]
+        if self._columns[number] != NO_GATE:
+            made = replace(made, stored=self._columns[number])
+        if gate is None:
+            return made
+        latch = Flag.LATCH if gate.condition.in_prompt else Flag.NONE
+        return replace(made, gate=column_of(gate), flags=made.flags | latch)
+
+
+def _together(operations: Sequence[Operation]) -> list[Together]:
+    by_positions: dict[Spans, list[int]] = {}
+    for number, one in enumerate(operations):
+        if one.positions is not None:
+            by_positions.setdefault(one.positions, []).append(number)
+    return [
+        Together(operations[numbers[0]], tuple(numbers))
+        for numbers in by_positions.values()
+    ]
+
+
+NO_PHASE = Phase((), {}, (), 0, torch.device("cpu"))
+
+
+def special_rows(
+    phase: Phase, prompt_length: int, start: int, stop: int
+) -> tuple[list[frozenset[int]], npt.NDArray[np.intp]]:
+    """Find which operations with positions act on the tokens at `[start, stop)`.
+
+    Returns:
+        The distinct, nonempty sets of operation numbers, and for each token the index
+        of its set `[stop - start]`, -1 if none acts.
+
+    """
+    acts = np.zeros((stop - start, len(phase.positioned)), dtype=bool)
+    for column, one in enumerate(phase.positioned):
+        for places in one.first.ranges(prompt_length, start, stop):
+            acts[places.start - start : places.stop - start, column] = True
+    found = np.full(stop - start, -1, dtype=np.intp)
+    anywhere = np.flatnonzero(acts.any(axis=1))
+    if not len(anywhere):
+        return [], found
+    distinct, which = np.unique(acts[anywhere], axis=0, return_inverse=True)
+    found[anywhere] = which.reshape(-1)
+    sets = [
+        frozenset(
+            chain.from_iterable(
+                phase.positioned[column].numbers for column in np.flatnonzero(row)
+            )
+        )
+        for row in distinct
+    ]
+    return sets, found
