@@ -125,7 +125,7 @@ def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
     nothing: Any = None
     readouts = CustomReadouts(nothing)
     readouts._made["leaving"] = SimpleNamespace(compute=raising(error))
-    told = readouts.compute(entry("leaving"), torch.zeros(2, 1, 4), 2)
+    told = readouts.compute(entry("leaving"), 0, torch.zeros(2, 1, 4), 2)
     assert isinstance(told, str) and told.startswith(type(error).__name__)
     consumer = SimpleNamespace(on_step=raising(error), shutdown=raising(error))
     steps = object.__new__(StepConsumers)
@@ -142,8 +142,15 @@ def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
 
 
 def test_a_users_interrupt_is_no_error_of_a_plugin() -> None:
-    assert is_interrupt(KeyboardInterrupt())
-    assert not is_interrupt(SystemExit())
+    # A shell that starts a program in the background makes it ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert is_interrupt(KeyboardInterrupt())
+        assert not is_interrupt(SystemExit())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert not is_interrupt(KeyboardInterrupt())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def raising(error: BaseException) -> Any:

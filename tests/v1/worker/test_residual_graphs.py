@@ -143,8 +143,11 @@ class Recordings:
         self._current.pop()
 
     @contextmanager
-    def _graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+    def _graph(
+        self, graph: object, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
         assert (pool, stream) == (7, self._current[-1])
+        assert capture_error_mode == "thread_local"
         self.streams.append(stream)
         yield
 
