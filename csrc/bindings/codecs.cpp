@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/buffer.h"
+#include "bindings/dtype_named.h"
 #include "bindings/module.h"
 #include "codecs/full8.h"
 #include "codecs/topk8.h"
@@ -45,14 +46,6 @@ const Kernels& kernels_named(const std::optional<std::string>& wanted) {
   throw nb::value_error(
       ("instructions: this CPU does not have '" + *wanted + "'; see instruction_sets()")
           .c_str());
-}
-
-Dtype dtype_named(const std::string& name) {
-  if (name == "bfloat16") return Dtype::kBfloat16;
-  if (name == "float16") return Dtype::kFloat16;
-  if (name == "float32") return Dtype::kFloat32;
-  throw nb::value_error(
-      ("dtype must be bfloat16, float16 or float32, not '" + name + "'").c_str());
 }
 
 /// Throws unless the buffer has `num_rows * row_bytes` bytes.

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "bindings/dtype_named.h"
 #include "bindings/module.h"
 #include "bindings/unlocked.h"
 #include "programs/run.h"
@@ -24,13 +25,6 @@ constexpr std::size_t kFewTokens = 256;
 
 /// The address and the stride of a tensor.
 using Rows = std::array<std::size_t, 2>;
-
-Dtype dtype_of(std::string_view name) {
-  if (name == "float32") return Dtype::kFloat32;
-  if (name == "float16") return Dtype::kFloat16;
-  if (name == "bfloat16") return Dtype::kBfloat16;
-  throw nb::value_error("dtype must be float32, float16 or bfloat16");
-}
 
 void run(const Rows& source, const Rows& hidden, const Rows& residual,
          const Rows& gates, std::size_t index, std::size_t rows, std::size_t tokens,
@@ -48,7 +42,7 @@ void run(const Rows& source, const Rows& hidden, const Rows& residual,
                       tokens,
                       width,
                       first,
-                      dtype_of(dtype),
+                      dtype_named(dtype),
                       leads};
   if (tokens <= kFewTokens) return run_programs(step);
   const Unlocked unlocked;

@@ -6,12 +6,9 @@
 #include <vector>
 
 #include "codecs/kernels.h"
+#include "dtype.h"
 
 namespace clearbox {
-
-enum class Dtype { kBfloat16, kFloat16, kFloat32 };
-
-constexpr std::size_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 /// `[num_rows, width]`, contiguous and row-major.
 struct Rows {

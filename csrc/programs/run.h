@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace clearbox {
+#include "dtype.h"
 
-enum class Dtype { kFloat32, kFloat16, kBfloat16 };
+namespace clearbox {
 
 /// The rows of a step at a hook point. Strides are in values.
 struct StepRows {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.residual.engine_call import call_engine
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -23,7 +23,8 @@ def decode_rows(llm: "LLM", rows: torch.Tensor) -> torch.Tensor:
 
     """
     sent = rows.detach().float().cpu().contiguous().numpy().tobytes()
-    return received(_asked(llm, "decoded_rows", sent, len(rows)))
+    core = llm.llm_engine.engine_core
+    return received(call_engine(core, "decoded_rows", sent, len(rows)))
 
 
 def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
@@ -34,7 +35,8 @@ def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
         tokens: token ids below the vocabulary's size.
 
     """
-    return received(_asked(llm, "unembedding_rows", [int(one) for one in tokens]))
+    core = llm.llm_engine.engine_core
+    return received(call_engine(core, "unembedding_rows", [int(one) for one in tokens]))
 
 
 def received(answer: Mapping[str, Any]) -> torch.Tensor:
@@ -42,13 +44,3 @@ def received(answer: Mapping[str, Any]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, answer["dtype"])
     values = torch.frombuffer(bytearray(answer["data"]), dtype=dtype)
     return values.view(answer["shape"])
-
-
-def _asked(llm: "LLM", method: str, *arguments: Any) -> Mapping[str, Any]:
-    """Call a method of the engine core, in this process or another."""
-    core: Any = llm.llm_engine.engine_core
-    if isinstance(core, InprocClient):
-        answer: Mapping[str, Any] = getattr(core.engine_core, method)(*arguments)
-        return answer
-    answer = core.call_utility(method, *arguments)
-    return answer

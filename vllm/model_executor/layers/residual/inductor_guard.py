@@ -49,15 +49,15 @@ CONDITIONS = {
 }
 """By op: an expression that is true whenever the op may have work to do. A number in
 braces stands for the argument at this position."""
-FUNCTIONS: tuple[Callable[..., None], ...] = (
-    capture_rows,
-    capture_split_rows,
-    steer_rows,
-    steer_split_rows,
-    intervene_rows,
-    intervene_split_rows,
-)
-"""The functions of the ops."""
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "capture_rows": capture_rows,
+    "capture_split_rows": capture_split_rows,
+    "steer_rows": steer_rows,
+    "steer_split_rows": steer_split_rows,
+    "intervene_rows": intervene_rows,
+    "intervene_split_rows": intervene_split_rows,
+}
+"""By op: its function, of those that run on a CPU."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 
@@ -72,13 +72,18 @@ def ask_before_calls() -> None:
         logger.debug("Compiled code calls ops of hook points even if they are idle")
         return
     for name, condition in CONDITIONS.items():
-        write = CustomCodegen(python=partial(_write_call, condition))
+        function = FUNCTIONS.get(name) if current_platform.is_cpu() else None
+        write = CustomCodegen(python=partial(_write_call, condition, function))
         CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.vllm.{name}.default"] = write
 
 
 def _write_call(
-    condition: str, node: "ir.FallbackKernel", writeline: Callable[[str], None]
+    condition: str,
+    function: Callable[..., None] | None,
+    node: "ir.FallbackKernel",
+    writeline: Callable[[str], None],
 ) -> None:
+    """Write the line that calls an op, or `function` in its place."""
     from torch._inductor.virtualized import V
 
     writer = V.graph.wrapper_code
@@ -87,13 +92,7 @@ def _write_call(
     writer.add_import_once(IMPORT)
     arguments = [*node.codegen_args(), *node.codegen_kwargs()]
     asked, called = condition.format(*arguments), node.get_kernel_name()
-    if current_platform.is_cpu() and (function := _function(called)):
+    if function is not None:
         called = function.__name__
         writer.add_import_once(f"from {function.__module__} import {called}")
     writeline(f"{asked} and {called}({', '.join(arguments)})")
-
-
-def _function(kernel: str) -> Callable[..., None] | None:
-    """The function of an op with a condition, by its name in generated code."""
-    name = kernel.removeprefix("torch.ops.vllm.").removesuffix(".default")
-    return next((one for one in FUNCTIONS if one.__name__ == name), None)

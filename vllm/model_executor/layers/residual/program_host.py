@@ -28,20 +28,7 @@ def execute_programs(
     leads: bool = True,
     first: int = 0,
 ) -> None:
-    """Execute each token's program, in place.
-
-    Args:
-        source: `[T, H]`, the branch, summed over ranks; may be `hidden`.
-        hidden: `[T, H]`, the branch. Changed rows become the result, or zeros on ranks
-            other than the leading one.
-        residual: `[T, H]` or None; changed rows become zeros.
-        index: `[rows]` int64, the address of the program of each row, or 0.
-        rows: `[>= T]` int32.
-        gates: `[>= T, columns]` float32, which probes write.
-        leads: whether this rank writes the result.
-        first: index in the step of the first row, if ranks split the tokens.
-
-    """
+    """Execute each token's program, in place; arguments as of `launch_programs`."""
     native = library()
     assert native is not None, "the native library is missing"
     num_tokens, width = hidden.shape

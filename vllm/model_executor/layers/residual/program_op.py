@@ -107,30 +107,12 @@ def _intervene(
     own = gates
     if first:  # A slice of everything would take longer than a token's program.
         rows, own = rows[first:], gates[first:]
-    if hidden.is_cuda:
-        launch_programs(
-            whole,
-            hidden,
-            residual,
-            index,
-            rows,
-            own,
-            leads=leads,
-            early=begins_early(),
-            first=first,
-        )
-        return
     if reads_tables(hidden.device):
-        execute_programs(
-            whole,
-            hidden,
-            residual,
-            index,
-            rows,
-            own,
-            leads=leads,
-            first=first,
-        )
+        tables = whole, hidden, residual, index, rows, own
+        if hidden.is_cuda:
+            launch_programs(*tables, leads=leads, early=begins_early(), first=first)
+        else:
+            execute_programs(*tables, leads=leads, first=first)
         return
     for program, tokens, span in StepPrograms.at.get(index.data_ptr(), ()):
         places: torch.Tensor | slice

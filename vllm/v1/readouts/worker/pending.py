@@ -32,7 +32,7 @@ class PendingReadouts:
     """The results of a step, possibly still being copied to the host."""
 
     results: list[JobResult]
-    starts: dict[str, int]
+    starts: Mapping[str, int]
     """Token position of each request's first row in the step."""
     done: "torch.cuda.Event | None" = None
     kept: list[Any] = field(default_factory=list)

@@ -310,9 +310,7 @@ class WorkerReadouts:
         if not self._has_rows:
             return
         kept = [*work, *parcel.results]
-        self._pending = PendingReadouts(
-            results, dict(starts), done, kept, dict(self._split)
-        )
+        self._pending = PendingReadouts(results, starts, done, kept, dict(self._split))
 
     def take(self) -> PendingReadouts | None:
         """Remove and return the results of the last step, if it has any."""
