@@ -180,17 +180,23 @@ READOUTS: dict[str, Any] = {
 
 
 def told(*taps: tuple[int, str]) -> dict[str, Any]:
-    """Steering at these hook points, under a condition at the last, with a receipt."""
+    """Steering at these hook points, with a receipt.
+
+    What acts at the last is under a condition of its layer, and an addition there under
+    one of layer 0.
+    """
     entries = []
     for layer, hook in taps:
-        vector = steering(layer, hook)["steering_vectors"][hook][layer]
-        entries.append((layer, hook, {"vector": vector, "op": "project_out"}))
+        given = steering(layer, hook)["steering_vectors"][hook][layer]
+        entries.append((layer, hook, {"vector": given, "op": "project_out"}))
     layer, hook, last = entries[-1]
     probe = {"probe": last["vector"], "layer": layer, "hook": "pre_attn", "above": 0.0}
     last["when"] = probe
+    far = {"probe": vector(9, 0), "layer": 0, "hook": "post_block", "below": 0.0}
+    entries.append((layer, hook, {"vector": vector(5, 1), "when": far}))
     vectors: dict[str, Any] = {}
     for layer, hook, entry in entries:
-        vectors.setdefault(hook, {})[layer] = [entry]
+        vectors.setdefault(hook, {}).setdefault(layer, []).append(entry)
     return {"steering_vectors": vectors, "steering_receipt": True}
 
 
