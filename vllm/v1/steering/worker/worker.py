@@ -444,11 +444,14 @@ class WorkerSteering:
             self.tables.set_global(*staged)
 
     def act(self, actions: Iterable[Action]) -> None:
-        """Carry out what consumers want, from the next step on."""
+        """Carry out what consumers want, from the next step on.
+
+        Args:
+            actions: as `DynamicSteering.taken` returns them, equal on all ranks.
+
+        """
         assert self.dynamic is not None, "no consumer runs within the step"
-        for action in actions:
-            self.dynamic.queue.submit(action)
-        if not self.dynamic.apply(self.dynamic.queue.drain()):
+        if not self.dynamic.apply(actions):
             return
         self._decoding = None
         tiers = self._with_dynamic(self._tiers)
