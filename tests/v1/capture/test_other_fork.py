@@ -97,17 +97,16 @@ def test_its_names_are_here() -> None:
     assert actions.get_steering_action_queue() is None
 
 
-def test_a_consumer_within_the_step_needs_a_single_worker() -> None:
+def test_a_consumer_within_the_step_needs_one_engine_without_drafts() -> None:
     steps = [parse_consumer("logging")]
     args: Any = SimpleNamespace(
-        tensor_parallel_size=2,
         pipeline_parallel_size=1,
-        data_parallel_size=1,
+        data_parallel_size=2,
         speculative_config=None,
     )
-    with pytest.raises(CaptureValidationError, match="leave out tensor_parallel_size"):
+    with pytest.raises(CaptureValidationError, match="leave out data_parallel_size"):
         engine_args._check_steps(args, steps)
-    args.tensor_parallel_size, args.speculative_config = 1, {"method": "ngram"}
+    args.data_parallel_size, args.speculative_config = 1, {"method": "ngram"}
     with pytest.raises(CaptureValidationError, match="leave out speculative_config"):
         engine_args._check_steps(args, steps)
 

@@ -237,10 +237,9 @@ def _split(entries: list[Any]) -> tuple[list[ConsumerConfig], list[Any]]:
 
 
 def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
-    """Refuse configurations in which no single worker has all rows of a step."""
+    """Refuse configurations in which no rank has all rows of a step."""
     names = [entry.instance_name for entry in steps]
     sizes = {
-        "tensor_parallel_size": args.tensor_parallel_size,
         "pipeline_parallel_size": args.pipeline_parallel_size,
         "data_parallel_size": args.data_parallel_size,
     }
@@ -249,8 +248,9 @@ def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
         wrong.append("speculative_config")
     if wrong:
         raise CaptureValidationError(
-            f"capture consumers {names} run within each step, which needs one worker "
-            f"and no drafts; leave out {wrong[0]}, or steer by entries with `when`",
+            f"capture consumers {names} run within each step, which needs one engine "
+            f"of one pipeline stage without drafts; leave out {wrong[0]}, or steer by "
+            "entries with `when`",
             parameter="capture_consumers",
             value=names,
         )

@@ -38,6 +38,7 @@ from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.lost_rows import clear_lost_rows
 from vllm.v1.worker.residual_graphs import (
@@ -312,13 +313,13 @@ class OpenResidualStream(ResidualStream):
         return attach(output, Additions(readouts, doses, fired))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors to send on, with readouts, rows and gates."""
+        """The tensors to send on, with readouts, rows, gates and doses."""
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
         return tensors if self.steering is None else self.steering.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
-        """Take readouts, rows and gates of earlier stages out of received tensors."""
+        """Take what earlier stages have added out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
         if self.steering is not None:
@@ -401,7 +402,7 @@ def _open(
         )
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(
-            vllm_config, taps, width, dtype, device, modules.sae, stage.tensor_rank == 0
+            vllm_config, taps, width, dtype, device, modules.sae, _route_of_doses(stage)
         )
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
@@ -437,6 +438,12 @@ def _open(
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
         stream.readouts.on_rows = stream.steps.on_rows
     return stream
+
+
+def _route_of_doses(stage: Stage) -> Route:
+    if stage.pipeline_rank < stage.pipeline_size - 1:
+        return Route.NEXT_STAGE
+    return Route.OUTPUT if stage.tensor_rank == 0 else Route.NOWHERE
 
 
 def _tap(

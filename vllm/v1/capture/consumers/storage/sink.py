@@ -384,12 +384,13 @@ class StorageSink(GroupSink):
         """Write ended requests within `timeout` seconds, and remove other rows."""
         if self._clock is None:
             return
-        deadline = monotonic() + timeout
+        began = monotonic()
+        deadline = began + timeout
         self._closing.set()
         self._waiting.set()
         self._clock.join(timeout)
         if self._executor is not None:
-            self._settle_all(deadline)
+            self._settle_all(began + timeout / 2, deadline)
             self._executor.close(max(deadline - monotonic(), 0.0))
         for request in list(self._requests.values()):
             if request.ended_at is None:
@@ -402,8 +403,14 @@ class StorageSink(GroupSink):
                 request.give_up(f"the server stopped {timeout:g} s before")
         self._workspace.close()
 
-    def _settle_all(self, deadline: float) -> None:
-        """Seal all shards, and wait until all ended requests are settled."""
+    def _settle_all(self, late: float, deadline: float) -> None:
+        """Seal all shards, and wait until all ended requests are settled.
+
+        Args:
+            late: until then, shards wait for the requests that are still being added.
+            deadline: when to give up.
+
+        """
         while monotonic() < deadline:
             with self._lock:
                 pending = [
@@ -413,7 +420,9 @@ class StorageSink(GroupSink):
                 ]
             if not pending:
                 return
-            self._complete_due(monotonic(), closing=True, running=False)
+            adding = not all(request.published for request in pending)
+            now = monotonic()
+            self._complete_due(now, closing=not adding or now > late, running=adding)
             pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
 
 
