@@ -325,6 +325,12 @@ def _host_cost(report: Report) -> list[Panel]:
     ]
 
 
+def _request_ends(report: Report) -> list[Panel]:
+    cases = report["cases"].items()
+    rows = tuple(Row(name, (mark(one["us_per_key"]),)) for name, one in cases)
+    return [Panel("CPU time in µs per key", rows, is_ratio=False)]
+
+
 def _aim(aims: Mapping[str, float], mode: str) -> Goal | None:
     return Goal(aims[mode]) if mode in aims else None
 
@@ -420,5 +426,6 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
         _cost(_STEERED, goals.STEERING_COST),
     ),
     "steering_steps": ("Steering, per decode step on a CPU", _steering_steps),
+    "request_ends": ("Captured requests that end together", _request_ends),
     "host_cost": ("Capture on the host, without a model", _host_cost),
 }

@@ -32,12 +32,13 @@ from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
-from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED
+from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.lost_rows import clear_lost_rows
 from vllm.v1.worker.residual_graphs import (
@@ -48,7 +49,7 @@ from vllm.v1.worker.residual_graphs import (
     without_graph,
 )
 from vllm.v1.worker.residual_hooks import open_hooks
-from vllm.v1.worker.step_consumers import StepConsumers
+from vllm.v1.worker.step_consumers import ACTIONS, StepConsumers
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 HookPoints = dict[int, list[str]]
+
+UNSLICED = UNSLICED_READOUTS | {ACTIONS: False}
+"""Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
 
 
 class ResidualStream:
@@ -309,18 +313,23 @@ class OpenResidualStream(ResidualStream):
         if self.steering is None:
             return attach(output, Additions(readouts))
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
-        return attach(output, Additions(readouts, doses, fired))
+        actions = None if self.steps is None else self.steps.take()
+        return attach(output, Additions(readouts, doses, fired, actions))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors to send on, with readouts, rows and gates."""
+        """The tensors to send on, with readouts, rows, gates and doses."""
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
+        if self.steps is not None:
+            tensors = self.steps.send(tensors)
         return tensors if self.steering is None else self.steering.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
-        """Take readouts, rows and gates of earlier stages out of received tensors."""
+        """Take what earlier stages have added out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
+        if self.steps is not None:
+            self.steps.receive(tensors)
         if self.steering is not None:
             self.steering.receive(tensors, wait)
 
@@ -401,7 +410,7 @@ def _open(
         )
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(
-            vllm_config, taps, width, dtype, device, modules.sae, stage.tensor_rank == 0
+            vllm_config, taps, width, dtype, device, modules.sae, _route_of_doses(stage)
         )
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
@@ -437,6 +446,12 @@ def _open(
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
         stream.readouts.on_rows = stream.steps.on_rows
     return stream
+
+
+def _route_of_doses(stage: Stage) -> Route:
+    if stage.pipeline_rank < stage.pipeline_size - 1:
+        return Route.NEXT_STAGE
+    return Route.OUTPUT if stage.tensor_rank == 0 else Route.NOWHERE
 
 
 def _tap(

@@ -2,6 +2,7 @@
 import errno
 import json
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import datasets
@@ -20,7 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 )
 from vllm.v1.capture.consumers.arrow import ArrowConsumer
 from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
-from vllm.v1.capture.consumers.storage import files
+from vllm.v1.capture.consumers.arrow.context_shard import ContextShard
+from vllm.v1.capture.consumers.storage import files, shards
 from vllm.v1.capture.errors import CaptureValidationError
 
 TAPS = ((0, "pre_attn"), (0, "post_block"), (2, "post_block"))
@@ -231,8 +233,18 @@ CONTEXTS = {"layout": "saelens", "context_size": 4}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a slow machine, the file must not be sealed between two requests.
+    monkeypatch.setattr(shards, "IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(shards, "AGE_SECONDS", 60.0)
+    append = ContextShard.append
+
+    def slowly(*args: Any) -> None:  # so that the consumer is shut down meanwhile
+        sleep(0.05)
+        append(*args)
+
+    monkeypatch.setattr(ContextShard, "append", slowly)
     requests = {  # of 3, 4, 5 and 6 rows
         f"r{i}": {
             tap: rows_of(3 + i, 16, 9 * i + n, dtype) for n, tap in enumerate(TAPS)

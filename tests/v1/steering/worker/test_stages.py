@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates that cross three pipeline stages, whose ranks are in this process."""
+"""Gates and doses that cross three pipeline stages, with ranks in this process."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,14 +21,17 @@ from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.program_op import intervene_rows
 from vllm.v1.steering.conditions import Condition, Scope
 from vllm.v1.steering.operations import Details, Operation, operation
+from vllm.v1.steering.plan import SteeringTiers, pack
+from vllm.v1.steering.receipts import Receipt, StepReceipt
+from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 pytestmark = pytest.mark.usefixtures("no_engine")
-STAGES = ((0, 1), (2, 3), (4, 5))
+STAGES: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (4, 5))
 PROBE = torch.eye(WIDTH)[0]
 
 
-def stage(layers: tuple[int, ...]) -> WorkerSteering:
+def stage(layers: tuple[int, ...], route: Route) -> WorkerSteering:
     config: Any = SimpleNamespace(
         steering_config=SimpleNamespace(num_rows=11, bank_bytes=0),
         capture_config=SimpleNamespace(step_consumers=[]),
@@ -35,7 +39,7 @@ def stage(layers: tuple[int, ...]) -> WorkerSteering:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
     taps = [(layer, "post_block") for layer in layers]
-    return WorkerSteering(config, taps, WIDTH, torch.float32, CPU)
+    return WorkerSteering(config, taps, WIDTH, torch.float32, CPU, doses=route)
 
 
 def gated(acts: int, reads: int, scope: Scope, in_prompt: bool = False) -> Operation:
@@ -60,16 +64,31 @@ def gated(acts: int, reads: int, scope: Scope, in_prompt: bool = False) -> Opera
 
 
 class Pipeline:
-    """Three stages through which steps pass."""
+    """Stages through which steps pass."""
 
-    def __init__(self) -> None:
-        self.stages = [stage(layers) for layers in STAGES]
+    def __init__(self, layers: tuple[tuple[int, ...], ...] = STAGES) -> None:
+        last = len(layers) - 1
+        self.stages = [
+            stage(own, Route.OUTPUT if number == last else Route.NEXT_STAGE)
+            for number, own in enumerate(layers)
+        ]
+        self._layers = layers
         self.sent: list[set[str]] = []
         """The further tensors that each stage has sent in the last step."""
 
     def begin(self, requests: Requests, operations: list[Operation]) -> None:
+        self.load(requests, tiers(base=operations))
+
+    def load(self, requests: Requests, steering: SteeringTiers) -> None:
         for one in self.stages:
-            begun(one, requests, tiers(base=operations))
+            begun(one, requests, steering)
+
+    def told(self) -> dict[str, StepReceipt]:
+        """The doses that the last stage returns with a step's output."""
+        assert all(one.doses.take() is None for one in self.stages[:-1])
+        doses = self.stages[-1].doses.take()
+        assert doses is not None
+        return doses.collect()
 
     def step(self, requests: Requests, first_values: list[float]) -> list[bool]:
         """Run a step with these first values; returns which tokens were changed."""
@@ -83,7 +102,7 @@ class Pipeline:
             Launch.taps = one.plan_step(view(requests))
             one.begin_step()
             assert not tensors, "received tensors do not reach the model"
-            for layer in STAGES[number]:
+            for layer in self._layers[number]:
                 _, _, index, rows, gates = one.tensors((layer, "post_block"))
                 intervene_rows(stream, None, index, rows, gates, False)
             one.end_step()
@@ -127,6 +146,44 @@ def test_firings_of_all_stages_are_counted_once() -> None:
         assert found is not None
         counts = {layer: count for _, layer, _, count in found.collect()}
         assert counts == ({0: opened, 2: opened} if opened else {})
+
+
+def test_doses_of_all_stages_are_those_of_one_process() -> None:
+    """Each stage adds or projects, and the first and the last decide gates."""
+    one, three = Pipeline((sum(STAGES, ()),)), Pipeline()
+    add = np.random.default_rng(1).normal(size=WIDTH).astype(np.float32)
+    project = operation(
+        (3, "post_block"), "project_out", add, 0.5, (None, None), False, None
+    )
+    operations = [
+        gated(5, 0, "token"),
+        gated(4, 3, "rest", True),
+        project,
+        project,
+    ]
+    base = pack({(layer, "post_block"): add for layer in (0, 2, 5)}, operations)
+    decode = pack({}, [gated(1, 0, "prompt")])
+    steering = SteeringTiers(base=base, decode=decode, receipt=True)
+    receipts = Receipt(3), Receipt(3)
+    for each in (one, three):
+        each.load([(0, 3, 3), (0, 2, 2)], steering)
+    begins = ([(0, 3, 3), (0, 2, 2)], [1.0, -1.0, 2.0, -1.0, 1.0])
+    for requests, values in (begins, ([(3, 1, 3), (2, 1, 2)], [-1.0, 3.0])):
+        one.step(requests, values)
+        three.step(requests, values)
+        assert all("steering_doses" in names for names in three.sent[:2])
+        expected, found = one.told(), three.told()
+        assert found.keys() == expected.keys() == {"0", "1"}
+        for request, whole in expected.items():
+            for part, own in zip(whole.parts, found[request].parts, strict=True):
+                assert (own.start, own.effects) == (part.start, part.effects)
+                np.testing.assert_array_equal(own.doses, part.doses)
+        for receipt, parts in zip(receipts, (expected, found), strict=True):
+            receipt.add(parts["0"].parts)
+    (expected_receipt, receipt) = (each.told(4) for each in receipts)
+    assert receipt == expected_receipt
+    assert {one["layer"] for one in receipt["applied"] if one["tokens"]} == {*range(6)}
+    assert list(receipt["fired"]) == list(expected_receipt["fired"])
 
 
 def test_a_step_without_conditions_sends_nothing() -> None:

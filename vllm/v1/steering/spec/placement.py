@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class Placement:
     """How a server spreads a model over its ranks."""
 
-    num_stages: int = 1
-    """Number of pipeline stages."""
     splits_tokens: bool = False
     """Whether tensor-parallel ranks split the tokens of some layers."""
     drafts: bool = False
@@ -25,11 +23,6 @@ class Placement:
     @property
     def no_receipt(self) -> str:
         """Why requests cannot have receipts; empty if they can."""
-        if self.num_stages > 1:
-            return (
-                "with pipeline parallelism the doses of earlier stages do not reach "
-                "the output; leave it out, or use tensor parallelism"
-            )
         if self.splits_tokens:
             return (
                 "this server splits the tokens of some layers over its ranks, and no "
@@ -68,6 +61,4 @@ def placement_of(vllm_config: "VllmConfig") -> Placement:
     """The placement of an engine's configuration."""
     parallel = vllm_config.parallel_config
     splits = parallel.tensor_parallel_size > 1 and parallel.use_sequence_parallel_moe
-    return Placement(
-        parallel.pipeline_parallel_size, splits, vllm_config.num_speculative_tokens > 0
-    )
+    return Placement(splits, vllm_config.num_speculative_tokens > 0)

@@ -2,12 +2,15 @@
 """Device memory for the doses of a step's tokens."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from msgspec import structs
 
-from vllm.v1.steering.receipts import Effect
+from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.receipts import Effect, effect_of
+from vllm.v1.steering.worker.gates import Gate
 
 FIRST_COLUMNS = 16
 
@@ -35,10 +38,27 @@ class DoseMemory:
         return self._memory
 
 
-def measured_effects(effects: Sequence[Effect]) -> tuple[Effect, ...]:
-    """Effects with distinct keys: operations that are equal are numbered."""
+def measured_effects(
+    gates: Iterable[Gate], added: Iterable[Tap], operations: Iterable[Operation]
+) -> tuple[Effect, ...]:
+    """The effects of a phase, with distinct keys: equal operations are numbered.
+
+    Args:
+        gates: all gates that the phase decides.
+        added: the hook points of its plain additions.
+        operations: its operations.
+
+    Returns:
+        An effect for each of them, in this order.
+
+    """
     seen: dict[Effect, int] = defaultdict(int)
     found = []
+    effects: Sequence[Effect] = [
+        *(effect_of(gate.condition, gate.column) for gate in gates),
+        *(Effect(*tap, "add", "") for tap in added),
+        *(Effect(*one.tap, one.op, one.digest) for one in operations),
+    ]
     for one in effects:
         seen[one] += 1
         again = f"{one.key}#{seen[one]}"

@@ -3,12 +3,14 @@
 
 Programs of requests with a receipt store a dose per token and effect in memory on the
 device. After the pass these rows are copied to the host without waiting for it, and go
-out with the step's output. Programs of other requests store nothing.
+out with the step's output. Programs of other requests store nothing. With pipeline
+stages the rows travel with the hidden states, and each stage fills in its columns.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -33,22 +35,37 @@ class Measured:
     phase: Phase
 
 
+class Route(Enum):
+    """Where a rank's doses go."""
+
+    OUTPUT = "output"
+    """To the step's output, which this rank returns."""
+    NEXT_STAGE = "next stage"
+    """To the next pipeline stage, with the hidden states of their step."""
+    NOWHERE = "nowhere"
+    """Another rank of the last stage has the same."""
+
+
 class StepDoses:
     """The doses of the current step. Engine thread only."""
 
-    def __init__(self, device: torch.device, reports: bool) -> None:
+    def __init__(self, device: torch.device, route: Route) -> None:
         """Start without any.
 
         Args:
             device: of the doses.
-            reports: whether this rank's output is the one that is sent.
+            route: where they go.
 
         """
         self._device = device
-        self._reports = reports
+        self._route = route
         self._planned: list[Measured] = []
         self._starts: dict[str, int] = {}
         self._pending: PendingDoses | None = None
+        self.earlier: torch.Tensor | None = None
+        """Those of earlier pipeline stages, as `take_sent` of the last one returned
+        them; NaN in the columns of this stage and of later ones."""
+        self._sent: torch.Tensor | None = None
 
     @property
     def is_used(self) -> bool:
@@ -108,34 +125,63 @@ class StepDoses:
         """Start the copy of the doses to the host, after the pass is queued."""
         planned, self._planned = self._planned, []
         starts, self._starts = self._starts, {}
-        if not planned or not self._reports:
+        earlier, self.earlier = self.earlier, None
+        if not planned or self._route is Route.NOWHERE:
             return
         by_memory: dict[int, list[Measured]] = defaultdict(list)
         for one in planned:
             by_memory[id(one.phase.doses)].append(one)
-        copies = [(alike, self._copied(alike)) for alike in by_memory.values()]
+        groups = list(by_memory.values())
+        rows = [self._rows(alike) for alike in groups]
+        if earlier is not None:
+            rows = _completed(rows, earlier)
+        if self._route is Route.NEXT_STAGE:
+            self._sent = torch.cat([one.flatten() for one in rows])
+            return
+        copies = list(zip(groups, map(_on_host, rows), strict=True))
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record()
         self._pending = PendingDoses(copies, starts, done)
 
-    def _copied(self, alike: Sequence[Measured]) -> torch.Tensor:
-        """The rows of the tokens, on their way to the host."""
+    def _rows(self, alike: Sequence[Measured]) -> torch.Tensor:
+        """The doses `[tokens, effects]` of tokens whose programs share memory."""
         tokens = np.concatenate(
             [np.arange(one.token, one.token + one.count) for one in alike]
         )
         index = async_tensor_h2d(tokens, self._device, torch.int64)
-        rows = alike[0].phase.doses.index_select(0, index)
-        if rows.device.type == "cpu":
-            return rows
-        host = torch.empty_like(rows, device="cpu", pin_memory=True)
-        return host.copy_(rows, non_blocking=True)
+        width = max(len(one.phase.effects) for one in alike)
+        return alike[0].phase.doses[:, :width].index_select(0, index)
+
+    def take_sent(self) -> torch.Tensor | None:
+        """Remove and return what goes to the next stage, `[values]`, if anything."""
+        sent, self._sent = self._sent, None
+        return sent
 
     def take(self) -> "PendingDoses | None":
         """Remove and return the doses of the last step, if it measured any."""
         pending, self._pending = self._pending, None
         return pending
+
+
+def _completed(
+    rows: Sequence[torch.Tensor], earlier: torch.Tensor
+) -> list[torch.Tensor]:
+    """A stage's rows, with the doses of earlier stages `[values]` where it has none."""
+    found = earlier.split([one.numel() for one in rows])
+    return [
+        torch.where(own.isnan(), before.view_as(own), own)
+        for own, before in zip(rows, found, strict=True)
+    ]
+
+
+def _on_host(rows: torch.Tensor) -> torch.Tensor:
+    """Rows on their way to the host."""
+    if rows.device.type == "cpu":
+        return rows
+    host = torch.empty_like(rows, device="cpu", pin_memory=True)
+    return host.copy_(rows, non_blocking=True)
 
 
 class PendingDoses(NamedTuple):

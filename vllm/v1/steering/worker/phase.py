@@ -26,7 +26,7 @@ from vllm.model_executor.layers.residual.program import (
 from vllm.v1.steering.operations import Operation, place_of
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.positions import Spans
-from vllm.v1.steering.receipts import Effect, effect_of
+from vllm.v1.steering.receipts import Effect
 from vllm.v1.steering.worker.bank import Bank, Kept, Vectors, draft_sum
 from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
 from vllm.v1.steering.worker.features import (
@@ -41,7 +41,7 @@ from vllm.v1.steering.worker.gates import (
     probe_of,
 )
 from vllm.v1.steering.worker.programs import Programs, place
-from vllm.v1.steering.worker.stages import crossing_of
+from vllm.v1.steering.worker.stages import Reader, crossing_of
 
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.moving import Template
@@ -97,7 +97,7 @@ class Phase:
 
         Args:
             operations: all operations of the phase, the engine's before a request's.
-            added: the vectors added at each token, by hook point.
+            added: the vectors added at each token, by hook point of any stage.
             taps: the hook points of this process.
             width: hidden size of the residual stream.
             device: device of the residual stream.
@@ -121,7 +121,11 @@ class Phase:
         self.crossing = crossing_of(every, taps)
         """What is exchanged with other pipeline stages."""
         self._here = frozenset(taps)
-        here = [each for each in every if self._concerns(each[0], each[1])]
+        self._places = [
+            n for n, (one, gate, _) in enumerate(every) if self._concerns(one, gate)
+        ]
+        """The place of each operation among those of all stages."""
+        here = [every[place] for place in self._places]
         self.operations = [one for one, _, _ in here]
         """The operations that act or read in this stage, numbered from 0."""
         self._acting = [n for n, one in enumerate(self.operations) if one.tap in taps]
@@ -136,14 +140,13 @@ class Phase:
         self.device = device
         self._kept = self._fetched(bank or Bank(width, device))
         self._instructions = {n: self._kept[n].instruction for n in self._acting}
-        if memory is None:
-            added = {tap: one for tap, one in added.items() if tap in self.taps}
-        self._probes, self._sums = self._uploaded(added, width, fired)
+        summed = self.taps if memory is None else self._here
+        self._probes, self._sums = self._uploaded(added, summed, width, fired)
         self.effects: tuple[Effect, ...] = ()
-        """What is measured at each token, if anything is."""
+        """What all stages measure at each token, if anything is measured."""
         self.doses = torch.empty(0, 0)
         """The doses, float32 `[tokens, >= len(effects)]`, if anything is measured."""
-        self._measure(memory)
+        self._measure(memory, every, deciding, list(added))
         self.positioned = _together(self.operations)
         """Operations with positions, grouped by equal ones."""
         self.by_row = frozenset(n for n in self._acting if self.operations[n].num_rows)
@@ -180,15 +183,19 @@ class Phase:
         return dict(zip(needed, kept, strict=True))
 
     def _uploaded(
-        self, added: Mapping[Tap, Vector], width: int, fired: FiredCounts | None
+        self,
+        added: Mapping[Tap, Vector],
+        summed: Collection[Tap],
+        width: int,
+        fired: FiredCounts | None,
     ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
-        """The probes of gates, and the additions, whose vectors this uploads."""
+        """Upload the probes of gates, and the additions at the hook points `summed`."""
         vectors = Vectors(width)
         probes = {
             gate: vectors.add(gate.condition.vector)
             for gate in in_columns([*self._decided_here, *self._deciding])
         }
-        sums = {tap: draft_sum(vector, vectors) for tap, vector in added.items()}
+        sums = {tap: draft_sum(added[tap], vectors) for tap in added if tap in summed}
         table = vectors.upload(self.device)
         made = {
             gate: probe_of(gate, table[at : at + 1], fired)
@@ -227,36 +234,40 @@ class Phase:
         """Whether no token passes a program, and nothing is passed on."""
         return not self.taps and not self.effects and not self.crossing.is_used
 
-    def _measure(self, memory: DoseMemory | None) -> None:
-        """Assign a column of doses to every instruction, if they are measured."""
+    def _measure(
+        self,
+        memory: DoseMemory | None,
+        every: Sequence[Reader],
+        deciding: Sequence[Gate],
+        added: Sequence[Tap],
+    ) -> None:
+        """Assign columns of doses to what is measured, in this stage or in another.
+
+        All stages have the same columns, and this one fills those of its own
+        instructions.
+        """
         if memory is None:
             return
-        added = {
-            tap: replace(one, kind=Kind.MEASURE) if tap not in self.taps else one
-            for tap, one in self._sums.items()
-        }
-        effects = [
-            *(effect_of(gate.condition, gate.column) for gate in self._probes),
-            *(Effect(*tap, "add", "") for tap in added),
-            *(
-                Effect(*one.tap, one.op, one.digest)
-                for one in map(self.operations.__getitem__, self._acting)
-            ),
-        ]
-        if not effects:
+        gates = in_columns([*(gate for _, gate, _ in every), *deciding])
+        self.effects = measured_effects(gates, added, [one for one, _, _ in every])
+        if not self.effects:
             return
-        self.effects = measured_effects(effects)
-        self.doses = memory.with_columns(len(effects))
-        columns = (self.doses[:, number] for number in range(len(effects)))
+        self.doses = memory.with_columns(len(self.effects))
+        columns, summed = self.doses.unbind(1), len(gates) + len(added)
         self._probes = {
-            gate: replace(one, doses=next(columns))
+            gate: replace(one, doses=columns[gates.index(gate)])
             for gate, one in self._probes.items()
         }
         self._sums = {
-            tap: replace(one, doses=next(columns)) for tap, one in added.items()
+            tap: replace(
+                one,
+                kind=one.kind if tap in self.taps else Kind.MEASURE,
+                doses=columns[len(gates) + added.index(tap)],
+            )
+            for tap, one in self._sums.items()
         }
         self._instructions = {
-            number: replace(one, doses=next(columns))
+            number: replace(one, doses=columns[summed + self._places[number]])
             for number, one in self._instructions.items()
         }
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates that cross the borders of pipeline stages.
+"""Gates, counts and doses that cross the borders of pipeline stages.
 
 A probe may read, or a transcoder, in an earlier stage than that in which the entry
 acts. The stage that reads decides, and keeps the decisions that hold for later tokens.
 The gates of the step's tokens travel with their hidden states, and the next stage
-writes them where its own probes would have. All stages have the same batch in the same
-order, and assign the same columns.
+writes them where its own probes would have. The last stage gets the counts of all
+conditions, and the doses of requests with a receipt. All stages have the same batch in
+the same order, and assign the same columns.
 
 Legend: T tokens of the step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,12 @@ from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate
 
-GATES, COUNTS = "steering_gates", "steering_fired"
-"""Names of the two entries of the intermediate tensors."""
+if TYPE_CHECKING:
+    from vllm.v1.steering.worker.doses import StepDoses
+
+GATES, COUNTS, DOSES = "steering_gates", "steering_fired", "steering_doses"
+"""Names of the entries of the intermediate tensors."""
+NAMES = frozenset((GATES, COUNTS, DOSES))
 
 
 class Crossing(NamedTuple):
@@ -86,16 +91,20 @@ def _reads(
 class StageGates:
     """What the current step receives and sends. Engine thread only."""
 
-    def __init__(self, device: torch.device, fired: FiredCounts) -> None:
+    def __init__(
+        self, device: torch.device, fired: FiredCounts, doses: "StepDoses"
+    ) -> None:
         """Start without any.
 
         Args:
             device: of the gates.
             fired: counts of conditions, to which those of earlier stages are added.
+            doses: of the step, to which those of earlier stages are added.
 
         """
         self._device = device
         self._fired = fired
+        self._doses = doses
         self._taken: torch.Tensor | None = None  # [T, GATE_COLUMNS], bool
         """Which gates are those of earlier stages."""
         self._num_sent = 0
@@ -141,11 +150,11 @@ class StageGates:
         """
         self._arrived = None
         self.has_counts = COUNTS in tensors
-        if self.has_counts or GATES in tensors:
+        if not NAMES.isdisjoint(tensors):
 
             def arrived() -> dict[str, Any]:
                 wait()
-                return {n: tensors.pop(n) for n in (GATES, COUNTS) if n in tensors}
+                return {name: tensors.pop(name) for name in NAMES & tensors.keys()}
 
             self._arrived = arrived
 
@@ -160,6 +169,7 @@ class StageGates:
         tensors, self._arrived = self._arrived(), None
         if COUNTS in tensors:
             self._fired.earlier = tensors[COUNTS]
+        self._doses.earlier = tensors.get(DOSES)
         if self._taken is None:
             return
         # As integers: some columns hold int32, of which some bits are a NaN.
@@ -183,4 +193,7 @@ class StageGates:
             added[GATES] = gates[: self._num_sent].clone()
         if decides or self.has_counts:
             added[COUNTS] = self._fired.total().clone()
+        doses = self._doses.take_sent()
+        if doses is not None:
+            added[DOSES] = doses
         return {**tensors, **added} if added else tensors

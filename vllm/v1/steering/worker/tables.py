@@ -190,7 +190,7 @@ class SteeringTables:
             later += deciding(gated(shared, [shared.decode], 0))
             later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
         memory = self._doses if own.receipt else None
-        if not pairs and not later and (memory is None or not added):
+        if not pairs and not later and (memory is None or not sums):
             return Row(added, NO_PHASE)
         for condition in (*conditions_of(shared), *conditions_of(own)):
             self.fired.place(condition)  # In the same order at all pipeline stages.
@@ -200,7 +200,7 @@ class SteeringTables:
         width, device = self._table.shape[2], self._table.device
         made = Phase(
             operations,
-            added,
+            sums,
             self._columns,
             width,
             device,

@@ -33,7 +33,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.worker.doses import StepDoses
+from vllm.v1.steering.worker.doses import Route, StepDoses
 from vllm.v1.steering.worker.dynamic import DynamicSteering
 from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.fired import FiredCounts
@@ -93,7 +93,7 @@ class WorkerSteering:
         dtype: torch.dtype,
         device: torch.device,
         saes: SAEs | None = None,
-        reports: bool = True,
+        doses: Route = Route.OUTPUT,
     ) -> None:
         """Allocate the tables.
 
@@ -104,7 +104,7 @@ class WorkerSteering:
             dtype: of the residual stream.
             device: of the residual stream.
             saes: finds SAEs by name.
-            reports: whether this rank sends receipts.
+            doses: where the doses of requests with a receipt go.
 
         """
         config = vllm_config.steering_config
@@ -124,10 +124,10 @@ class WorkerSteering:
         """The planned step's programs, where there is no kernel."""
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
-        self._stages = StageGates(device, self.tables.fired)
-        """Gates of other pipeline stages."""
-        self.doses = StepDoses(device, reports)
+        self.doses = StepDoses(device, doses)
         """What requests with a receipt are told."""
+        self._stages = StageGates(device, self.tables.fired, self.doses)
+        """What is exchanged with other pipeline stages."""
         self._launches: frozenset[int] = frozenset()
         self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
         """The ops of the taps that were last looked up."""
@@ -149,8 +149,9 @@ class WorkerSteering:
         """What consumers set, if there are some that run within the step."""
         if acts:
             slots = range(config.max_configs, config.max_configs + more)
+            points = vllm_config.capture_config.has_hook_point
             self.dynamic = DynamicSteering(
-                self.tables, taps, width, slots, self._admitted
+                self.tables, points, width, slots, self._admitted
             )
         self.eager_steps: Counter[str] = Counter()
         """Number of steps that could run neither compiled nor as CUDA graphs, by
@@ -198,6 +199,8 @@ class WorkerSteering:
             step: changes of slots, if any.
 
         """
+        if step is not None and step.actions:
+            self.act(step.actions)  # They precede the ends of requests.
         finished = list(finished)
         self._held.forget(finished)
         if self.dynamic is not None:
@@ -412,7 +415,7 @@ class WorkerSteering:
         return self.tables.fired if self._tells else None
 
     def receive(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
-        """Note the gates that the previous pipeline stage has sent with a step.
+        """Note what the previous pipeline stage has sent with a step.
 
         Args:
             tensors: the step's intermediate tensors, which may still arrive.
@@ -422,7 +425,7 @@ class WorkerSteering:
         self._stages.receive(tensors, wait)
 
     def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """A step's intermediate tensors, with the gates that later stages read."""
+        """A step's intermediate tensors, with what later stages need."""
         gates = self.tables.programs.gates
         return self._stages.send(tensors, gates, self._decides)
 
@@ -444,11 +447,14 @@ class WorkerSteering:
             self.tables.set_global(*staged)
 
     def act(self, actions: Iterable[Action]) -> None:
-        """Carry out what consumers want, from the next step on."""
+        """Carry out what consumers want, from the next step on.
+
+        Args:
+            actions: as `DynamicSteering.taken` returns them, equal on all ranks.
+
+        """
         assert self.dynamic is not None, "no consumer runs within the step"
-        for action in actions:
-            self.dynamic.queue.submit(action)
-        if not self.dynamic.apply(self.dynamic.queue.drain()):
+        if not self.dynamic.apply(actions):
             return
         self._decoding = None
         tiers = self._with_dynamic(self._tiers)
