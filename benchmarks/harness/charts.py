@@ -213,6 +213,14 @@ def _native(report: Report) -> list[Panel]:
     return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
 
 
+def _adapters(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (mark(case["cpu"]),), goals.ADAPTERS)
+        for name, case in report["cases"].items()
+    ]
+    return [Panel("CPU time / that of our own call", tuple(rows))]
+
+
 def _prefix_hits(report: Report) -> list[Panel]:
     rows = [Row(kind, (spread([rate]),)) for kind, rate in report["rates"].items()]
     return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
@@ -325,6 +333,12 @@ def _host_cost(report: Report) -> list[Panel]:
     ]
 
 
+def _request_ends(report: Report) -> list[Panel]:
+    cases = report["cases"].items()
+    rows = tuple(Row(name, (mark(one["us_per_key"]),)) for name, one in cases)
+    return [Panel("CPU time in µs per key", rows, is_ratio=False)]
+
+
 def _aim(aims: Mapping[str, float], mode: str) -> Goal | None:
     return Goal(aims[mode]) if mode in aims else None
 
@@ -397,6 +411,7 @@ def _delivery(report: Report) -> list[Panel]:
 
 
 _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
+    "adapters": ("Adapters beside our own call", _adapters),
     "overhead": ("Throughput with both features off", _overhead),
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),
@@ -420,5 +435,6 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
         _cost(_STEERED, goals.STEERING_COST),
     ),
     "steering_steps": ("Steering, per decode step on a CPU", _steering_steps),
+    "request_ends": ("Captured requests that end together", _request_ends),
     "host_cost": ("Capture on the host, without a model", _host_cost),
 }

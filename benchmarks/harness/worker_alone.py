@@ -14,6 +14,7 @@ import torch
 
 from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.v1.capture.plan import CaptureEnd, CapturePlan, Reader, Tap, TapGroup
+from vllm.v1.capture.transport.same_process import stop_receiving
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.step_view import StepView
@@ -26,9 +27,17 @@ class WorkerAlone:
     """Capture in one worker, with the front end that receives its results."""
 
     def __init__(
-        self, consumer: str, layers: int, width: int, device: torch.device
+        self,
+        consumer: str,
+        layers: int,
+        width: int,
+        device: torch.device,
+        by_socket: bool = False,
     ) -> None:
-        """Start a worker whose rows `[width]` in bfloat16 go to `consumer`."""
+        """Start a worker whose rows `[width]` in bfloat16 go to `consumer`.
+
+        With `by_socket`, results pass a socket as between processes.
+        """
         parsed = parse_consumer(consumer)
         self._instance = parsed.instance_name
         capture = CaptureConfig(consumers=[parsed])
@@ -53,6 +62,8 @@ class WorkerAlone:
         )
         self._answers: list[ResultMessage] = []
         self._inbox = Inbox(self._hear)
+        if by_socket:
+            stop_receiving(self._inbox.address)
         taps = [(layer, hook) for layer in range(layers) for hook in HOOKS]
         stage = Stage(0, 0, 1)
         self._worker = WorkerCapture(config, stage, taps, width, torch.bfloat16, device)
@@ -112,6 +123,13 @@ class WorkerAlone:
         lane.start()
         number = lane._thread.ident
         assert number is not None, "it was started"
+        return number
+
+    @property
+    def inbox_thread(self) -> int:
+        """The native id of the front end's thread that receives results."""
+        number = self._inbox._thread.ident
+        assert number is not None, "the inbox listens from its beginning"
         return number
 
     def end(self, ids: Sequence[str], generated: int) -> None:

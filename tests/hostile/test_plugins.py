@@ -136,7 +136,7 @@ def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
     )
     steps._step, steps._steering = 0, None
     steps._stats = {"leaving": Counter()}
-    steps.on_rows(Job(nothing, [entry("leaving")]), torch.zeros(2, 4), 0)
+    steps.on_rows([(Job(nothing, [entry("leaving")]), torch.zeros(2, 4))], 0)
     steps.close()
     assert steps._stats["leaving"]["steps"] == 1
 

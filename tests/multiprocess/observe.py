@@ -39,6 +39,8 @@ class Order:
     """File for the results."""
     tensor: int = 1
     pipeline: int = 1
+    plugins: str = ""
+    """Folder of the package with `PILOT`, if it runs within the steps."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -49,6 +51,7 @@ class Order:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
+            **({"PYTHONPATH": self.plugins} if self.plugins else {}),
             # The interpreter has no compile target, which upstream's Cohere requires.
             "TORCHDYNAMO_DISABLE": "1",
         }
@@ -139,6 +142,42 @@ def save_transcoder(folder: Path) -> Path:
     return folder
 
 
+PILOT = """
+import numpy as np
+
+from vllm.v1.capture import CaptureSpec, SteeringController
+from vllm.v1.worker.steering_action_queue import (
+    RequestSteeringOverride,
+    SteeringVectorUpdate,
+)
+
+
+class Pilot(SteeringController):
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={"post_block": [1]}, positions="all")
+
+    def on_step(self, view):
+        names = {one.conversation_id for one in view.requests}
+        if "raise" in names:
+            raise RuntimeError("it is meant to")
+        if "all" in names or "none" in names:
+            vector = np.full(64, 0.5 * ("all" in names), np.float32)
+            no_vector = SteeringVectorUpdate({"post_block": {0: lambda: 1}})
+            vectors = {"post_block": {0: vector, 3: -vector}}
+            return [no_vector, SteeringVectorUpdate(vectors)]
+        return super().on_step(view)
+
+    def decide(self, request_view, residual):
+        row = residual[-1]
+        vectors = {"post_block": {0: 4 * row / row.norm(), 3: row}}
+        return RequestSteeringOverride(request_view.req_id, vectors)
+"""
+"""A consumer whose actions are made of the rows, which only one rank has."""
+
+ACTED = (None, "latched", "latched", "raise", "all", None, "none")
+"""The conversations of requests to it, one after another."""
+
+
 def scaled(rows: Any, context: Any) -> Any:
     """A custom readout of two hook points."""
     rows = rows.float()
@@ -218,9 +257,10 @@ def observe(order: Order) -> dict[str, Any]:
         Path(order.model),
         reference="none",
         skip_tokenizer_init=True,
-        capture_consumers=storage,
+        capture_consumers=storage + (["pilot"] if order.plugins else []),
         tensor_parallel_size=order.tensor,
         pipeline_parallel_size=order.pipeline,
+        async_scheduling=None if order.pipeline == 1 or not order.plugins else False,
         max_num_batched_tokens=24,
         max_logprobs=-1,
         enable_steering=True,
@@ -247,6 +287,13 @@ def observe(order: Order) -> dict[str, Any]:
         "ended": _ended(engine, prompts[1]),
         "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
     }
+    if order.plugins:
+        found["acted"] = [
+            _requests(engine, prompts[:2], [{"conversation_id": name}, {}])
+            for name in ACTED
+        ]
+        core: Any = engine.llm.llm_engine.engine_core
+        found["dynamic"] = core.engine_core.dynamic_steering()
     engine.close()
     return found
 

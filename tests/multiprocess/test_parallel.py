@@ -17,6 +17,7 @@ from tests.multiprocess.observe import (
     HOOKS,
     LAYOUTS,
     NEW_TOKENS,
+    PILOT,
     PROMPT_LENGTHS,
     STEERED,
     Order,
@@ -26,6 +27,7 @@ from tests.multiprocess.observe import (
 )
 from tests.multiprocess.record import record
 from tests.support.hf_reference import Reference, Tap, relative_error
+from tests.support.plugins import install
 from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 
@@ -39,6 +41,8 @@ pytestmark = [
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2)}
 OTHER = {("llama", "pipeline"): (2, 2)}
 """The model whose stages have two tensor-parallel ranks each."""
+ACTING = {("llama", split) for split in SPLITS}
+"""Engines with a consumer that runs within the steps."""
 Found = dict[str, Any]
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
 
@@ -66,9 +70,18 @@ class Workbench:
         if (name, split) not in self._found:
             base = self._folder / f"{name}-{split}"
             ranks = ranks_of(name, split)
-            order = Order(str(self.model(name)), str(base), f"{base}.pt", *ranks)
+            plugins = str(self._plugins()) if (name, split) in ACTING else ""
+            order = Order(
+                str(self.model(name)), str(base), f"{base}.pt", *ranks, plugins
+            )
             self._found[name, split] = run(order, timeout=800)
         return self._found[name, split]
+
+    def _plugins(self) -> Path:
+        folder = self._folder / "plugins"
+        if not folder.exists():
+            install(folder, "pilot", PILOT, pilot="pilot:Pilot")
+        return folder
 
     def root(self, name: str, split: str) -> Path:
         return self._folder / f"{name}-{split}"
@@ -119,6 +132,13 @@ def test_a_split_model_gives_what_one_process_gives(
     whole, parts = bench.found(name, "one")[kind], bench.found(name, split)[kind]
     sizes = {"plain": PROMPT_LENGTHS, "steered": STEERED, "gated": gated()}
     assert len(whole) == len(parts) == len(sizes[kind])
+    equal(whole, parts)
+    if kind == "steered" and os.environ.get("PARITY_RECORD"):
+        record(ARCHITECTURES[name].name, split)
+
+
+def equal(whole: list[Found], parts: list[Found]) -> None:
+    """Compare requests of a split model with those of one process."""
     for one, other in zip(whole, parts, strict=True):
         assert one["tokens"] == other["tokens"]
         assert other["statuses"] == {"keeper": "ok"}
@@ -126,8 +146,32 @@ def test_a_split_model_gives_what_one_process_gives(
         assert one["rows"].keys() == other["rows"].keys() == TAPS
         for tap, rows in one["rows"].items():
             assert relative_error(other["rows"][tap], rows) < 1e-4, tap
-    if kind == "steered" and os.environ.get("PARITY_RECORD"):
-        record(ARCHITECTURES[name].name, split)
+
+
+@pytest.mark.parametrize(("name", "split"), sorted(ACTING))
+def test_what_a_consumer_within_the_step_decides_reaches_every_rank(
+    bench: Workbench, name: str, split: str
+) -> None:
+    found, one = bench.found(name, split), bench.found(name, "one")["acted"]
+    for whole, parts in zip(one, found["acted"], strict=True):
+        equal(whole, parts)
+    plain, *others = found["acted"]
+    changed = [
+        [relative_error(logits(a), logits(b)) > 1e-3 for a, b in zip(both, plain)]
+        for both in others
+    ]
+    no, alone, both = [False, False], [True, False], [True, True]
+    assert changed == [alone, alone, no, both, both, no]
+    ranks = found["dynamic"]
+    assert len(ranks) == np.prod(ranks_of(name, split))
+    pilots = [rank["sync_consumers"].get("pilot") for rank in ranks]
+    assert [pilot is not None for pilot in pilots] == [
+        rank["tp_rank"] == 0 for rank in ranks
+    ]
+    assert [bool(pilot and pilot["steps"]) for pilot in pilots].count(True) == 1
+    assert len({rank["action_checksum"] for rank in ranks}) == 1
+    assert all(rank["action_queue"]["applied"] > 4 for rank in ranks)
+    assert ranks[0]["action_queue"]["rejected"] > 0
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -18,6 +18,7 @@ from tests.v1.capture._strategies import HOOKS
 from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.capture.groups import chunks_in
 from vllm.v1.capture.plan import CaptureEnd, CapturePlan
 from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import RequestPages
@@ -158,12 +159,8 @@ class Bench:
         while ended < requests:
             message = self.messages.get(timeout=WAIT)
             if isinstance(message, ChunksMessage):
-                for chunk in message.chunks:
-                    key = (
-                        chunk.request_id,
-                        message.instance,
-                        (chunk.layer, chunk.hook),
-                    )
+                for chunk in chunks_in(part.chunk() for part in message.chunks):
+                    key = chunk.key[0], message.instance, chunk.key[1:]
                     assert chunk.row_offset == len(rows[key])
                     rows[key] += [tuple(row) for row in chunk.tensor.tolist()]  # type: ignore[misc]
             else:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from vllm.v1.capture.groups import GroupSink, OnGroup
 from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -75,6 +76,8 @@ class SinkCapabilities:
     wait_for_result: Callable[[CaptureKey, float], CaptureResult | None] | None
     rewritten_bytes: Callable[[], int] | None
     row_encoder: EncoderOf | None
+    groups: GroupSink | None
+    """The sink itself, if it takes the rows of whole groups of keys."""
 
 
 def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
@@ -118,6 +121,7 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
         wait_for_result=getattr(sink, "wait_for_result", None),
         rewritten_bytes=getattr(sink, "rewritten_bytes", None),
         row_encoder=getattr(sink, "row_encoder", None),
+        groups=sink if isinstance(sink, GroupSink) else None,
     )
 
 
@@ -129,6 +133,20 @@ def truncates(thing: Any) -> bool:
 def is_sink(consumer: Any) -> bool:
     """Whether a consumer receives chunks itself instead of through `BatchingSink`."""
     return hasattr(consumer, "submit_chunk")
+
+
+def group_method(consumer: Any) -> OnGroup | None:
+    """The method `on_group` of a consumer that has one for its `on_capture`.
+
+    A class that inherits it and has an `on_capture` of its own does not use it.
+    """
+    for kind in type(consumer).__mro__:
+        if "on_group" in vars(kind):
+            method: OnGroup = consumer.on_group
+            return method
+        if "on_capture" in vars(kind):
+            return None
+    return None
 
 
 def runs_in_steps(thing: Any) -> bool:

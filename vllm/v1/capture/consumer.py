@@ -158,12 +158,15 @@ class BatchingSink:
         except Exception as error:
             message = described(error)
             if not finalize.sidecar.get("capture_error"):
-                name = self._consumer.instance_name or type(self._consumer).__name__
-                FAILURES.tell(name, key, error)
+                FAILURES.tell(self._name, key, error)
             self._results[key] = CaptureResult(key, "error", message)
             self._tell(key, message)
         else:
             self._results[key] = CaptureResult(key, "ok", payload=payload)
+
+    @property
+    def _name(self) -> str:
+        return self._consumer.instance_name or type(self._consumer).__name__
 
     def _tell(self, key: CaptureKey, message: str) -> None:
         try:

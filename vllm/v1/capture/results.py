@@ -35,6 +35,16 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.encoding = facts["encoding"]
         self.transport = facts.get("transport", "http")
 
+    def put_all(
+        self, taps: Sequence[Tap], rows: torch.Tensor, facts: dict[str, Any]
+    ) -> None:
+        """Add the rows `[taps, rows, hidden_size]` of taps with the same positions."""
+        self.update(zip(taps, separated(rows), strict=True))
+        self.positions.update(dict.fromkeys(taps, _as_list(facts["positions"])))
+        self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
+        self.encoding = facts["encoding"]
+        self.transport = facts.get("transport", "http")
+
     def facts_of(self, tap: Tap) -> dict[str, Any]:
         """Everything about a tap except its rows, as plain data."""
         return {
@@ -52,6 +62,43 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             for tap, rows in part.items():
                 whole.put(tap, rows, part.facts_of(tap))
         return whole
+
+
+class GroupedRows(list[tuple[tuple[Tap, ...], torch.Tensor, dict[str, Any]]]):
+    """A `RowsByTap` in the form in which it is made and sent.
+
+    Each entry has the taps of a group, their rows `[taps, rows, hidden_size]` and their
+    facts, as `RowsByTap.put_all` takes them.
+    """
+
+    def by_tap(self) -> RowsByTap:
+        """The rows of each tap, as views."""
+        rows = RowsByTap()
+        for group in self:
+            rows.put_all(*group)
+        return rows
+
+
+def separated(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+    """`rows.unbind()` as tensors whose storages end where they do; no copy.
+
+    `torch.save` and pickling write the whole storage of a tensor, which otherwise has
+    the rows of other taps too.
+
+    Args:
+        rows: `[taps, rows, hidden_size]` on the CPU; each tap's rows are contiguous.
+
+    """
+    if not rows.numel():
+        return rows.unbind()
+    storage, shape, stride = rows.untyped_storage(), rows.shape[1:], rows.stride()[1:]
+    step, size = rows.stride(0) * rows.itemsize, shape.numel() * rows.itemsize
+    first = rows.storage_offset() * rows.itemsize
+    starts = [first + tap * step for tap in range(rows.shape[0])]
+    return [
+        rows.new_empty(0).set_(storage[start : start + size], 0, shape, stride)
+        for start in starts
+    ]
 
 
 def _as_list(values: Sequence[Any]) -> list[Any]:
@@ -117,10 +164,12 @@ def join_payloads(payloads: Sequence[Any]) -> Any:
     present = [payload for payload in payloads if payload is not None]
     if not present:
         return None
+    if all(isinstance(payload, GroupedRows) for payload in present):
+        return GroupedRows(group for payload in present for group in payload)
     if all(isinstance(payload, list) for payload in present):
         return [item for payload in present for item in payload]
     if all(isinstance(payload, RowsByTap) for payload in present):
-        return RowsByTap.united(present)
+        return present[0] if len(present) == 1 else RowsByTap.united(present)
     if all(isinstance(payload, dict) for payload in present):
         return {key: value for payload in present for key, value in payload.items()}
     return present[0] if len(payloads) == 1 else present

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the consumers that are called within each step."""
+"""Runs the consumers that are called within each step.
 
-from collections.abc import Iterable, Mapping
+The first tensor-parallel rank has the rows and calls them; what they want is sent to
+the other ranks, so that all apply it after the same step. With pipeline stages it
+travels to the last one with the hidden states of the step, and in its output to the
+scheduler, which passes it on to the ranks of all stages.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.program import Job
+from vllm.v1.readouts.worker.worker import RowsOfJob
 from vllm.v1.residual.plugin_errors import is_interrupt
-from vllm.v1.residual.steering_actions import SteeringActionQueue
+from vllm.v1.residual.steering_actions import Action, SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 if TYPE_CHECKING:
@@ -21,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+ACTIONS = "steering_actions"
+"""Name of the intermediate tensor of actions, pickled bytes `[n]` on the host."""
 BUDGET_SECONDS = 0.002
 """A step in which a consumer takes longer is counted as over budget."""
 
@@ -35,10 +46,16 @@ class StepConsumers:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Create the consumers of the configuration."""
+        """Create the consumers of the configuration, on the rank that calls them."""
         self._consumers: dict[str, Any] = {}
         self._stats: dict[str, dict[str, float]] = {}
-        for entry in vllm_config.capture_config.step_consumers:
+        self._ranks = get_tp_group()
+        self._has_stages = get_pp_group().world_size > 1
+        self._is_last = get_pp_group().is_last_rank
+        self._arriving: torch.Tensor | None = None
+        """The actions of earlier stages, which may still arrive."""
+        decides = self._ranks.rank_in_group == 0
+        for entry in vllm_config.capture_config.step_consumers if decides else ():
             name = entry.instance_name
             consumer = self._consumers[name] = build_consumer(entry, vllm_config)
             consumer.warmup(device, dtype)
@@ -46,7 +63,7 @@ class StepConsumers:
             self._stats[name] = dict.fromkeys(names, 0)
         self._steering = steering
         self._prompts: dict[str, tuple[list[int], str | None]] = {}
-        if steering is not None and steering.dynamic is not None:
+        if decides and steering is not None and steering.dynamic is not None:
             SteeringActionQueue.current = steering.dynamic.queue
         self._complained: set[str] = set()
         self._step = 0
@@ -55,6 +72,8 @@ class StepConsumers:
         self, begun: Iterable[tuple[str, list[int] | None, str | None]]
     ) -> None:
         """Note the prompt and the conversation of requests that begin."""
+        if not self._consumers:
+            return
         for req_id, prompt, conversation in begun:
             self._prompts[req_id] = (list(prompt or ()), conversation)
 
@@ -65,15 +84,53 @@ class StepConsumers:
             if ended and hasattr(consumer, "end_requests"):
                 consumer.end_requests(ended)
 
-    def on_rows(self, job: Job, rows: torch.Tensor, further: int) -> None:
-        """Call the consumer of a job.
+    def on_rows(self, jobs: Sequence[RowsOfJob], further: int) -> None:
+        """Call the consumers of a step's jobs, and carry out what they want.
 
         Args:
-            job: the rows of a step, of all requests.
-            rows: `[R, hidden_size]`; those of a token's taps are adjacent.
-            further: added to the positions of the job's entries.
+            jobs: each with the rows of all requests `[R, hidden_size]`, those of a
+                token's taps adjacent; the same jobs on every rank.
+            further: added to the positions of the jobs' entries.
 
         """
+        for job, rows in jobs:
+            if rows is not None:
+                self._call(job, rows, further)
+        if self._steering is not None and not self._has_stages:
+            self._steering.act(self._ranks.broadcast_object(self._taken()))
+
+    def _taken(self) -> list[Action]:
+        """The actions of this rank's consumers, and of its queue."""
+        if self._steering is None or self._steering.dynamic is None:
+            return []
+        return self._steering.dynamic.taken()
+
+    def receive(self, tensors: dict[str, Any]) -> None:
+        """Take the actions of earlier stages out of a step's intermediate tensors."""
+        self._arriving = tensors.pop(ACTIONS, None)
+
+    def take(self) -> list[Action] | None:
+        """The actions of all stages, for the step's output; None if there are none."""
+        if not self._has_stages or not self._is_last:
+            return None
+        return self._of_stages() or None
+
+    def _of_stages(self) -> list[Action]:
+        """The actions of earlier stages, and of this one."""
+        arriving, self._arriving = self._arriving, None
+        earlier = [] if arriving is None else pickle.loads(arriving.numpy().tobytes())
+        return [*earlier, *self._taken()]
+
+    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A step's intermediate tensors, with the actions."""
+        actions = self._of_stages()
+        if not actions:
+            return tensors
+        packed = bytearray(pickle.dumps(actions))
+        return {**tensors, ACTIONS: torch.frombuffer(packed, dtype=torch.uint8)}
+
+    def _call(self, job: Job, rows: torch.Tensor, further: int) -> None:
+        """Call the consumer of a job, and queue its actions."""
         name = job.entries[0].readout.module
         taps = job.entries[0].readout.taps
         by_tap = rows.view(-1, len(taps), rows.shape[-1])  # [tokens, taps, H]
@@ -97,8 +154,9 @@ class StepConsumers:
                 self._complained.add(name)
                 logger.exception("The consumer %r failed in on_step", name)
         self._count(name, 1000 * (perf_counter() - began))
-        if self._steering is not None:
-            self._steering.act(actions)
+        if self._steering is not None and self._steering.dynamic is not None:
+            for action in actions:
+                self._steering.dynamic.queue.submit(action)
         elif actions and name not in self._complained:
             self._complained.add(name)
             logger.error(

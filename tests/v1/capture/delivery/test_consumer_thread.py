@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from tests.v1.capture._sinks import (
     WAIT,
@@ -18,6 +19,10 @@ from tests.v1.capture._sinks import (
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.delivery import consumer_thread as lane_module
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
+from vllm.v1.capture.plan import Tap
+from vllm.v1.capture.registry import as_sink
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.types import CaptureKey, CaptureResult
 
 
@@ -246,3 +251,84 @@ def test_a_key_without_rows_is_an_empty_tensor(lanes: Lanes) -> None:
     lane, answers = lanes(BatchingSink(consumer)), Answers()
     end(lane, answers, key(), hidden_size=8)
     assert consumer.rows[key()].shape == (0, 8)
+
+
+class GroupConsumer(KeepingConsumer):
+    """Notes the groups that it gets, and raises for one that has a refused layer."""
+
+    def __init__(self, refuses: frozenset[int] = frozenset()) -> None:
+        super().__init__(refuses)
+        self.groups: list[tuple[Any, list[Any], list[int]]] = []
+
+    def on_group(
+        self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
+    ) -> GroupedRows:
+        if self.refuses.intersection(layer for layer, _ in taps):
+            raise RuntimeError("not this layer")
+        self.groups.append((taps, rows.flatten().tolist(), sidecar["positions"]))
+        return GroupedRows([(tuple(taps), rows, {"encoding": None, **sidecar})])
+
+
+TAPS = (1, "post_block"), (2, "post_block")
+POSITIONS = {"positions": [0, 1, 2], "token_ids": [5, 6, 7], "num_rows": 3}
+
+
+def submit_group(lane: SinkLane, first: int, stop: int) -> None:
+    positions = list(range(first, stop))
+    rows = torch.tensor([[[float(p)] for p in positions], [[-p] for p in positions]])
+    lane.submit([GroupChunk(key()[0], TAPS, rows, first, 0, positions)])
+
+
+def end_group(lane: SinkLane, **sidecar: Any) -> CaptureResult:
+    answers = Answers()
+    ends = [GroupEnd(key()[0], TAPS, {**POSITIONS, **sidecar})]
+    lane.finish(Ending("r", ends, answers))
+    return answers.next()
+
+
+def test_the_keys_of_a_group_are_handled_together(lanes: Lanes) -> None:
+    consumer = GroupConsumer()
+    lane = lanes(as_sink(consumer))
+    submit_group(lane, 0, 1)
+    submit_group(lane, 1, 3)
+    result = end_group(lane, capture_note="it ended early")
+    assert (result.status, result.error) == ("partial_error", "it ended early")
+    rows = [0.0, 1.0, 2.0, 0.0, -1.0, -2.0]
+    assert consumer.groups == [(TAPS, rows, [0, 1, 2])]
+    assert result.payload.by_tap()[2, "post_block"].tolist() == [[0.0], [-1.0], [-2.0]]
+    assert consumer.rows == {}
+
+
+def test_a_group_with_a_key_that_came_alone_is_handled_by_key(lanes: Lanes) -> None:
+    consumer = GroupConsumer()
+    lane = lanes(as_sink(consumer))
+    lane.submit([chunk(key(layer=1)), chunk(key(layer=2))])
+    submit_group(lane, 1, 3)
+    result = end_group(lane)
+    assert (result.status, result.payload) == ("ok", ["kept 3", "kept 3"])
+    assert consumer.rows[key(layer=1)].flatten().tolist() == [0.0, 1.0, 2.0]
+    assert consumer.sidecars[key(layer=2)]["layer"] == 2
+    assert consumer.groups == []
+
+
+def test_a_group_that_fails_reports_each_of_its_keys(lanes: Lanes) -> None:
+    consumer = GroupConsumer(refuses=frozenset({2}))
+    lane = lanes(as_sink(consumer))
+    submit_group(lane, 0, 3)
+    result = end_group(lane)
+    said = "RuntimeError: not this layer"
+    assert (result.status, result.error, result.payload) == ("error", said, None)
+    assert consumer.errors == {key(layer=1): said, key(layer=2): said}
+    assert lane.counters().failed_rows == 6
+    result = end_group(lane, capture_error="rows are missing")
+    assert (result.status, result.error) == ("error", "rows are missing")
+
+
+def test_a_class_with_an_on_capture_of_its_own_gets_keys(lanes: Lanes) -> None:
+    class Own(GroupConsumer):
+        def on_capture(self, key: Any, tensor: Any, sidecar: Any) -> str:
+            return f"own {tensor.sum()}"
+
+    lane = lanes(as_sink(Own()))
+    submit_group(lane, 0, 3)
+    assert end_group(lane).payload == ["own 3.0", "own -3.0"]

@@ -18,6 +18,7 @@ from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery import spill as spill_module
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.delivery.spill import SpillStore
+from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -34,6 +35,19 @@ def rows(of: CaptureKey, start: int, count: int, offset: int) -> CaptureChunk:
     positions = list(range(start, start + count))
     tensor = torch.tensor(positions, dtype=torch.float32)[:, None].repeat(1, WIDTH)
     return CaptureChunk(of, tensor, tensor.dtype, offset, 0, {"positions": positions})
+
+
+def grouped(chunks: Sequence[CaptureChunk]) -> GroupChunk:
+    """Chunks of several keys with the same positions, as one."""
+    first = chunks[0]
+    return GroupChunk(
+        first.key[0],
+        tuple(chunk.key[1:] for chunk in chunks),
+        torch.stack([chunk.tensor for chunk in chunks]),
+        first.row_offset,
+        first.step_index,
+        first.metadata["positions"],
+    )
 
 
 class Gate(RecordingSink):
@@ -61,7 +75,10 @@ class Gate(RecordingSink):
 
 
 class Traffic:
-    """Requests whose rows arrive in turns, like those of a batch."""
+    """Requests whose rows arrive in turns, like those of a batch.
+
+    Those whose name begins with "a" have their keys in groups.
+    """
 
     def __init__(self, lane: SinkLane, taps: int = 2) -> None:
         self._lane = lane
@@ -71,29 +88,28 @@ class Traffic:
 
     def step(self, parts: dict[str, int]) -> None:
         """Run one step that computes this many rows of each of these requests."""
-        chunks = []
+        items: list[AnyChunk] = []
         for request, count in parts.items():
             start = self.sent.get(request, 0)
             self.sent[request] = start + count
-            chunks += [
+            chunks = [
                 rows(key(request, layer), start, count, start)
                 for layer in range(self._taps)
             ]
-        self._lane.submit(chunks)
+            items += [grouped(chunks)] if request.startswith("a") else chunks
+        self._lane.submit(items)
 
     def end(self, request: str, counted: int | None = None) -> None:
         """End a request whose first `counted` rows are valid."""
         count = self.sent.get(request, 0) if counted is None else counted
         positions = list(range(count))
-        finalizes = tuple(
-            CaptureFinalize(
-                key(request, layer),
-                {"positions": positions, "token_ids": positions, "num_rows": count},
-            )
-            for layer in range(self._taps)
-        )
+        facts = {"positions": positions, "token_ids": positions, "num_rows": count}
+        keys = [key(request, layer) for layer in range(self._taps)]
+        ends: list[AnyEnd] = [CaptureFinalize(one, dict(facts)) for one in keys]
+        if request.startswith("a"):
+            ends = [GroupEnd(keys[0][0], tuple(one[1:] for one in keys), facts)]
         self.answers[request] = Answers()
-        self._lane.finish(Ending(request, finalizes, self.answers[request]))
+        self._lane.finish(Ending(request, ends, self.answers[request]))
 
 
 def lane_for(

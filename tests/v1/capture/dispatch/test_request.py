@@ -15,6 +15,7 @@ from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
+from vllm.v1.capture.groups import AnyChunk, chunks_in
 from vllm.v1.capture.plan import (
     OPEN_END,
     CaptureEnd,
@@ -34,9 +35,9 @@ class Consumers:
         self.chunks: dict[Any, list[CaptureChunk]] = defaultdict(list)
         self.finalizes: dict[Any, CaptureFinalize] = {}
 
-    def take(self, chunks: dict[str, list[CaptureChunk]]) -> None:
-        for instance, batch in chunks.items():
-            for chunk in batch:
+    def take(self, rows: dict[str, list[AnyChunk]]) -> None:
+        for instance, batch in rows.items():
+            for chunk in chunks_in(batch):
                 self.chunks[instance, chunk.key[1:]].append(chunk)
 
     def rows(self, instance: str, tap: Any) -> list[tuple[int, float]]:
@@ -233,7 +234,7 @@ def test_missing_results_of_readouts_are_reported_as_rows_are(
         readouts=tuple(received.readouts),
     )
     chunks, endings = request.finish(end)
-    (chunk,), (finalize,) = chunks["a"], endings["a"].finalizes
+    (chunk,), (finalize,) = chunks_in(chunks["a"]), endings["a"].finalizes
     assert chunk.key == finalize.key == ("r", 3, "post_block.size.norm")
     assert chunk.tensor.tolist() == [[1.5], [2.5]]
     sidecar = finalize.sidecar
@@ -263,7 +264,8 @@ def test_chunks_say_where_and_when_their_rows_were_computed() -> None:
     groups = local_groups(plan, {(1, "pre_attn"): 0})
     request = CapturedRequest("r", plan, groups, [1, 2, 3], {}, {}, frozenset())
     assert request.add(0, Rows.of(0, torch.zeros(1, 2, WIDTH), 5)) == {}
-    (chunk,) = request.add(0, Rows.of(2, torch.zeros(1, 1, WIDTH), 6))["a"]
+    added = request.add(0, Rows.of(2, torch.zeros(1, 1, WIDTH), 6))
+    (chunk,) = chunks_in(added["a"])
     assert chunk.key == ("r", 1, "pre_attn")
     assert (chunk.row_offset, chunk.step_index) == (0, 5)
     assert chunk.metadata["positions"] == [0, 1]

@@ -166,11 +166,12 @@ def test_actions_for_all_hold_from_the_next_step_on(
     plain, late, whole = run(
         engine, {}, steered_from(len(PROMPT) + 1), steered_from(len(PROMPT))
     )
-    vectors = {"post_block": {1: VECTOR}}
-    plugin.ACTIONS[:] = [SteeringVectorUpdate(vectors)]
+    vector = VECTOR.copy()
+    plugin.ACTIONS[:] = [SteeringVectorUpdate({"post_block": {1: vector}})]
     (found,) = run(engine, {})  # Its prompt is the step that brings the action.
     same(found, whole)
     assert status(engine)["dynamic_tier"]["hooks"] == {"post_block": [1]}
+    vector[:] = 0  # It was copied.
     plugin.ACTIONS[:] = [SteeringScaleUpdate(0.0, tier_gain=True)]
     same(run(engine, {})[0], plain)
     plugin.ACTIONS[:] = [SteeringScaleUpdate(1.0, tier_gain=True)]

@@ -12,21 +12,22 @@ import torch
 
 from vllm.v1.capture.memory.budget import collect_all
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 
-WIDTH = 1024
+WIDTH, SPARE = 1024, 8
 
 
 def result(rows: int) -> CaptureResult:
-    """Two taps in one block; each value encodes its tap and row."""
-    memory = ROWS.empty((2, rows, WIDTH), torch.float32)
-    payload = RowsByTap()
+    """Two taps in one block with room for more; a value encodes its tap and row."""
+    memory = ROWS.empty((2, rows + SPARE, WIDTH), torch.float32)[:, :rows]
     for layer in range(2):
         memory[layer] = torch.arange(rows)[:, None] + 1000 * layer
-        facts = {"positions": range(rows), "token_ids": range(rows), "encoding": None}
-        payload.put((layer, "post_block"), memory[layer], facts)
+    positions = list(range(rows))
+    facts = {"positions": positions, "token_ids": positions, "encoding": None}
+    taps = (0, "post_block"), (1, "post_block")
+    payload = GroupedRows([(taps, memory, facts)])
     return CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.v1.capture.transport._worker import SPARE, WIDTH
 from vllm.v1.capture.transport import borrower, lender
 from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
 
 WAIT = 200.0
 ROWS = 64
-WIDTH = 1024
-BLOCK = 2 * ROWS * WIDTH * 4
+SENT = 2 * ROWS * WIDTH * 4
+BLOCK = 2 * (ROWS + SPARE) * WIDTH * 4
 
 
 class Pair:
@@ -95,7 +96,7 @@ def test_rows_arrive_by_handle_and_are_lent_until_the_last_view_is_gone(
     rows = pair.rows()
     check(rows)
     after = pair.lent()
-    assert after["lent_bytes"] - before["lent_bytes"] == BLOCK
+    assert after["lent_bytes"] - before["lent_bytes"] == SENT
     assert after["copied_bytes"] == before["copied_bytes"]
     assert after["leases"] == 1 and after["held_by_front_ends_bytes"] == BLOCK
     view = rows[1, "post_block"][5:6]

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from tests.v1.capture._sinks import WAIT, chunk, key
+from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
     Inbox,
-    KeyedValue,
     Message,
     Outbox,
     ResultMessage,
     WireChunk,
+    WireEnd,
 )
 from vllm.v1.capture.types import CaptureResult
 
@@ -142,10 +143,14 @@ def test_an_error_with_what_no_encoding_has_arrives(wire: Wire) -> None:
 
 def test_chunks_arrive_as_they_were(wire: Wire) -> None:
     sent = [chunk(key(layer=layer), rows=3, offset=layer) for layer in range(3)]
-    message = ChunksMessage("files", 1, [WireChunk.of(one) for one in sent])
+    taps = ((5, "pre_attn"), (6, "pre_attn"))
+    rows = torch.arange(24.0).view(2, 4, 3)[:, 1:3]  # not contiguous
+    group = GroupChunk(key()[0], taps, rows, 7, 2, [7, 8])
+    message = ChunksMessage("files", 1, [WireChunk.of(one) for one in (*sent, group)])
     got = wire.carry(message)
     assert (got.instance, got.stage) == ("files", 1)
-    for one, other in zip(sent, [part.chunk() for part in got.chunks], strict=True):
+    arrived = chunks_in(part.chunk() for part in got.chunks)
+    for one, other in zip(chunks_in([*sent, group]), arrived, strict=True):
         assert one.key == other.key
         assert torch.equal(one.tensor, other.tensor)
         assert (one.row_offset, one.step_index) == (other.row_offset, other.step_index)
@@ -154,10 +159,10 @@ def test_chunks_arrive_as_they_were(wire: Wire) -> None:
 
 def test_a_bad_message_does_not_stop_the_next(wire: Wire) -> None:
     wire.outbox.send(wire.inbox.address, EndMessage("bad", "files", 0, []))
-    sidecars = [KeyedValue(1, "pre_attn", value={"positions": [1, 2]})]
-    got = wire.carry(EndMessage("good", "files", 0, sidecars))
+    ends = [WireEnd([(1, "pre_attn")], {"positions": [1, 2]})]
+    got = wire.carry(EndMessage("good", "files", 0, ends))
     assert got.request_id == "good"
-    assert got.sidecars[0].value == {"positions": [1, 2]}
+    assert got.ends == ends
 
 
 def test_what_was_queued_is_sent_before_closing() -> None:

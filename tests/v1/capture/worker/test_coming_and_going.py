@@ -153,7 +153,7 @@ def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
         if position:  # The next row settles a row.
             message = bench.messages.get(timeout=WAIT)
             assert [chunk.request_id for chunk in message.chunks] == [live]
-            (row,) = message.chunks[0].tensor.tolist()
+            ((row,),) = message.chunks[0].tensor.tolist()
             assert row == [position - 1, 0]
     assert len(bench.worker._staging.ring._taken) == 3
     bench.end(other, Life(1, (), 4, 3))

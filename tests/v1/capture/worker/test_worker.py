@@ -150,7 +150,7 @@ def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
     while not sidecars:
         message = bench.messages.get(timeout=WAIT)
         if isinstance(message, EndMessage):
-            sidecars = [entry.value for entry in message.sidecars]
+            sidecars = [end.sidecar for end in message.ends]
     assert [sidecar["capture_error"] for sidecar in sidecars] == [
         "the engine stopped before the request had finished"
     ]

@@ -95,8 +95,8 @@ async def get_dynamic(request: Request) -> JSONResponse:
     _control(request).frontend.check_enabled()
     core = request.app.state.engine_client.engine_core
     workers = await core.call_utility_async("dynamic_steering")
-    # A single worker decides, so nothing can differ.
-    return JSONResponse({"workers": workers, "determinism": {"consistent": True}})
+    consistent = len({one.get("action_checksum") for one in workers}) == 1
+    return JSONResponse({"workers": workers, "determinism": {"consistent": consistent}})
 
 
 @reading.get("/vectors")

@@ -10,8 +10,8 @@ import torch
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.plan import OPEN_END, Ranges
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.plan import OPEN_END, Ranges, Tap
+from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
@@ -121,6 +121,12 @@ class InlineConsumer(CaptureConsumer):
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> RowsByTap:
         """The rows as a payload of one tap."""
+        return self.on_group([key[1:]], tensor.unsqueeze(0), sidecar).by_tap()
+
+    def on_group(
+        self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
+    ) -> GroupedRows:
+        """The rows `[taps, rows, hidden_size]` of a group of taps as a payload."""
         client = sidecar.get("client_spec") or {}
         encoding = client.get("encoding")
         facts = {
@@ -129,10 +135,8 @@ class InlineConsumer(CaptureConsumer):
             "encoding": None if encoding == ENCODINGS[0] else encoding,
             "transport": client.get("transport", TRANSPORTS[0]),
         }
-        payload = RowsByTap()
-        dtype = getattr(torch, sidecar["dtype"])
-        payload.put((key[1], key[2]), tensor.to(dtype), facts)
-        return payload
+        rows = rows.to(getattr(torch, sidecar["dtype"]))
+        return GroupedRows([(tuple(taps), rows, facts)])
 
 
 def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) -> None:

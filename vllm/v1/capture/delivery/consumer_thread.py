@@ -2,14 +2,14 @@
 """`SinkLane`: the thread of a consumer instance, which isolates it from the engine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.capture.capabilities import sink_capabilities
+from vllm.v1.capture.delivery.dropped_rows import DroppedRows
 from vllm.v1.capture.delivery.packet_queue import (
-    DroppedRows,
     Ending,
     Opening,
     Packet,
@@ -17,15 +17,11 @@ from vllm.v1.capture.delivery.packet_queue import (
 )
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
 from vllm.v1.capture.failures import FAILURES, described
+from vllm.v1.capture.groups import AnyChunk, GroupEnd, chunks_in
 from vllm.v1.capture.results import RowsByTap, merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
-from vllm.v1.capture.types import (
-    CaptureChunk,
-    CaptureFinalize,
-    CaptureKey,
-    CaptureResult,
-)
+from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 from vllm.v1.residual.plain_data import fault_of
 
 __all__ = ["Ending", "SinkLane"]
@@ -111,18 +107,20 @@ class SinkLane:
         self.start()
         self._queue.mark(opening)
 
-    def submit(self, chunks: Sequence[CaptureChunk]) -> None:
+    def submit(self, items: Sequence[AnyChunk]) -> None:
         """Queue the rows of a step; if the queue is full, spill, drop or block."""
         self.start()
-        self._dropped.renumber(chunks)
-        packet = Packet.of(chunks)
+        if self._dropped.positions:
+            items = chunks = chunks_in(items)
+            self._dropped.renumber(chunks)
+        packet = Packet.of(items)
         while not self.check():
             taken = self._queue.offer(packet)
             if isinstance(taken, SpilledPacket):
                 self._counters.spilled_rows += taken.num_rows
                 self._counters.spilled_bytes += taken.num_bytes
             elif taken is None and self._drops:
-                self._dropped.note(chunks)
+                self._dropped.note(chunks_in(items))
                 self._counters.dropped_rows += packet.num_rows
             elif taken is None:
                 self._queue.wait_for_room(packet, 1.0)
@@ -133,8 +131,9 @@ class SinkLane:
     def finish(self, ending: Ending) -> None:
         """Queue the end of a request; never blocks, as it holds no rows."""
         self.start()
-        settled = tuple(self._dropped.settle(ending.finalizes))
-        ending = Ending(ending.request_id, settled, ending.answer)
+        if self._dropped.positions:
+            settled = tuple(self._dropped.settle(ending.finalizes))
+            ending = Ending(ending.request_id, settled, ending.answer)
         self._queue.mark(ending)
         if self.check():
             self._give_up(ending)
@@ -261,20 +260,32 @@ class SinkLane:
 
     def _replay(self, packet: Packet | SpilledPacket) -> None:
         try:
-            chunks = self._queue.read(packet)
+            items = self._queue.read(packet)
         except Exception as error:
             for key in packet.keys:
                 self._fail(key, error)
             return
-        live = [chunk for chunk in chunks if chunk.key not in self._failures]
-        handed = packet if len(live) == len(chunks) else Packet.of(live)
+        handed: Packet | SpilledPacket = packet
+        if self._failures:
+            chunks = chunks_in(items)
+            items = [chunk for chunk in chunks if chunk.key not in self._failures]
+            handed = packet if len(items) == len(chunks) else Packet.of(items)
         self._counters.rows += handed.num_rows
         self._counters.bytes += handed.num_bytes
-        self._feed(live)
+        if items:
+            self._feed(items)
 
-    def _feed(self, live: Sequence[CaptureChunk]) -> None:
-        if not live:
+    def _feed(self, items: Sequence[AnyChunk]) -> None:
+        groups = self.can.groups
+        if groups is not None:
+            try:
+                self._begin_call()
+                groups.submit_rows(items)
+            except BaseException as error:
+                for chunk in chunks_in(items):
+                    self._fail(chunk.key, error)
             return
+        live = chunks_in(items)
         batch = self.can.submit_chunk_batch
         if batch is not None:
             try:
@@ -302,6 +313,10 @@ class SinkLane:
         if refusal is not None:
             for finalize in ending.finalizes:
                 self._failures.setdefault(finalize.key, refusal)
+        results = self._finish_groups(ending)
+        if results is not None:
+            self._conclude(ending, results)
+            return
         for finalize in ending.finalizes:
             if finalize.key in self._failures:
                 finalize.sidecar.setdefault(
@@ -322,6 +337,31 @@ class SinkLane:
             # several requests at once.
             when_done(ending.request_id, lambda: self._answer(ending))
 
+    def _finish_groups(self, ending: Ending) -> list[CaptureResult] | None:
+        """End whole groups of keys; None if the sink takes the keys one by one.
+
+        So it does if any key has failed, because the others of its group may not have.
+        """
+        groups = self.can.groups
+        ends = [end for end in ending.ends if isinstance(end, GroupEnd)]
+        failed = any("capture_error" in end.sidecar for end in ends)
+        if groups is None or self._failures or failed or len(ends) < len(ending.ends):
+            return None
+        try:
+            self._begin_call()
+            results = groups.submit_ends(ending.request_id, ends)
+        except BaseException as error:
+            FAILURES.tell(self.instance, ending.request_id, error)
+            key: Any = (ending.request_id, -1, "*")
+            results = [CaptureResult(key, "error", described(error)) for _ in ends]
+        if results is None:
+            return None
+        for end, result in zip(ends, results, strict=True):
+            if result.status == "error" and ending not in self._answered:
+                rows = end.sidecar.get("num_rows", 0) * len(end.taps)
+                self._counters.failed_rows += rows
+        return [noted(result, end.sidecar) for end, result in zip(ends, results)]
+
     def _answer(self, ending: Ending) -> None:
         """Collect and send the results, on the lane's thread or on one of the sink."""
         deadline = monotonic() + RESULT_TIMEOUT
@@ -330,11 +370,17 @@ class SinkLane:
             self._failures.pop(finalize.key, None)
             if result.status == "error" and ending not in self._answered:
                 self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
+        self._conclude(ending, results)
+
+    def _conclude(self, ending: Ending, results: Sequence[CaptureResult]) -> None:
+        """Send the merged result of a request, unless it was given up."""
         if not results:
             key: Any = (ending.request_id, -1, "*")
             results = [CaptureResult(key, "ok")]
         if ending in self._answered:
             self._answered.discard(ending)
+            for finalize in ending.finalizes:
+                self._failures.pop(finalize.key, None)
             return
         self._deliver(ending, merge(ending.request_id, results))
 
@@ -382,10 +428,7 @@ class SinkLane:
         fault = None if is_plain else fault_of(result.payload)
         if fault is not None:
             return CaptureResult(key, "error", f"the consumer's payload {fault}")
-        note = finalize.sidecar.get("capture_note")
-        if note is not None and result.status == "ok":
-            return CaptureResult(key, "partial_error", note, result.payload)
-        return result
+        return noted(result, finalize.sidecar)
 
     def _wait_for(self, key: CaptureKey, deadline: float) -> CaptureResult | None:
         self._begin_call()
@@ -407,3 +450,11 @@ class SinkLane:
         """Note when a call of the sink begins; calls on other threads may block."""
         if threading.current_thread() is self._thread:
             self._call_began = monotonic()
+
+
+def noted(result: CaptureResult, sidecar: Mapping[str, Any]) -> CaptureResult:
+    """`result`, or a partial error if the sidecar notes that rows are missing."""
+    note = sidecar.get("capture_note")
+    if note is not None and result.status == "ok":
+        return CaptureResult(result.key, "partial_error", note, result.payload)
+    return result

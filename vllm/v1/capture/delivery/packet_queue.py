@@ -1,33 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounded queue of a sink: rows, starts and ends of requests, in order.
-
-Rows for which it has no room may be dropped; the positions of these are recorded until
-their request ends.
-"""
+"""The bounded queue of a sink: rows, starts and ends of requests, in order."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
-from vllm.v1.capture.types import (
-    CaptureChunk,
-    CaptureFinalize,
-    CaptureKey,
-    CaptureResult,
-)
+from vllm.v1.capture.groups import AnyChunk, AnyEnd, chunks_in
+from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Ending:
     """The end of a request at one instance: all its keys are complete."""
 
-    request_id: str
-    finalizes: tuple[CaptureFinalize, ...]
-    answer: Callable[[CaptureResult], None]
-    """Called once with the merged result, on the lane's thread or one of the sink."""
+    __slots__ = ("_finalizes", "answer", "ends", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        ends: Sequence[AnyEnd],
+        answer: Callable[[CaptureResult], None],
+    ) -> None:
+        """Describe the end.
+
+        Args:
+            request_id: the request's internal id.
+            ends: those of all its keys.
+            answer: called once with the merged result, on the lane's thread or one of
+                the sink.
+
+        """
+        self.request_id = request_id
+        self.ends = ends
+        self.answer = answer
+        self._finalizes: tuple[CaptureFinalize, ...] | None = None
+
+    @property
+    def finalizes(self) -> tuple[CaptureFinalize, ...]:
+        """The finalize of each key; the same objects every time."""
+        if self._finalizes is None:
+            found: list[CaptureFinalize] = []
+            for end in self.ends:
+                if isinstance(end, CaptureFinalize):
+                    found.append(end)
+                    continue
+                for layer, hook in end.taps:
+                    sidecar = {**end.sidecar, "layer": layer, "hook": hook}
+                    key = (end.request_id, layer, hook)
+                    found.append(CaptureFinalize(key, sidecar))
+            self._finalizes = tuple(found)
+        return self._finalizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,23 +65,23 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Chunks for one sink, in memory, that are submitted together."""
+    """Rows for one sink, in memory, that are submitted together."""
 
-    chunks: Sequence[CaptureChunk]
+    items: Sequence[AnyChunk]
     num_rows: int
     num_bytes: int
 
     @classmethod
-    def of(cls, chunks: Sequence[CaptureChunk]) -> "Packet":
-        """Create a packet; counts the rows and bytes of `chunks`."""
-        tensors = [chunk.tensor for chunk in chunks]
-        rows = sum(tensor.shape[0] for tensor in tensors)
-        return cls(chunks, rows, sum(tensor.nbytes for tensor in tensors))
+    def of(cls, items: Sequence[AnyChunk]) -> "Packet":
+        """Create a packet; counts the rows and bytes of `items`."""
+        tensors = [item.tensor for item in items]
+        rows = sum([tensor.shape[:-1].numel() for tensor in tensors])
+        return cls(items, rows, sum([tensor.nbytes for tensor in tensors]))
 
     @property
     def keys(self) -> tuple[CaptureKey, ...]:
         """The key of each chunk."""
-        return tuple(chunk.key for chunk in self.chunks)
+        return tuple(chunk.key for chunk in chunks_in(self.items))
 
 
 Item: TypeAlias = Packet | SpilledPacket | Opening | Ending
@@ -115,7 +139,8 @@ class PacketQueue:
                 return packet
         if self._spill is None:
             return None
-        spilled = self._spill.write(packet.chunks, packet.num_rows, packet.num_bytes)
+        chunks = chunks_in(packet.items)
+        spilled = self._spill.write(chunks, packet.num_rows, packet.num_bytes)
         if spilled is not None:
             with self._changed:
                 self._append(spilled)
@@ -177,15 +202,15 @@ class PacketQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def read(self, packet: Packet | SpilledPacket) -> Sequence[CaptureChunk]:
-        """The chunks of a packet, read from disk if they were spilled.
+    def read(self, packet: Packet | SpilledPacket) -> Sequence[AnyChunk]:
+        """The rows of a packet, read from disk if they were spilled.
 
         Raises:
             OSError: they cannot be read from disk.
 
         """
         if isinstance(packet, Packet):
-            return packet.chunks
+            return packet.items
         assert self._spill is not None, "a packet lies on disk, but no disk is used"
         return self._spill.read(packet)
 
@@ -207,75 +232,3 @@ class PacketQueue:
             assert self._spill is not None, "a packet lies on disk, but none is used"
             self._spill.release(item)
         self._changed.notify_all()
-
-
-class DroppedRows:
-    """The dropped positions of each key, until its request ends.
-
-    Used on the submitting thread only. The rows that a consumer gets are numbered
-    without gaps: row offsets count delivered rows, and the sidecar lists their
-    positions.
-    """
-
-    def __init__(self) -> None:
-        self._positions: dict[CaptureKey, list[int]] = {}
-
-    def note(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Record chunks that will not be delivered."""
-        for chunk in chunks:
-            dropped = self._positions.setdefault(chunk.key, [])
-            dropped.extend(chunk.metadata["positions"])
-
-    def renumber(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Change row offsets so that they count delivered rows only."""
-        if not self._positions:
-            return
-        for chunk in chunks:
-            chunk.row_offset -= len(self._positions.get(chunk.key, ()))
-
-    def settle(self, finalizes: Sequence[CaptureFinalize]) -> Sequence[CaptureFinalize]:
-        """The finalizes of a request, with its dropped rows noted in the sidecars.
-
-        Dropped rows past the end of the request are ignored.
-        """
-        if not self._positions:
-            return finalizes
-        dropped = {
-            final.key: set(self._positions.pop(final.key, ())) for final in finalizes
-        }
-        if not any(dropped.values()):
-            return finalizes
-        counted = [
-            len(dropped[final.key].intersection(final.sidecar["positions"]))
-            for final in finalizes
-        ]
-        if not any(counted):
-            return finalizes
-        rows = sum(len(final.sidecar["positions"]) for final in finalizes)
-        note = (
-            f"{sum(counted)} of {rows} rows were dropped, as the consumer was behind "
-            "(--capture-overload-policy drop)"
-        )
-        return tuple(
-            replace(final, sidecar=_without(final.sidecar, dropped[final.key], note))
-            if number
-            else final
-            for final, number in zip(finalizes, counted)
-        )
-
-
-def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str, Any]:
-    """`sidecar` without the dropped positions, and with `note`."""
-    kept = [
-        (position, token)
-        for position, token in zip(sidecar["positions"], sidecar["token_ids"])
-        if position not in dropped
-    ]
-    earlier = sidecar.get("capture_note")
-    return sidecar | {
-        "positions": [position for position, _ in kept],
-        "token_ids": [token for _, token in kept],
-        "num_rows": len(kept),
-        "dropped_rows": len(sidecar["positions"]) - len(kept),
-        "capture_note": note if earlier is None else f"{earlier}; {note}",
-    }

@@ -10,12 +10,13 @@ from typing import TypeAlias
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.delivery.consumer_thread import SinkLane
+from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
+from vllm.v1.capture.groups import AnyChunk
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Staging
-from vllm.v1.capture.types import CaptureChunk
 
 logger = init_logger(__name__)
 
@@ -154,7 +155,7 @@ class Dispatcher:
 
         More packets would wake the instance's thread more often.
         """
-        chunks: dict[str, list[CaptureChunk]] = {}
+        chunks: dict[str, list[AnyChunk]] = {}
         copies: list[RowCopy] = []
         try:
             taken = [
@@ -171,7 +172,7 @@ class Dispatcher:
                     chunks.setdefault(instance, []).extend(batch)
         self._submit(chunks)
 
-    def _submit(self, chunks: Mapping[str, Sequence[CaptureChunk]]) -> None:
+    def _submit(self, chunks: Mapping[str, Sequence[AnyChunk]]) -> None:
         for instance, batch in chunks.items():
             self._lanes[instance].submit(batch)
 
@@ -206,13 +207,13 @@ class LastRows:
     """The last chunks of several requests, and the ends to submit after them."""
 
     def __init__(self) -> None:
-        self.chunks: dict[str, list[CaptureChunk]] = {}
+        self.chunks: dict[str, list[AnyChunk]] = {}
         self.endings: list[tuple[str, Ending]] = []
         self.num_bytes = 0
 
     def add(
         self,
-        chunks: Mapping[str, Sequence[CaptureChunk]],
+        chunks: Mapping[str, Sequence[AnyChunk]],
         endings: Mapping[str, Ending],
     ) -> None:
         """Add the chunks and ends of a request, by instance."""

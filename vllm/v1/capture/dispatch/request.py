@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.delivery.consumer_thread import Ending
+from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
 from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothing_of
 from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
+from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
 from vllm.v1.capture.plan import (
     OPEN_END,
@@ -24,7 +25,6 @@ from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
-    CaptureKey,
     CaptureResult,
     VllmInternalRequestId,
 )
@@ -151,16 +151,16 @@ class CapturedRequest:
             for rows in self._gathered[group].gather(found, self._most, copies)
         ]
 
-    def add(self, group: int, rows: Rows) -> dict[str, list[CaptureChunk]]:
-        """Add rows of a group; returns the chunks to submit now, by instance."""
+    def add(self, group: int, rows: Rows) -> dict[str, list[AnyChunk]]:
+        """Add rows of a group; returns the rows to submit now, by instance."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
     def finish(
         self, end: RequestEnd
-    ) -> tuple[dict[str, list[CaptureChunk]], dict[str, Ending]]:
-        """The remaining chunks and, to be sent after them, the ends; by instance."""
+    ) -> tuple[dict[str, list[AnyChunk]], dict[str, Ending]]:
+        """The remaining rows and, to be sent after them, the ends; by instance."""
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
-        chunks: dict[str, list[CaptureChunk]] = {}
+        chunks: dict[str, list[AnyChunk]] = {}
         for number, ledger in enumerate(self._ledgers):
             rest = self._gathered[number].rest()
             rows = [row for kept in rest for row in ledger.add(kept)]
@@ -171,32 +171,28 @@ class CapturedRequest:
             first = stop - 1 if (number, instance) in self._only_last else 0
             kept = [part for rows in held if (part := rows.between(first, stop))]
             if kept:
-                made = self._make_chunks(number, instance, kept)
-                chunks.setdefault(instance, []).extend(made)
+                chunk = self._make_chunk(number, instance, kept)
+                chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
-        finalizes = {
-            name: self._finalizes(name, end, stop) for name in self._plan.lanes
-        }
+        ends = {name: self._ends(name, end, stop) for name in self._plan.lanes}
         for reader in self._readout_readers:
             for made, finalize in self._readout_keys(reader, end, stop):
                 chunks.setdefault(reader.instance, []).extend(made)
-                finalizes[reader.instance].append(finalize)
-        for batch in chunks.values():
-            batch.sort(key=lambda chunk: (chunk.key[1:], chunk.row_offset))
+                ends[reader.instance].append(finalize)
         endings = {
             instance: Ending(
                 self.req_id,
                 tuple(own),
                 lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
             )
-            for instance, own in finalizes.items()
+            for instance, own in ends.items()
         }
         return chunks, endings
 
     def _chunks(
         self, number: int, settled: Sequence[Rows]
-    ) -> dict[str, list[CaptureChunk]]:
-        ready: dict[str, list[CaptureChunk]] = {}
+    ) -> dict[str, list[AnyChunk]]:
+        ready: dict[str, list[AnyChunk]] = {}
         for rows in settled:
             for reader in self._groups[number].readers:
                 for start, stop in overlap(reader.ranges, rows.start, rows.stop):
@@ -205,8 +201,8 @@ class CapturedRequest:
                     early = reader.instance in self._early
                     early = early and not only_last(reader.ranges)
                     if early or not self._may_void(part):
-                        made = self._make_chunks(number, reader.instance, [part])
-                        ready.setdefault(reader.instance, []).extend(made)
+                        chunk = self._make_chunk(number, reader.instance, [part])
+                        ready.setdefault(reader.instance, []).append(chunk)
                     else:
                         self._held.setdefault((number, reader.instance), []).append(
                             part
@@ -220,10 +216,8 @@ class CapturedRequest:
         """
         return rows.stop > self._plan.num_prompt_tokens
 
-    def _make_chunks(
-        self, number: int, instance: str, parts: list[Rows]
-    ) -> list[CaptureChunk]:
-        """One chunk per tap of a group, with all rows of `parts`."""
+    def _make_chunk(self, number: int, instance: str, parts: list[Rows]) -> GroupChunk:
+        """All rows of `parts`, which are of one group."""
         place = number, instance
         offset = self._counts.get(place, 0)
         spans = self._handed_on.setdefault(place, [])
@@ -232,35 +226,16 @@ class CapturedRequest:
             positions.extend(range(part.start, part.stop))
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
-        rows = joined(parts)
-        return [
-            CaptureChunk(
-                (self.req_id, layer, hook),
-                rows_of_tap,
-                rows.dtype,
-                offset,
-                parts[-1].step,
-                {"positions": list(positions)},
-            )
-            for (layer, hook), rows_of_tap in zip(
-                self._groups[number].taps, rows.unbind(), strict=True
-            )
-        ]
+        taps, step = self._groups[number].taps, parts[-1].step
+        return GroupChunk(self.req_id, taps, joined(parts), offset, step, positions)
 
-    def _finalizes(
-        self, instance: str, end: RequestEnd, stop: int
-    ) -> list[CaptureFinalize]:
-        finalizes = []
-        for number, group in enumerate(self._groups):
-            for reader in group.readers:
-                if reader.instance != instance:
-                    continue
-                facts = self._facts(number, reader, end, stop)
-                for layer, hook in group.taps:
-                    key: CaptureKey = (self.req_id, layer, hook)
-                    sidecar = {**facts, "layer": layer, "hook": hook}
-                    finalizes.append(CaptureFinalize(key, sidecar))
-        return finalizes
+    def _ends(self, instance: str, end: RequestEnd, stop: int) -> list[AnyEnd]:
+        return [
+            GroupEnd(self.req_id, group.taps, self._facts(number, reader, end, stop))
+            for number, group in enumerate(self._groups)
+            for reader in group.readers
+            if reader.instance == instance
+        ]
 
     def _facts(
         self, number: int, reader: Reader, end: RequestEnd, stop: int

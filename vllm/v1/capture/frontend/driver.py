@@ -3,6 +3,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.delivery.consumer_thread import SHUTDOWN_GRACE, SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
+from vllm.v1.capture.groups import GroupEnd
 from vllm.v1.capture.registry import as_sink
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
@@ -19,7 +22,11 @@ from vllm.v1.capture.transport.zmq_channel import (
     Message,
     rows_address,
 )
-from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureResult
+from vllm.v1.capture.types import (
+    CaptureContext,
+    CaptureResult,
+    VllmInternalRequestId,
+)
 
 if TYPE_CHECKING:
     from vllm.config.capture import CaptureConfig
@@ -131,16 +138,14 @@ class DriverLanes:
             self._end(message)
 
     def _end(self, message: EndMessage) -> None:
-        finalizes = tuple(
-            CaptureFinalize((message.request_id, e.layer, e.hook), e.value)  # type: ignore[arg-type]
-            for e in message.sidecars
+        request_id = VllmInternalRequestId(message.request_id)
+        ends = tuple(
+            GroupEnd(request_id, tuple(end.taps), end.sidecar) for end in message.ends
         )
-        self._lanes[message.instance].finish(
-            Ending(
-                message.request_id,
-                finalizes,
-                lambda result: self._note(
-                    message.request_id, message.instance, message.stage, result
-                ),
-            )
-        )
+        answer = partial(self._answer, message)
+        self._lanes[message.instance].finish(Ending(request_id, ends, answer))
+
+    def _answer(self, message: EndMessage, result: CaptureResult) -> None:
+        if isinstance(result.payload, GroupedRows):
+            result = replace(result, payload=result.payload.by_tap())
+        self._note(message.request_id, message.instance, message.stage, result)

@@ -171,10 +171,14 @@ class Borrower:
             block = mapped(owner, handle)
             self._of_message[handle["lease"]] = block
         kind: torch.dtype = getattr(torch, dtype)
-        size = prod(shape) * kind.itemsize
-        offset: int = handle["offset"]
-        rows = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=offset)
-        return rows.view(kind).view(shape)
+        strides = handle.get("strides")
+        num = prod(shape)
+        if strides is not None and num:  # Up to the last value.
+            num = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+        size, offset = num * kind.itemsize, handle["offset"]
+        flat = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=offset)
+        rows = flat.view(kind)
+        return rows.view(shape) if strides is None else rows.as_strided(shape, strides)
 
     def _owner(self, segment: int) -> Connection:
         """The connection that announced a segment; waits for the announcement."""

@@ -104,7 +104,7 @@ class Lender(OOBTensorConsumer):
         return handle
 
     def _handle(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        if self._peer is None or not tensor.is_contiguous():
+        if self._peer is None:
             return None
         storage = tensor.untyped_storage()
         block, size = storage.data_ptr(), storage.nbytes()
@@ -119,13 +119,16 @@ class Lender(OOBTensorConsumer):
             self._leases[lease] = storage
         start = block - segment.address
         assert start % ALIGNMENT == 0, "a block of shared memory is not aligned"
-        return {
+        handle: dict[str, Any] = {
             "segment": segment.number,
             "lease": lease,
             "block": start,
             "block_bytes": size,
             "offset": tensor.data_ptr() - block,
         }
+        if not tensor.is_contiguous():
+            handle["strides"] = tensor.stride()
+        return handle
 
     def _announce(self, segment: SharedSegment) -> bool:
         """Send the segment's descriptor to the front end, unless it has it."""

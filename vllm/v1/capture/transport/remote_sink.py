@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sinks in a worker that forward rows to the front end's process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from msgspec import structs
+
+from vllm.v1.capture.groups import (
+    AnyChunk,
+    AnyEnd,
+    GroupEnd,
+    GroupSink,
+    request_of,
+)
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
-    KeyedValue,
     Outbox,
     WireChunk,
+    WireEnd,
     rows_address,
 )
 from vllm.v1.capture.types import (
@@ -22,7 +31,7 @@ from vllm.v1.capture.types import (
 MESSAGE_BYTES = 8 << 20
 
 
-class ForwardingSink:
+class ForwardingSink(GroupSink):
     """Forwards a driver-side consumer's chunks and request ends to the front ends.
 
     Each request's rows go to the front end that admitted it. All methods except `route`
@@ -48,28 +57,35 @@ class ForwardingSink:
 
     def submit_chunk(self, chunk: CaptureChunk) -> None:
         """Send one chunk."""
-        self.submit_chunk_batch([chunk])
+        self.submit_rows([chunk])
 
-    def submit_chunk_batch(self, chunks: list[CaptureChunk]) -> None:
-        """Send chunks, grouped by front end, in messages of about `MESSAGE_BYTES`."""
-        by_address: dict[str, list[CaptureChunk]] = {}
-        for chunk in chunks:
-            by_address.setdefault(self._routes[chunk.key[0]], []).append(chunk)
+    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+        """Send rows, grouped by front end, in messages of about `MESSAGE_BYTES`."""
+        by_address: dict[str, list[AnyChunk]] = {}
+        for item in items:
+            by_address.setdefault(self._routes[request_of(item)], []).append(item)
         for address, batch in by_address.items():
             for part in _parts(batch):
-                wire = [WireChunk.of(chunk) for chunk in part]
-                message = ChunksMessage(self._instance, self._stage, wire)
+                message = ChunksMessage(self._instance, self._stage, part)
                 self._outbox.send(address, message, self._bounded)
 
     def submit_request_end(
-        self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
+        self, request_id: str, finalizes: Sequence[CaptureFinalize]
     ) -> None:
         """Send the end of a request, with the sidecars of all keys."""
-        sidecars = [
-            KeyedValue(final.key[1], final.key[2], final.sidecar) for final in finalizes
-        ]
+        self._send_end(request_id, finalizes)
+
+    def submit_ends(
+        self, request_id: str, ends: Sequence[GroupEnd]
+    ) -> list[CaptureResult]:
+        """Send the end of a request, with the sidecars of all groups of keys."""
+        self._send_end(request_id, ends)
+        return [CaptureResult((end.request_id, *end.taps[0]), "ok") for end in ends]
+
+    def _send_end(self, request_id: str, ends: Sequence[AnyEnd]) -> None:
         address = self._routes.pop(request_id)
-        message = EndMessage(request_id, self._instance, self._stage, sidecars)
+        wire = [WireEnd.of(end) for end in ends]
+        message = EndMessage(request_id, self._instance, self._stage, wire)
         self._outbox.send(address, message, self._bounded)
         self._ended.add(request_id)
 
@@ -83,7 +99,7 @@ class ForwardingSink:
         return passed
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Do nothing: `submit_request_end` sends all keys together."""
+        """Do nothing: the request's end is sent with all keys."""
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
         """Always `"ok"`: the result comes from the lane in the front end."""
@@ -93,11 +109,11 @@ class ForwardingSink:
         """Do nothing: the outbox is closed by its owner."""
 
 
-def _parts(chunks: list[CaptureChunk]) -> Iterator[list[CaptureChunk]]:
-    """Split chunks by size, because connections bound the number of messages."""
-    part: list[CaptureChunk] = []
+def _parts(items: Sequence[AnyChunk]) -> Iterator[list[WireChunk]]:
+    """Split rows by size, because connections bound the number of messages."""
+    part: list[WireChunk] = []
     size = 0
-    for chunk in chunks:
+    for chunk in (one for item in items for one in _cut(WireChunk.of(item))):
         part.append(chunk)
         size += chunk.tensor.nbytes
         if size >= MESSAGE_BYTES:
@@ -105,6 +121,15 @@ def _parts(chunks: list[CaptureChunk]) -> Iterator[list[CaptureChunk]]:
             part, size = [], 0
     if part:
         yield part
+
+
+def _cut(chunk: WireChunk) -> Iterator[WireChunk]:
+    """Split the taps of a chunk that is larger than a message."""
+    taps, rows = chunk.taps, chunk.tensor
+    at_once = max(len(taps) * MESSAGE_BYTES // max(rows.nbytes, 1), 1)
+    for first in range(0, len(taps), at_once):
+        last = first + at_once
+        yield structs.replace(chunk, taps=taps[first:last], tensor=rows[first:last])
 
 
 class LiveSink(ForwardingSink):
@@ -122,9 +147,7 @@ class LiveSink(ForwardingSink):
         """Set the address of a request: the front end's own, which is not bounded."""
         self._routes[request_id] = address
 
-    def submit_request_end(
-        self, request_id: str, finalizes: tuple[CaptureFinalize, ...]
-    ) -> None:
+    def _send_end(self, request_id: str, ends: Sequence[AnyEnd]) -> None:
         """Forget the request; its end is reported by the consumer's own sink."""
         self._routes.pop(request_id)
         self._ended.add(request_id)

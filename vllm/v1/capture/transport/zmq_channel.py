@@ -18,14 +18,21 @@ import zmq
 
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.capture.groups import (
+    AnyChunk,
+    AnyEnd,
+    GroupChunk,
+    GroupEnd,
+    request_of,
+)
 from vllm.v1.capture.memory.budget import collect_from
-from vllm.v1.capture.results import RowsByTap, is_by_tap, sendable
+from vllm.v1.capture.results import GroupedRows, RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters, ReadoutCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
 from vllm.v1.capture.transport.tensors import put_back, set_aside
-from vllm.v1.capture.types import CaptureChunk, CaptureResult
+from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
@@ -49,6 +56,14 @@ class KeyedValue(msgspec.Struct, array_like=True):
     tensor: torch.Tensor | None = None
 
 
+class WireGroup(msgspec.Struct, array_like=True):
+    """The rows of a group of taps, an entry of `GroupedRows`."""
+
+    taps: list[tuple[int, str]]
+    rows: torch.Tensor  # [taps, rows, hidden_size]
+    facts: dict[str, Any]
+
+
 class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     """The result of a request at one instance and pipeline stage."""
 
@@ -61,6 +76,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     by_key: list[KeyedValue] | None = None
     tensors: list[torch.Tensor] = []
     """The tensors for which `payload` and `by_key` contain placeholders."""
+    groups: list[WireGroup] = []
+    """If the payload is a `GroupedRows`."""
     facts: list[dict[str, Any]] = []
     """If the payload is a `RowsByTap`: its distinct facts, with their indices as the
     values of `by_key`. Positions and tokens of a prompt are then sent once instead of
@@ -75,7 +92,11 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         message = cls(request_id, instance, stage, result.status, error)
         payload = result.payload
         try:
-            if isinstance(payload, RowsByTap):
+            if isinstance(payload, GroupedRows):
+                message.groups = [
+                    WireGroup(list(taps), rows, facts) for taps, rows, facts in payload
+                ]
+            elif isinstance(payload, RowsByTap):
                 message.by_key, message.facts = _rows_and_facts(payload)
             elif is_by_tap(payload):
                 message.by_key = [
@@ -93,7 +114,10 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     def result(self) -> CaptureResult:
         """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
-        if self.by_key is not None:
+        if self.groups:
+            groups = [(tuple(one.taps), one.rows, one.facts) for one in self.groups]
+            payload = GroupedRows(groups).by_tap()
+        elif self.by_key is not None:
             payload = _keyed_payload(self)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
@@ -131,40 +155,49 @@ def _keyed_payload(message: ResultMessage) -> dict[tuple[int, str], Any]:
 
 
 class WireChunk(msgspec.Struct, array_like=True):
-    """The wire form of a `CaptureChunk`."""
+    """The wire form of a `GroupChunk`, or of a `CaptureChunk` as a group of one."""
 
     request_id: str
-    layer: int
-    hook: str
-    tensor: torch.Tensor
+    taps: list[tuple[int, str]]
+    tensor: torch.Tensor  # [taps, rows, hidden_size]
     row_offset: int
     step_index: int
-    metadata: dict[str, Any]
+    positions: list[int]
 
     @classmethod
-    def of(cls, chunk: CaptureChunk) -> "WireChunk":
-        """Convert a chunk to its wire form."""
-        request_id, layer, hook = chunk.key
-        return cls(
-            request_id,
-            layer,
-            hook,
-            chunk.tensor,
-            chunk.row_offset,
-            chunk.step_index,
-            chunk.metadata,
-        )
+    def of(cls, item: AnyChunk) -> "WireChunk":
+        """Convert rows to their wire form."""
+        if isinstance(item, GroupChunk):
+            taps, rows, positions = list(item.taps), item.tensor, item.positions
+        else:
+            taps, rows = [item.key[1:]], item.tensor.unsqueeze(0)
+            positions = item.metadata["positions"]
+        step = item.step_index
+        return cls(request_of(item), taps, rows, item.row_offset, step, positions)
 
-    def chunk(self) -> CaptureChunk:
-        """Convert to a `CaptureChunk`."""
-        return CaptureChunk(
-            (self.request_id, self.layer, self.hook),  # type: ignore[arg-type]
+    def chunk(self) -> GroupChunk:
+        """Convert to a `GroupChunk`."""
+        return GroupChunk(
+            VllmInternalRequestId(self.request_id),
+            tuple(self.taps),
             self.tensor,
-            self.tensor.dtype,
             self.row_offset,
             self.step_index,
-            self.metadata,
+            self.positions,
         )
+
+
+class WireEnd(msgspec.Struct, array_like=True):
+    """The wire form of a `GroupEnd`, or of a `CaptureFinalize` as a group of one."""
+
+    taps: list[tuple[int, str]]
+    sidecar: dict[str, Any]
+
+    @classmethod
+    def of(cls, end: AnyEnd) -> "WireEnd":
+        """Convert the end of keys to its wire form."""
+        taps = list(end.taps) if isinstance(end, GroupEnd) else [end.key[1:]]
+        return cls(taps, end.sidecar)
 
 
 class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):
@@ -181,7 +214,7 @@ class EndMessage(msgspec.Struct, array_like=True, tag="end"):
     request_id: str
     instance: str
     stage: int
-    sidecars: list[KeyedValue]
+    ends: list[WireEnd]
 
 
 class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
@@ -246,6 +279,7 @@ class _Link:
 
 def _give_up_payload(message: ResultMessage, error: Exception) -> None:
     message.payload, message.by_key, message.tensors = None, None, []
+    message.groups = []
     if message.status == "ok":
         message.status = "partial_error"
     problem = sendable(f"the payload cannot be sent: {error}")

@@ -34,7 +34,7 @@ from vllm.v1.capture.registry import (
     check_folders,
     consumer_class,
 )
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Segment, Staging
@@ -371,7 +371,7 @@ class WorkerCapture:
         message = ResultMessage.of(request_id, instance, stage, result)
         # Several readers' rows share memory, and a caller may write into its own: then
         # it gets a copy, or a private mapping, as it does from another process.
-        own = alone and isinstance(result.payload, RowsByTap)
+        own = alone and isinstance(result.payload, (GroupedRows, RowsByTap))
         if not (own and hand_over(reply_to, message)):
             self._outbox.send(reply_to, message)
 

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
+"""A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
 Work: TypeAlias = tuple[Job, torch.Tensor | Arrays]
 """A job with its rows `[R, hidden_size]`, or its result if it reduces rows."""
 
@@ -103,8 +105,9 @@ class WorkerReadouts:
         # Collectives on two streams could run in different orders on different ranks.
         if device.type == "cuda" and not self._shared:
             self._beside = torch.cuda.Stream(device)
-        self.on_rows: Callable[[Job, torch.Tensor, int], None] | None = None
-        """Takes the rows of consumers that run within the step."""
+        self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
+        """Takes the rows of consumers that run within the step, on every rank of the
+        stage; `further` is added to the positions of the jobs' entries."""
         self.counters: dict[str, ReadoutCounters] = {}
         """By kind of readout; read by the thread that reports them."""
 
@@ -255,9 +258,11 @@ class WorkerReadouts:
     def _tell_step_consumers(
         self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
     ) -> None:
-        for job in jobs:
-            if job.key[0] == "step" and self.on_rows is not None:
-                self.on_rows(job, self._rows(job, staging, first_row), further)
+        own = [job for job in jobs if job.key[0] == "step"]
+        if own and self.on_rows is not None:
+            has = self._has_rows
+            rows = [self._rows(one, staging, first_row) if has else None for one in own]
+            self.on_rows(list(zip(own, rows, strict=True)), further)
 
     def _with_joined(
         self, work: Sequence[Work], parcel: Parcel, staging: torch.Tensor, further: int

@@ -3,13 +3,19 @@
 
 An override is a configuration in a slot that the scheduler does not know of, behind
 those that it assigns. All of it acts at generated tokens only.
+
+The rank whose consumers decide takes the actions; all ranks apply the same ones, in the
+same order, to the same state.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from zlib import crc32
 
+import msgspec
 import numpy as np
 
+from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.steering_actions import (
     Action,
     RequestSteeringOverride,
@@ -28,7 +34,7 @@ class DynamicSteering:
     def __init__(
         self,
         tables: SteeringTables,
-        taps: Iterable[Tap],
+        has_tap: Callable[[int, str], bool],
         width: int,
         slots: range,
         admitted: Callable[[str], SteeringTiers],
@@ -37,7 +43,7 @@ class DynamicSteering:
 
         Args:
             tables: of the worker.
-            taps: that can be steered.
+            has_tap: whether a layer has a hook point, in any pipeline stage.
             width: of a vector.
             slots: for overrides.
             admitted: returns what a running request asked for; raises `KeyError` if
@@ -46,7 +52,7 @@ class DynamicSteering:
         """
         self.queue = SteeringActionQueue()
         self._tables = tables
-        self._taps = frozenset(taps)
+        self._has_tap = has_tap
         self._width = width
         self._slots = slots
         self._admitted = admitted
@@ -58,6 +64,7 @@ class DynamicSteering:
         self._gain = 1.0
         self.errors: list[str] = []
         """Why the last actions were rejected."""
+        self._checksum = self._count = 0
 
     def forget(self, finished: Iterable[str]) -> None:
         """Free the slots of requests that have ended."""
@@ -67,19 +74,39 @@ class DynamicSteering:
             if slot is not None:
                 self._free.append(slot)
 
+    def taken(self) -> list[Action]:
+        """Take the waiting actions, as plain copies that other processes can read.
+
+        Those of which there is no such copy are rejected.
+        """
+        found = []
+        for action in self.queue.drain():
+            try:
+                found.append(_plain(action))
+            except BaseException as error:  # An action may hold anything.
+                if is_interrupt(error):
+                    raise
+                self._reject(action, error)
+        return found
+
     def apply(self, actions: Iterable[Action]) -> bool:
         """Carry actions out, in their order; whether any has changed something."""
         changed = False
         for action in actions:
+            self._checksum = crc32(_bytes_of(action), self._checksum)
+            self._count += 1
             try:
                 self._apply(action)
-            except Exception as error:  # An action may hold anything.
-                self.queue.count("rejected")
-                self.errors = [*self.errors[-7:], f"{type(action).__name__}: {error}"]
+            except Exception as error:
+                self._reject(action, error)
             else:
                 self.queue.count("applied")
                 changed = True
         return changed
+
+    def _reject(self, action: object, error: BaseException) -> None:
+        self.queue.count("rejected")
+        self.errors = [*self.errors[-7:], f"{type(action).__name__}: {error}"]
 
     @property
     def for_all(self) -> dict[Tap, Vector]:
@@ -92,6 +119,8 @@ class DynamicSteering:
         for layer, hook in sorted(self._for_all):
             hooks.setdefault(hook, []).append(layer)
         return {
+            "action_checksum": self._checksum,
+            "action_count": self._count,
             "action_queue": self.queue.stats(),
             "dynamic_pool": {
                 "capacity": len(self._slots),
@@ -117,20 +146,13 @@ class DynamicSteering:
                         self._for_all[tap] = vector
             case RequestSteeringOverride():
                 self._override(action)
-            case SteeringScaleUpdate(tier_gain=True):
-                self._gain = _finite(action.scale)
-            case SteeringScaleUpdate(req_id=str() as req_id):
-                scale, own = _finite(action.scale), self._vectors[req_id]
+            case SteeringScaleUpdate(scale=scale, req_id=str() as req_id):
+                own = self._vectors[req_id]
                 self._load(req_id, {tap: scale * one for tap, one in own.items()})
-            case _:
-                raise ValueError(
-                    "it is not supported; a gate is an entry with `when`, or a gate "
-                    "in the request's field `steering`"
-                )
+            case SteeringScaleUpdate(scale=scale):
+                self._gain = scale
 
     def _override(self, action: RequestSteeringOverride) -> None:
-        if action.clamps is not None:
-            raise ValueError("clamps cannot be overridden")
         own = self._admitted(action.req_id)
         if action.vectors is None:
             self.forget([action.req_id])
@@ -159,14 +181,57 @@ class DynamicSteering:
         found = {}
         for hook, layers in raw.items():
             for layer, given in layers.items():
-                vector = np.asarray(given, dtype=np.float32)
-                tap = int(layer), hook
-                if tap not in self._taps:
+                if not self._has_tap(layer, hook):
                     raise ValueError(f"no hook point {hook} in layer {layer}")
-                if vector.shape != (self._width,) or not np.isfinite(vector).all():
+                if given.shape != (self._width,) or not np.isfinite(given).all():
                     raise ValueError(f"vectors must be {self._width} finite numbers")
-                found[tap] = vector
+                found[layer, hook] = given
         return found
+
+
+def _plain(action: Action) -> Action:
+    """A copy of an action that shares nothing with its consumer.
+
+    Raises:
+        ValueError: it is not an action that is supported, or not of its form.
+
+    """
+    match action:
+        case SteeringVectorUpdate():
+            vectors = _arrays(action.vectors)
+            return SteeringVectorUpdate(vectors, str(action.phase), str(action.source))
+        case RequestSteeringOverride():
+            if action.clamps is not None:
+                raise ValueError("clamps cannot be overridden")
+            return RequestSteeringOverride(
+                str(action.req_id),
+                None if action.vectors is None else _arrays(action.vectors),
+                bool(action.compose_admitted),
+                source=str(action.source),
+            )
+        case SteeringScaleUpdate(tier_gain=True):
+            return SteeringScaleUpdate(_finite(action.scale), tier_gain=True)
+        case SteeringScaleUpdate(req_id=str() as req_id):
+            return SteeringScaleUpdate(_finite(action.scale), req_id=req_id)
+    raise ValueError(
+        "it is not supported; a gate is an entry with `when`, or a gate in the "
+        "request's field `steering`"
+    )
+
+
+def _arrays(raw: VectorsByHook) -> VectorsByHook:
+    return {
+        str(hook): {
+            int(layer): np.array(given, dtype=np.float32)
+            for layer, given in layers.items()
+        }
+        for hook, layers in raw.items()
+    }
+
+
+def _bytes_of(action: Action) -> bytes:
+    """What tells actions apart, for the checksum."""
+    return msgspec.msgpack.encode(action, enc_hook=np.ndarray.tobytes)
 
 
 def _finite(scale: float) -> float:

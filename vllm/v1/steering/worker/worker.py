@@ -149,8 +149,9 @@ class WorkerSteering:
         """What consumers set, if there are some that run within the step."""
         if acts:
             slots = range(config.max_configs, config.max_configs + more)
+            points = vllm_config.capture_config.has_hook_point
             self.dynamic = DynamicSteering(
-                self.tables, taps, width, slots, self._admitted
+                self.tables, points, width, slots, self._admitted
             )
         self.eager_steps: Counter[str] = Counter()
         """Number of steps that could run neither compiled nor as CUDA graphs, by
@@ -198,6 +199,8 @@ class WorkerSteering:
             step: changes of slots, if any.
 
         """
+        if step is not None and step.actions:
+            self.act(step.actions)  # They precede the ends of requests.
         finished = list(finished)
         self._held.forget(finished)
         if self.dynamic is not None:
@@ -444,11 +447,14 @@ class WorkerSteering:
             self.tables.set_global(*staged)
 
     def act(self, actions: Iterable[Action]) -> None:
-        """Carry out what consumers want, from the next step on."""
+        """Carry out what consumers want, from the next step on.
+
+        Args:
+            actions: as `DynamicSteering.taken` returns them, equal on all ranks.
+
+        """
         assert self.dynamic is not None, "no consumer runs within the step"
-        for action in actions:
-            self.dynamic.queue.submit(action)
-        if not self.dynamic.apply(self.dynamic.queue.drain()):
+        if not self.dynamic.apply(actions):
             return
         self._decoding = None
         tiers = self._with_dynamic(self._tiers)

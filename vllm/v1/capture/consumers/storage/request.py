@@ -7,7 +7,7 @@ Until they are written, rows are in memory or spilled to disk.
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,6 +30,14 @@ class _Key:
     pieces: list[torch.Tensor] = field(default_factory=list)
     small: int = 0
     """Number of pieces at the end of the list that were not joined."""
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Append rows `[rows, width]`."""
+        self.pieces.append(rows)
+        self.small += 1
+        if self.small == _JOINED:
+            self.pieces[-_JOINED:] = [torch.cat(self.pieces[-_JOINED:])]
+            self.small = 0
 
     def take(self) -> list[torch.Tensor]:
         """Remove and return the pieces in memory."""
@@ -62,14 +70,15 @@ class RequestRows:
     def add(self, tap: Tap, rows: torch.Tensor) -> None:
         """Append rows `[rows, width]` without a copy."""
         with self._lock:
-            key = self._keys.setdefault(tap, _Key())
-            key.pieces.append(rows)
-            key.small += 1
+            self._keys.setdefault(tap, _Key()).add(rows)
             self.memory_bytes += rows.nbytes
-            if key.small == _JOINED:
-                joined = torch.cat(key.pieces[-_JOINED:])
-                key.pieces[-_JOINED:] = [joined]
-                key.small = 0
+
+    def add_group(self, taps: Sequence[Tap], rows: torch.Tensor) -> None:
+        """Append rows `[taps, rows, width]` without a copy."""
+        with self._lock:
+            for tap, own in zip(taps, rows.unbind(), strict=True):
+                self._keys.setdefault(tap, _Key()).add(own)
+            self.memory_bytes += rows.nbytes
 
     def spill(self, files: RowFiles) -> int:
         """Move the rows in memory to disk; returns the bytes of memory freed.

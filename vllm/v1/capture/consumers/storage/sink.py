@@ -14,6 +14,7 @@ from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
+from vllm.v1.capture.groups import AnyChunk, GroupChunk, GroupEnd, GroupSink
 from vllm.v1.capture.memory.machine import memory_bytes, writer_threads
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -105,7 +106,7 @@ class Publisher(Protocol):
         ...
 
 
-class StorageSink:
+class StorageSink(GroupSink):
     """A `CaptureSink` that collects the rows of a request and then publishes them.
 
     Rows stay in memory until the request ends, up to `buffer_bytes` over all requests.
@@ -152,16 +153,28 @@ class StorageSink:
         self.submit_chunk_batch([chunk])
 
     def submit_chunk_batch(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Take rows; blocks while the buffer is full."""
+        """Take rows of several keys; blocks while the buffer is full."""
+        self.submit_rows(chunks)
+
+    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+        """Take the rows of a packet; blocks while the buffer is full."""
         self._start()
-        requests = [self._request(chunk.key[0]) for chunk in chunks]
-        taken = [pair for pair in zip(requests, chunks) if pair[0].failure is None]
+        requests = [
+            self._request(
+                item.request_id if isinstance(item, GroupChunk) else item.key[0]
+            )
+            for item in items
+        ]
+        taken = [pair for pair in zip(requests, items) if pair[0].failure is None]
         # Counted first: a thread that spills the request may release rows at once.
-        self._budget.add(sum(chunk.tensor.nbytes for _, chunk in taken))
-        for request, chunk in taken:
-            request.rows.add(chunk.key[1:], chunk.tensor)
+        self._budget.add(sum(item.tensor.nbytes for _, item in taken))
+        for request, item in taken:
+            if isinstance(item, GroupChunk):
+                request.rows.add_group(item.taps, item.tensor)
+            else:
+                request.rows.add(item.key[1:], item.tensor)
         if self._budget.held > self._limits.buffer_bytes:
-            self._relieve({chunk.key[0] for chunk in chunks})
+            self._relieve({request.request_id for request in requests})
 
     def _request(self, request_id: str) -> StoredRequest:
         with self._lock:
@@ -248,6 +261,9 @@ class StorageSink:
         """Note the end of a key; its rows are written when the request has ended."""
         self._start()
         self._request(finalize.key[0]).finalizes[finalize.key] = finalize
+
+    def submit_ends(self, request_id: str, ends: Sequence[GroupEnd]) -> None:
+        """Do nothing, so that the keys are ended one by one."""
 
     def submit_request_end(
         self, request_id: str, finalizes: Sequence[CaptureFinalize]

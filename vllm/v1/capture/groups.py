@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a request that are handled together, because they have the same positions.
+
+A request that is captured at all layers has a key for each of them. Their rows lie in
+one tensor, and their ends differ in layer and hook only. Chunks and finalizes of single
+keys are made only for sinks that take these.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
+from vllm.v1.capture.failures import FAILURES, described
+from vllm.v1.capture.memory.buffer_pool import ROWS
+from vllm.v1.capture.plan import Tap
+from vllm.v1.capture.results import GroupedRows
+from vllm.v1.capture.types import (
+    CaptureChunk,
+    CaptureFinalize,
+    CaptureResult,
+    VllmInternalRequestId,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupChunk:
+    """Consecutive rows of a request at all taps of a group."""
+
+    request_id: VllmInternalRequestId
+    taps: tuple[Tap, ...]
+    tensor: torch.Tensor
+    """`[taps, rows, hidden_size]` on the CPU, in the stream's dtype."""
+    row_offset: int
+    """The number of rows per tap in earlier chunks."""
+    step_index: int
+    """The index of the engine step that computed the last of these rows."""
+    positions: list[int]
+    """The token position of each row; not to be changed."""
+
+    def chunks(self) -> Iterator[CaptureChunk]:
+        """A chunk for each tap."""
+        dtype = self.tensor.dtype
+        for (layer, hook), rows in zip(self.taps, self.tensor.unbind(), strict=True):
+            yield CaptureChunk(
+                (self.request_id, layer, hook),
+                rows,
+                dtype,
+                self.row_offset,
+                self.step_index,
+                {"positions": list(self.positions)},
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupEnd:
+    """The end of a request's keys at all taps of a group."""
+
+    request_id: VllmInternalRequestId
+    taps: tuple[Tap, ...]
+    sidecar: dict[str, Any]
+    """What the sidecars of these keys share: all fields but `layer` and `hook`."""
+
+
+AnyChunk: TypeAlias = GroupChunk | CaptureChunk
+AnyEnd: TypeAlias = GroupEnd | CaptureFinalize
+
+
+def chunks_in(items: Iterable[AnyChunk]) -> list[CaptureChunk]:
+    """The chunks of single keys, in order."""
+    return [
+        chunk
+        for item in items
+        for chunk in (item.chunks() if isinstance(item, GroupChunk) else (item,))
+    ]
+
+
+def request_of(item: AnyChunk) -> VllmInternalRequestId:
+    """The request that rows belong to."""
+    return item.request_id if isinstance(item, GroupChunk) else item.key[0]
+
+
+class GroupSink(ABC):
+    """A sink whose work is per group of keys. It takes single keys as well."""
+
+    @abstractmethod
+    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+        """Take the rows of a packet."""
+
+    @abstractmethod
+    def submit_ends(
+        self, request_id: str, ends: Sequence[GroupEnd]
+    ) -> list[CaptureResult] | None:
+        """End a request of which no key has failed.
+
+        Returns:
+            A result for each group; None if the request's keys must be ended one by
+            one, because rows of single keys were submitted.
+
+        """
+
+
+OnGroup: TypeAlias = Callable[
+    [Sequence[Tap], torch.Tensor, dict[str, Any]], GroupedRows
+]
+"""`on_group(taps, rows, sidecar)`: what `on_capture` does for each key of a group.
+
+`rows` is `[taps, rows, hidden_size]` on the CPU, in the stream's dtype; `sidecar` has
+what the keys' sidecars share, which is all but `layer` and `hook`.
+"""
+
+
+class GroupBatchingSink(BatchingSink, GroupSink):
+    """A `BatchingSink` that calls `on_group` once for all keys of a group."""
+
+    def __init__(self, consumer: CaptureConsumer, on_group: OnGroup) -> None:
+        super().__init__(consumer)
+        self._on_group = on_group
+        self._items: dict[str, list[AnyChunk]] = {}
+        """The rows of each request, in order, until one of its keys ends."""
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        """Keep the rows until the key is finalized."""
+        self.submit_rows([chunk])
+
+    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+        """Keep the rows until the request has ended."""
+        for item in items:
+            self._items.setdefault(request_of(item), []).append(item)
+
+    def submit_finalize(self, finalize: CaptureFinalize) -> None:
+        """Call `on_capture` with the rows of the key."""
+        for chunk in chunks_in(self._items.pop(finalize.key[0], ())):
+            super().submit_chunk(chunk)
+        super().submit_finalize(finalize)
+
+    def submit_ends(
+        self, request_id: str, ends: Sequence[GroupEnd]
+    ) -> list[CaptureResult] | None:
+        """Call `on_group` for each group, unless rows of single keys were submitted."""
+        parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
+        for item in self._items.get(request_id, ()):
+            if not isinstance(item, GroupChunk):
+                return None
+            parts.setdefault(item.taps, []).append(item.tensor)
+        self._items.pop(request_id, None)
+        return [self._result_of(end, parts.get(end.taps, ())) for end in ends]
+
+    def _result_of(self, end: GroupEnd, parts: Sequence[torch.Tensor]) -> CaptureResult:
+        key = (end.request_id, *end.taps[0])
+        try:
+            width = end.sidecar.get("hidden_size", 0)
+            empty = torch.empty(len(end.taps), 0, width)
+            rows = ROWS.cat(parts, dim=1) if parts else empty
+            return CaptureResult(
+                key, "ok", payload=self._on_group(end.taps, rows, end.sidecar)
+            )
+        except Exception as error:
+            message = described(error)
+            FAILURES.tell(self._name, key, error)
+            for tap in end.taps:
+                self._tell((end.request_id, *tap), message)
+            return CaptureResult(key, "error", message)
