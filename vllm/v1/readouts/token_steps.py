@@ -26,12 +26,10 @@ class TokenResult(NamedTuple):
     """Of the readout."""
     job: int
     """Index of the arrays."""
-    first: int
-    """The first row."""
-    rows: int
-    """Number of rows."""
-    taps: int
-    """How many of the rows belong to the result; 0 if it has no axis for taps."""
+    rows: slice
+    """Its rows."""
+    has_taps: bool
+    """Whether the rows are those of the taps; otherwise there is one, without an axis."""
     start: int
     """Token position at shift 0."""
 
@@ -65,10 +63,15 @@ class TokenStep:
 
     def get(self, req_id: str) -> RequestReadouts | None:
         """The results of a request; None if it has none."""
-        start = self.start_of(req_id)
-        if start is None:
+        results = self.table.results.get(req_id)
+        if results is None:
             return None
-        return RequestReadouts(start, list(parts_of(req_id, [self])))
+        parts = []
+        for name, job, rows, has_taps, start in results:
+            at = (None, rows) if has_taps else rows
+            arrays = {label: one[at] for label, one in self.arrays[job].items()}
+            parts.append(ReadoutPart(name, start + self.shift, 1, arrays))
+        return RequestReadouts(results[0].start + self.shift, parts)
 
 
 StepReadouts: TypeAlias = dict[str, RequestReadouts] | TokenStep
@@ -92,28 +95,29 @@ def _follows(one: TokenStep, other: TokenStep) -> bool:
 
 
 def _part(result: TokenResult, steps: Sequence[TokenStep]) -> ReadoutPart:
-    at = slice(result.first, result.first + result.rows)
-    taps = slice(result.taps) if result.taps else 0
-    arrays = {
-        name: array[:, taps] for name, array in _rows_of(steps, result.job, at).items()
-    }
-    return ReadoutPart(result.name, result.start + steps[0].shift, len(steps), arrays)
-
-
-def _rows_of(steps: Sequence[TokenStep], job: int, at: slice) -> Arrays:
-    """`[steps, rows, ...]` by name."""
     first = steps[0]
     size = sum(one.nbytes for arrays in first.arrays for one in arrays.values())
     if size * len(steps) > MOST_STACKED_BYTES:
-        return _stack([step.arrays[job] for step in steps], at)
+        arrays = _stack([step.arrays[result.job] for step in steps], result.rows)
+    else:
+        whole = _stacked(steps)[result.job]
+        arrays = {name: one[:, result.rows] for name, one in whole.items()}
+    if not result.has_taps:
+        arrays = {name: one[:, 0] for name, one in arrays.items()}
+    return ReadoutPart(result.name, result.start + first.shift, len(steps), arrays)
+
+
+def _stacked(steps: Sequence[TokenStep]) -> list[Arrays]:
+    """By job and name: `[steps, rows, ...]`; the same for all requests."""
+    first = steps[0]
     if first._stacked is None or first._stacked[0] != len(steps):
         everything = [
             _stack([step.arrays[number] for step in steps], slice(None))
             for number in range(len(first.arrays))
         ]
         first._stacked = len(steps), everything
-    return {name: one[:, at] for name, one in first._stacked[1][job].items()}
+    return first._stacked[1]
 
 
-def _stack(steps: Sequence[Arrays], at: slice) -> Arrays:
-    return {name: np.stack([one[name][at] for one in steps]) for name in steps[0]}
+def _stack(steps: Sequence[Arrays], rows: slice) -> Arrays:
+    return {name: np.stack([one[name][rows] for one in steps]) for name in steps[0]}

@@ -55,7 +55,9 @@ def values(start: int, *numbers: float) -> dict[str, RequestReadouts]:
 
 def token(position: int, table: int = 0) -> TokenStep:
     """A step of two requests with one token each; `r` is the second."""
-    own, other = (TokenResult("p", 0, row, 1, 0, table) for row in (1, 0))
+    own, other = (
+        TokenResult("p", 0, slice(row, row + 1), False, table) for row in (1, 0)
+    )
     at = TokenTable((0, table), {"other": (other,), "r": (own,)})
     numbers = np.array([[-1], [position]], dtype=np.float32)
     return TokenStep(at, position - table, [{"values": numbers}])

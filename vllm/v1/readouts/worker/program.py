@@ -170,9 +170,10 @@ def _token_table(jobs: Sequence[Job], number: tuple[int, int]) -> TokenTable | N
             if one.count != 1:
                 return None
             has_taps = one.readout.kind not in ("probe", "sae")
-            taps = len(one.readout.taps) if has_taps else 0
-            rows, name = len(one.readout.staged), one.readout.name
-            result = TokenResult(name, place, one.first, rows, taps, one.start)
+            count = len(one.readout.taps) if has_taps else 1
+            rows = slice(one.first, one.first + count)
+            name = one.readout.name
+            result = TokenResult(name, place, rows, has_taps, one.start)
             found.setdefault(one.req_id, []).append(result)
     return TokenTable(number, {req_id: tuple(own) for req_id, own in found.items()})
 
