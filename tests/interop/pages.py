@@ -12,8 +12,15 @@ from tests.docs._pages import ROOT, blocks
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # only the sampler would compile something
+    # Settings for a quick start, which the pages do not need, as in tests/docs.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_DEFAULT_SERVER_ARGS": '{"enforce_eager": true}',  # of Inspect's servers
 }
+EAGER = """
+from functools import partialmethod
+import vllm
+vllm.LLM.__init__ = partialmethod(vllm.LLM.__init__, enforce_eager=True)
+"""
 
 
 def code_of(page: str) -> list[str]:
@@ -24,7 +31,7 @@ def code_of(page: str) -> list[str]:
 def printed_by(folder: Path, code: str) -> str:
     """What a script of this code prints, run in a folder with the examples."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "page.py").write_text(code)
+    (folder / "page.py").write_text(EAGER + code)
     # `vllm`, which Inspect starts, is in the environment below this one.
     site = Path(sysconfig.get_path("purelib"))
     project = next(site.glob("project.pth"), None)
