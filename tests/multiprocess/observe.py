@@ -160,11 +160,11 @@ class Pilot(SteeringController):
         names = {one.conversation_id for one in view.requests}
         if "raise" in names:
             raise RuntimeError("it is meant to")
-        if "unreadable" in names:
-            return [SteeringVectorUpdate({"post_block": {0: lambda: 1}})]
         if "all" in names or "none" in names:
             vector = np.full(64, 0.5 * ("all" in names), np.float32)
-            return [SteeringVectorUpdate({"post_block": {0: vector, 3: -vector}})]
+            no_vector = SteeringVectorUpdate({"post_block": {0: lambda: 1}})
+            vectors = {"post_block": {0: vector, 3: -vector}}
+            return [no_vector, SteeringVectorUpdate(vectors)]
         return super().on_step(view)
 
     def decide(self, request_view, residual):
@@ -174,7 +174,7 @@ class Pilot(SteeringController):
 """
 """A consumer whose actions are made of the rows, which only one rank has."""
 
-ACTED = (None, "latched", "latched", "raise", "unreadable", "all", None, "none", None)
+ACTED = (None, "latched", "latched", "raise", "all", None, "none")
 """The conversations of requests to it, one after another."""
 
 
@@ -260,6 +260,7 @@ def observe(order: Order) -> dict[str, Any]:
         capture_consumers=storage + (["pilot"] if order.plugins else []),
         tensor_parallel_size=order.tensor,
         pipeline_parallel_size=order.pipeline,
+        async_scheduling=None if order.pipeline == 1 or not order.plugins else False,
         max_num_batched_tokens=24,
         max_logprobs=-1,
         enable_steering=True,

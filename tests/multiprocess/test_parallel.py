@@ -41,7 +41,7 @@ pytestmark = [
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2)}
 OTHER = {("llama", "pipeline"): (2, 2)}
 """The model whose stages have two tensor-parallel ranks each."""
-ACTING = {("llama", "one"), ("llama", "tensor")}
+ACTING = {("llama", split) for split in SPLITS}
 """Engines with a consumer that runs within the steps."""
 Found = dict[str, Any]
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
@@ -161,10 +161,14 @@ def test_what_a_consumer_within_the_step_decides_reaches_every_rank(
         for both in others
     ]
     no, alone, both = [False, False], [True, False], [True, True]
-    assert changed == [alone, alone, no, no, both, both, no, no]
+    assert changed == [alone, alone, no, both, both, no]
     ranks = found["dynamic"]
     assert len(ranks) == np.prod(ranks_of(name, split))
-    assert [bool(rank["sync_consumers"]) for rank in ranks].count(True) == 1
+    pilots = [rank["sync_consumers"].get("pilot") for rank in ranks]
+    assert [pilot is not None for pilot in pilots] == [
+        rank["tp_rank"] == 0 for rank in ranks
+    ]
+    assert [bool(pilot and pilot["steps"]) for pilot in pilots].count(True) == 1
     assert len({rank["action_checksum"] for rank in ranks}) == 1
     assert all(rank["action_queue"]["applied"] > 4 for rank in ranks)
     assert ranks[0]["action_queue"]["rejected"] > 0

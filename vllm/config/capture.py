@@ -197,6 +197,10 @@ class CaptureConfig:
         """Whether rows are captured, for consumers or for readouts."""
         return bool(self.consumers or self.driver_instances or self.readouts)
 
+    def has_hook_point(self, layer: int, hook: str) -> bool:
+        """Whether a layer of the loaded model, in any stage, has a hook point."""
+        return hook in (self.hook_points or {}).get(layer, ())
+
     @property
     def spill_folder(self) -> Path:
         """The directory for the policy `spill`; by default one of the user's own."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.v1.capture.consumers._drive import context
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.v1.capture import engine_args
@@ -18,6 +19,8 @@ from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.engine_args import capture_config, ready_instances
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.registry import check_consumer
+from vllm.v1.capture.types import CaptureSpec
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 
 
 class Ready(CaptureConsumer):
@@ -97,18 +100,36 @@ def test_its_names_are_here() -> None:
     assert actions.get_steering_action_queue() is None
 
 
-def test_a_consumer_within_the_step_needs_one_engine_without_drafts() -> None:
+def test_a_consumer_within_the_step_needs_steps_that_follow_one_another() -> None:
     steps = [parse_consumer("logging")]
     args: Any = SimpleNamespace(
         pipeline_parallel_size=1,
         data_parallel_size=2,
         speculative_config=None,
+        async_scheduling=None,
     )
     with pytest.raises(CaptureValidationError, match="leave out data_parallel_size"):
         engine_args._check_steps(args, steps)
     args.data_parallel_size, args.speculative_config = 1, {"method": "ngram"}
     with pytest.raises(CaptureValidationError, match="leave out speculative_config"):
         engine_args._check_steps(args, steps)
+    args.speculative_config, args.pipeline_parallel_size = None, 2
+    with pytest.raises(CaptureValidationError, match="add --no-async-scheduling"):
+        engine_args._check_steps(args, steps)
+    args.async_scheduling = False
+    engine_args._check_steps(args, steps)
+
+
+def test_a_consumer_within_the_step_sees_the_layers_of_one_stage() -> None:
+    admission: Any = object.__new__(ReadoutAdmission)
+    hooks: Any = {"post_block": [0, 3], "pre_attn": [1]}
+    admission.steps = (("mine", CaptureSpec(hooks=hooks, positions="all")),)
+    admission.check_steps(context(), (0,))
+    with pytest.raises(CaptureValidationError, match="'mine' sees layers .0, 1, 3."):
+        admission.check_steps(context(), (0, 2))
+    admission.steps = (("mine", CaptureSpec(hooks={"mlp_in": [0]}, positions="all")),)
+    with pytest.raises(CaptureValidationError, match="no hook point 'mlp_in'"):
+        admission.check_steps(context(), (0,))
 
 
 def test_the_configuration_has_its_other_names() -> None:

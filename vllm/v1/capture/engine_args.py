@@ -237,20 +237,26 @@ def _split(entries: list[Any]) -> tuple[list[ConsumerConfig], list[Any]]:
 
 
 def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
-    """Refuse configurations in which no rank has all rows of a step."""
+    """Refuse configurations in which steps do not follow one another.
+
+    With several stages the scheduler passes actions on, so it must have the output of a
+    request's step before its next step.
+    """
     names = [entry.instance_name for entry in steps]
-    sizes = {
-        "pipeline_parallel_size": args.pipeline_parallel_size,
-        "data_parallel_size": args.data_parallel_size,
-    }
-    wrong = [name for name, size in sizes.items() if size > 1]
-    if args.speculative_config is not None:
-        wrong.append("speculative_config")
-    if wrong:
+    remedy = ""
+    if args.data_parallel_size > 1:
+        remedy = "leave out data_parallel_size"
+    elif args.speculative_config is not None:
+        remedy = "leave out speculative_config"
+    elif args.pipeline_parallel_size > 1 and args.async_scheduling is not False:
+        remedy = (
+            "add --no-async-scheduling (async_scheduling=False), which they need with "
+            "pipeline_parallel_size"
+        )
+    if remedy:
         raise CaptureValidationError(
             f"capture consumers {names} run within each step, which needs one engine "
-            f"of one pipeline stage without drafts; leave out {wrong[0]}, or steer by "
-            "entries with `when`",
+            f"without drafts; {remedy}, or steer by entries with `when`",
             parameter="capture_consumers",
             value=names,
         )

@@ -17,6 +17,7 @@ class SyncCaptureConsumer(ABC):
 
     The operator names it in `capture_consumers`. It slows every step by what `on_step`
     takes. With tensor parallelism the first rank has it, and all carry out its actions.
+    With pipeline parallelism each stage has it, and that of its layers calls `on_step`.
     """
 
     location: ClassVar[Literal["worker", "driver"]] = "worker"
@@ -26,7 +27,7 @@ class SyncCaptureConsumer(ABC):
     """Set by the framework, from the configuration."""
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        """Called once in the front end and once in the worker that has the rows."""
+        """Called once in the front end and once in the first worker of each stage."""
         self.vllm_config = vllm_config
         self.params = params
 

@@ -8,6 +8,7 @@ Both are assigned together, so a request that has begun its prompt can always de
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.plan import SteeringTiers
 
 ZERO_ROW = 0
@@ -149,3 +150,5 @@ class SteeringStep:
     """Slots that load another configuration before the step runs."""
     uses: dict[str, SlotUse] = field(default_factory=dict)
     """The slots of newly scheduled steered requests, by request id."""
+    actions: list[Action] = field(default_factory=list)
+    """What consumers have decided within earlier steps, with pipeline stages."""

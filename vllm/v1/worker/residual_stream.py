@@ -32,7 +32,7 @@ from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
-from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED
+from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
@@ -49,7 +49,7 @@ from vllm.v1.worker.residual_graphs import (
     without_graph,
 )
 from vllm.v1.worker.residual_hooks import open_hooks
-from vllm.v1.worker.step_consumers import StepConsumers
+from vllm.v1.worker.step_consumers import ACTIONS, StepConsumers
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 HookPoints = dict[int, list[str]]
+
+UNSLICED = UNSLICED_READOUTS | {ACTIONS: False}
+"""Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
 
 
 class ResidualStream:
@@ -310,18 +313,23 @@ class OpenResidualStream(ResidualStream):
         if self.steering is None:
             return attach(output, Additions(readouts))
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
-        return attach(output, Additions(readouts, doses, fired))
+        actions = None if self.steps is None else self.steps.take()
+        return attach(output, Additions(readouts, doses, fired, actions))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors to send on, with readouts, rows, gates and doses."""
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
+        if self.steps is not None:
+            tensors = self.steps.send(tensors)
         return tensors if self.steering is None else self.steering.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
         """Take what earlier stages have added out of received tensors."""
         if self.readouts is not None:
             self.readouts.receive(tensors)
+        if self.steps is not None:
+            self.steps.receive(tensors)
         if self.steering is not None:
             self.steering.receive(tensors, wait)
 

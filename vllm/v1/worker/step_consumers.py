@@ -2,9 +2,12 @@
 """Runs the consumers that are called within each step.
 
 The first tensor-parallel rank has the rows and calls them; what they want is sent to
-the other ranks, so that all apply it after the same step.
+the other ranks, so that all apply it after the same step. With pipeline stages it
+travels to the last one with the hidden states of the step, and in its output to the
+scheduler, which passes it on to the ranks of all stages.
 """
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.program import Job
 from vllm.v1.readouts.worker.worker import RowsOfJob
 from vllm.v1.residual.plugin_errors import is_interrupt
-from vllm.v1.residual.steering_actions import SteeringActionQueue
+from vllm.v1.residual.steering_actions import Action, SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+ACTIONS = "steering_actions"
+"""Name of the intermediate tensor of actions, pickled bytes `[n]` on the host."""
 BUDGET_SECONDS = 0.002
 """A step in which a consumer takes longer is counted as over budget."""
 
@@ -45,6 +50,10 @@ class StepConsumers:
         self._consumers: dict[str, Any] = {}
         self._stats: dict[str, dict[str, float]] = {}
         self._ranks = get_tp_group()
+        self._has_stages = get_pp_group().world_size > 1
+        self._is_last = get_pp_group().is_last_rank
+        self._arriving: torch.Tensor | None = None
+        """The actions of earlier stages, which may still arrive."""
         decides = self._ranks.rank_in_group == 0
         for entry in vllm_config.capture_config.step_consumers if decides else ():
             name = entry.instance_name
@@ -87,9 +96,38 @@ class StepConsumers:
         for job, rows in jobs:
             if rows is not None:
                 self._call(job, rows, further)
-        if self._steering is not None and self._steering.dynamic is not None:
-            actions = self._steering.dynamic.taken()
-            self._steering.act(self._ranks.broadcast_object(actions))
+        if self._steering is not None and not self._has_stages:
+            self._steering.act(self._ranks.broadcast_object(self._taken()))
+
+    def _taken(self) -> list[Action]:
+        """The actions of this rank's consumers, and of its queue."""
+        if self._steering is None or self._steering.dynamic is None:
+            return []
+        return self._steering.dynamic.taken()
+
+    def receive(self, tensors: dict[str, Any]) -> None:
+        """Take the actions of earlier stages out of a step's intermediate tensors."""
+        self._arriving = tensors.pop(ACTIONS, None)
+
+    def take(self) -> list[Action] | None:
+        """The actions of all stages, for the step's output; None if there are none."""
+        if not self._has_stages or not self._is_last:
+            return None
+        return self._of_stages() or None
+
+    def _of_stages(self) -> list[Action]:
+        """The actions of earlier stages, and of this one."""
+        arriving, self._arriving = self._arriving, None
+        earlier = [] if arriving is None else pickle.loads(arriving.numpy().tobytes())
+        return [*earlier, *self._taken()]
+
+    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A step's intermediate tensors, with the actions."""
+        actions = self._of_stages()
+        if not actions:
+            return tensors
+        packed = bytearray(pickle.dumps(actions))
+        return {**tensors, ACTIONS: torch.frombuffer(packed, dtype=torch.uint8)}
 
     def _call(self, job: Job, rows: torch.Tensor, further: int) -> None:
         """Call the consumer of a job, and queue its actions."""

@@ -9,6 +9,10 @@ EDITS = [
         why="The type of the field.",
     ),
     add_import(
+        "from vllm.v1.residual.steering_actions import Action",
+        why="The type of the field.",
+    ),
+    add_import(
         "from vllm.v1.steering.receipts import Fired, StepReceipt",
         why="The types of the fields.",
     ),
@@ -22,6 +26,8 @@ readouts: dict[str, RequestReadouts] | None = None
 receipts: dict[str, StepReceipt] | None = None
 # Tokens at which conditions of steering have fired
 fired: Fired | None = None
+# What consumers within the step want, if the scheduler passes it on to all ranks
+actions: list[Action] | None = None
 """,
         why="The scheduler evaluates stop conditions on them.",
     ),

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 )
 from vllm.v1.capture.consumers.arrow import ArrowConsumer
 from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
-from vllm.v1.capture.consumers.arrow.context_shard import ContextShard
+from vllm.v1.capture.consumers.arrow.consumer import _Tables
 from vllm.v1.capture.consumers.storage import files, shards
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.request import StoredRequest
@@ -246,13 +246,14 @@ def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
     # On a slow machine, the file must not be sealed between two requests.
     monkeypatch.setattr(shards, "IDLE_SECONDS", 60.0)
     monkeypatch.setattr(shards, "AGE_SECONDS", 60.0)
-    append = ContextShard.append
+    publish = _Tables.publish
 
-    def slowly(*args: Any) -> None:  # so that the consumer is shut down meanwhile
-        sleep(0.05)
-        append(*args)
+    def late(publisher: Any, request: StoredRequest, workspace: Any) -> None:
+        if request.request_id == "r2":
+            sleep(0.2)  # The consumer is shut down meanwhile.
+        publish(publisher, request, workspace)
 
-    monkeypatch.setattr(ContextShard, "append", slowly)
+    monkeypatch.setattr(_Tables, "publish", late)
     requests = {  # of 3, 4, 5 and 6 rows
         f"r{i}": {
             tap: rows_of(3 + i, 16, 9 * i + n, dtype) for n, tap in enumerate(TAPS)

@@ -46,6 +46,7 @@ from vllm.v1.readouts.frontend.admission import (
     staged_ranges,
 )
 from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
+from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
 
@@ -95,6 +96,9 @@ class Admission:
             (one.instance_name, build_consumer(one, vllm_config).global_capture_spec())
             for one in vllm_config.capture_config.step_consumers
         )
+        if self.readouts.steps:
+            starts = Stages.of(vllm_config, own=0).starts
+            self.readouts.check_steps(self.context("start-up", 1, None), starts)
 
     @property
     def captures_everything(self) -> list[str]:

@@ -3,10 +3,12 @@
 
 import re
 import threading
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.plan import Ranges, union
 from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
@@ -98,17 +100,37 @@ class ReadoutAdmission:
 
     def _for_step(self, name: str, spec: CaptureSpec, ctx: CaptureContext) -> Readout:
         """The rows of a consumer that runs within the step."""
-        where = f"capture consumer {name!r}"
-        hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
-        taps = parse_hooks(hooks, ctx, where)
         return Readout(
             f"step:{name}",
             "custom",
-            tuple((layer, str(hook)) for hook, at in taps.items() for layer in at),
-            resolve_positions(spec.positions, ctx, where),
+            _taps_of_step(name, spec, ctx),
+            resolve_positions(spec.positions, ctx, f"capture consumer {name!r}"),
             name,
             step=True,
         )
+
+    def check_steps(self, ctx: CaptureContext, starts: Sequence[int]) -> None:
+        """Refuse consumers within the step whose rows no rank has, at the start.
+
+        Args:
+            ctx: the model's dimensions.
+            starts: the first layer of each pipeline stage.
+
+        Raises:
+            CaptureValidationError: a hook point does not exist, or several stages have
+                the consumer's layers.
+
+        """
+        for name, spec in self.steps:
+            layers = sorted({layer for layer, _ in _taps_of_step(name, spec, ctx)})
+            if len({bisect_right(starts, layer) for layer in layers}) > 1:
+                raise CaptureValidationError(
+                    f"capture consumer {name!r} sees layers {layers}, which are in "
+                    "several pipeline stages, and runs in one; name layers of one of "
+                    f"the stages, which begin at layers {list(starts)}",
+                    parameter="capture_consumers",
+                    value=name,
+                )
 
     def _server(self) -> Server:
         return Server(
@@ -317,3 +339,10 @@ def _check_name(name: Any) -> None:
             "readouts",
             name,
         )
+
+
+def _taps_of_step(name: str, spec: CaptureSpec, ctx: CaptureContext) -> tuple[Tap, ...]:
+    """The hook points that a consumer within the step sees."""
+    hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
+    taps = parse_hooks(hooks, ctx, f"capture consumer {name!r}")
+    return tuple((layer, str(hook)) for hook, at in taps.items() for layer in at)

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts, Tap
 from vllm.v1.readouts.worker.program import Entry
+from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.receipts import Fired, StepReceipt
 
 
@@ -139,9 +140,10 @@ class Additions:
     readouts: PendingReadouts | None = None
     receipts: Receipts | None = None
     fired: Counts | None = None
+    actions: list[Action] | None = None
 
     def __bool__(self) -> bool:
-        found = self.readouts, self.receipts, self.fired
+        found = self.readouts, self.receipts, self.fired, self.actions
         return any(one is not None for one in found)
 
     def put(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -152,6 +154,7 @@ class Additions:
             output.receipts = self.receipts.collect()
         if self.fired is not None:
             output.fired = self.fired.collect()
+        output.actions = self.actions
         return output
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.core.name_log import NamesLog
 from vllm.v1.steering.core.prefix_cache import (
     EngineSteering,
@@ -74,6 +75,10 @@ class SteeringScheduling:
         self._unsent.clear()
         return found
 
+    def note_actions(self, actions: Iterable[Action] | None) -> None:
+        """Send to all ranks, with the next step, what a step's consumers want."""
+        self._step.actions += actions or ()
+
     @property
     def changes_all(self) -> bool:
         """Whether any request's stream may be changed without its asking."""
@@ -135,7 +140,7 @@ class SteeringScheduling:
     def take_step(self) -> SteeringStep | None:
         """The changes to send to the workers with this step; None if there are none."""
         step, self._step = self._step, SteeringStep()
-        return step if step.uses else None
+        return step if step.uses or step.actions else None
 
 
 def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:

@@ -34,7 +34,7 @@ class DynamicSteering:
     def __init__(
         self,
         tables: SteeringTables,
-        taps: Iterable[Tap],
+        has_tap: Callable[[int, str], bool],
         width: int,
         slots: range,
         admitted: Callable[[str], SteeringTiers],
@@ -43,7 +43,7 @@ class DynamicSteering:
 
         Args:
             tables: of the worker.
-            taps: that can be steered.
+            has_tap: whether a layer has a hook point, in any pipeline stage.
             width: of a vector.
             slots: for overrides.
             admitted: returns what a running request asked for; raises `KeyError` if
@@ -52,7 +52,7 @@ class DynamicSteering:
         """
         self.queue = SteeringActionQueue()
         self._tables = tables
-        self._taps = frozenset(taps)
+        self._has_tap = has_tap
         self._width = width
         self._slots = slots
         self._admitted = admitted
@@ -181,7 +181,7 @@ class DynamicSteering:
         found = {}
         for hook, layers in raw.items():
             for layer, given in layers.items():
-                if (layer, hook) not in self._taps:
+                if not self._has_tap(layer, hook):
                     raise ValueError(f"no hook point {hook} in layer {layer}")
                 if given.shape != (self._width,) or not np.isfinite(given).all():
                     raise ValueError(f"vectors must be {self._width} finite numbers")

@@ -149,8 +149,9 @@ class WorkerSteering:
         """What consumers set, if there are some that run within the step."""
         if acts:
             slots = range(config.max_configs, config.max_configs + more)
+            points = vllm_config.capture_config.has_hook_point
             self.dynamic = DynamicSteering(
-                self.tables, taps, width, slots, self._admitted
+                self.tables, points, width, slots, self._admitted
             )
         self.eager_steps: Counter[str] = Counter()
         """Number of steps that could run neither compiled nor as CUDA graphs, by
@@ -198,6 +199,8 @@ class WorkerSteering:
             step: changes of slots, if any.
 
         """
+        if step is not None and step.actions:
+            self.act(step.actions)  # They precede the ends of requests.
         finished = list(finished)
         self._held.forget(finished)
         if self.dynamic is not None:

@@ -192,8 +192,11 @@ if read_out is not None and not stopped and read_out.fired:
     ),
     first(
         scope="Scheduler.update_from_output",
-        insert="self.steering.note_fired(model_runner_output.fired)",
-        why="Counts how often conditions fire.",
+        insert="""
+self.steering.note_fired(model_runner_output.fired)
+self.steering.note_actions(model_runner_output.actions)
+""",
+        why="Counts how often conditions fire, and sends actions with the next step.",
     ),
     add_argument(
         scope="Scheduler.make_stats",
