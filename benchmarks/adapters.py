@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each adapter in `vllm/interop` costs over our own call for the same rows.
 
-    python benchmarks/adapters.py --out benchmarks/results/adapters.md
+    python benchmarks/adapters.py --out benchmarks/results/DATE-adapters-cpu.json
 
 One process per adapter, with an environment of its peer library where the adapter
 needs it. Adapter and own call alternate on one engine (or on two alike, where what is
 measured is a setting of the engine); the order changes every turn. The cost is the CPU
-time of the process and its children, which a busy machine does not change.
+time of the process and its children, which a busy machine changes less than elapsed
+time; each turn gives a ratio, and the medians of these are compared with the goal.
 """
 
 import argparse
@@ -31,7 +32,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness import goals, reports  # noqa: E402
 
 MODEL = str(ROOT / "examples" / "demo_model" / "weights")
 LAYERS = [1, 3]
@@ -42,7 +43,6 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.2,
 }
-GOAL = 1.05
 PEERS = {
     "transformer_lens": "transformer_lens",
     "inspect_ai": "inspect_ai",
@@ -348,32 +348,30 @@ def child(name: str, turns: int) -> dict[str, Any]:
     return found
 
 
-def line(name: str, taken: dict[str, Any]) -> str:
-    """A row of the table."""
-    cells = []
-    for column in (0, 1):
-        theirs = statistics.fmean(cost[column] for cost in taken["adapter"])
-        ours = statistics.fmean(cost[column] for cost in taken["own"])
-        cells.append((theirs, ours, theirs / ours))
-    (cpu, own_cpu, ratio), (*_, elapsed) = cells
-    mark = "" if ratio <= GOAL else " (over the goal)"
-    return (
-        f"| `{name}` | {cpu * 1e3:.0f} | {own_cpu * 1e3:.0f} | **{ratio:.3f}**{mark} "
-        f"| {elapsed:.3f} |"
+def case_of(taken: dict[str, Any]) -> dict[str, Any]:
+    """The report of an adapter: ratios by turn, and milliseconds of CPU time."""
+    pairs = list(zip(taken["adapter"], taken["own"], strict=True))
+    cpu, elapsed = (
+        reports.summary([theirs[column] / ours[column] for theirs, ours in pairs])
+        for column in (0, 1)
     )
+    milliseconds = {
+        side: statistics.median(cost[0] for cost in costs) * 1e3
+        for side, costs in taken.items()
+    }
+    return {"cpu": cpu, "elapsed": elapsed, "cpu_ms": milliseconds}
 
 
-HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
-# Adapters beside our own call
-
-`python benchmarks/adapters.py`, {date}, {cpu}, {cores} cores, one thread; demo model,
-{prompts} prompts of {length} tokens, layers {layers}; {turns} alternating turns,
-means. The goal is {goal} times the CPU time of our own call. Other jobs ran on the
-machine, which the elapsed times show.
-
-| adapter | CPU ms | own call, CPU ms | ratio, CPU time | ratio, elapsed |
-|---|---|---|---|---|
-"""
+def line(name: str, case: dict[str, Any]) -> str:
+    """A row of the table."""
+    cpu, times = case["cpu"], case["cpu_ms"]
+    mark = "" if cpu["median"] <= goals.ADAPTERS.value else " (over the goal)"
+    low, high = cpu["interval"]
+    return (
+        f"| `{name}` | {times['adapter']:.0f} | {times['own']:.0f} "
+        f"| **{cpu['median']:.3f}**{mark} | {low:.3f} to {high:.3f} "
+        f"| {case['elapsed']['median']:.3f} |"
+    )
 
 
 def main() -> None:
@@ -387,21 +385,16 @@ def main() -> None:
     if args.one:
         print(MARK + json.dumps(measure(args.one, args.turns)), flush=True)
         return
-    lines = []
+    load = os.getloadavg()
+    facts = {"prompts": PROMPTS, "length": LENGTH, "layers": LAYERS}
+    report: dict[str, Any] = {**reports.begun(), "turns": args.turns, **facts}
+    report["cases"] = {}
     for name in args.adapters:
-        lines.append(line(name, child(name, args.turns)))
-        print(lines[-1], flush=True)
-    machine = reports.machine(os.getloadavg())
-    facts = {"prompts": PROMPTS, "length": LENGTH, "layers": LAYERS, "goal": GOAL}
-    head = HEAD.format(
-        date=reports.begun()["date"][:10],
-        cpu=machine["cpu"],
-        cores=machine["cores"],
-        turns=args.turns,
-        **facts,
-    )
+        case = report["cases"][name] = case_of(child(name, args.turns))
+        print(line(name, case), flush=True)
+    report["machine"] = reports.machine(load)
     if args.out:
-        args.out.write_text(head + "\n".join(lines) + "\n")
+        reports.write(report, args.out)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,14 @@ def _native(report: Report) -> list[Panel]:
     return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
 
 
+def _adapters(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (mark(case["cpu"]),), goals.ADAPTERS)
+        for name, case in report["cases"].items()
+    ]
+    return [Panel("CPU time / that of our own call", tuple(rows))]
+
+
 def _prefix_hits(report: Report) -> list[Panel]:
     rows = [Row(kind, (spread([rate]),)) for kind, rate in report["rates"].items()]
     return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
@@ -403,6 +411,7 @@ def _delivery(report: Report) -> list[Panel]:
 
 
 _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
+    "adapters": ("Adapters beside our own call", _adapters),
     "overhead": ("Throughput with both features off", _overhead),
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),

@@ -100,11 +100,17 @@ def _entries(payload: Any) -> list[dict[str, Any]]:
 
 
 def _rows(entry: Mapping[str, Any]) -> torch.Tensor:
+    data, shape = entry["data"], entry["shape"]
+    if isinstance(data, memoryview):
+        dtype = getattr(torch, entry["dtype"])
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).view(shape)
     return tensors.decode(
         {
-            "data": entry["data"],
+            "data": data,
             "original_dtype": entry["dtype"],
-            "shape": entry["shape"],
+            "shape": shape,
             "compression": entry.get("encoding"),
         }
     )

@@ -5,13 +5,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import httpx2
+from inspect_ai._util.http_defaults_httpx2 import (
+    connect_timeout,
+    default_client_kwargs,
+    default_limits,
+)
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
 from inspect_ai.model._model_call import ModelCall
 from inspect_ai.model._providers.vllm import VLLMAPI
 from inspect_ai.tool import ToolChoice, ToolInfo
+from openai import DefaultAsyncHttpxClient, NotGiven
+from openai.types.chat import ChatCompletion
 
 from vllm.interop.inspect_ai.activations import activations_of, without_rows
 from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
+from vllm.interop.inspect_ai.responses import accept_of, document_in
+from vllm.interop.inspect_ai.transport import DirectTransport, origin_of
 
 CLIENT_SECONDS = 3600.0
 """Timeout of a request in seconds, unless `client_timeout` is given."""
@@ -96,10 +106,51 @@ class LensAPI(VLLMAPI):
         self, request: dict[str, Any], config: GenerateConfig
     ) -> Any:
         call = _CALL.get()
-        sent = {**request, "extra_body": call.body}
-        completion = await super()._generate_completion(sent, config)
-        call.metadata = _taken(completion, call.layers)
+        if self.resolve_stream(config):
+            sent = {**request, "extra_body": call.body}
+            completion = await super()._generate_completion(sent, config)
+        else:
+            completion = await self._complete(request, call.body)
+        if isinstance(completion, ChatCompletion):
+            call.metadata = _taken(completion, call.layers)
         return completion
+
+    async def _complete(self, request: dict[str, Any], extra: dict[str, Any]) -> Any:
+        """Send a request by OpenAI's client, which retries, and parse its response.
+
+        Its `chat.completions.create` would walk through the whole request once more to
+        rename fields, of which chat completions have none, and reads only JSON.
+        """
+        fields = {
+            name: value
+            for name, value in request.items()
+            if name not in ("extra_body", "extra_headers")
+            and not isinstance(value, NotGiven)
+        }
+        body = fields | extra
+        response = await self.client.post(
+            "/chat/completions",
+            cast_to=httpx2.Response,
+            body=body,
+            options={"headers": accept_of(body) | request["extra_headers"]},
+        )
+        document = document_in(response)
+        if isinstance(document, dict):
+            return ChatCompletion.construct(**document)
+        return document  # Inspect refuses it
+
+    def _create_http_client(self) -> Any:
+        origin = origin_of(str(self.base_url))
+        if origin is None:
+            return super()._create_http_client()
+        options: dict[str, Any] = {}
+        if (seconds := self.client_timeout) is not None:
+            connect = max(seconds, connect_timeout())
+            options["timeout"] = httpx2.Timeout(seconds, connect=connect)
+        mounts = {origin: DirectTransport(default_limits())}
+        return DefaultAsyncHttpxClient(
+            **default_client_kwargs(mounts=mounts, **options)
+        )
 
 
 class ClearboxAPI(LensAPI):
