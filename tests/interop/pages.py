@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Settings for a quick start, which the pages do not need, as in tests/docs.
     "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONPATH": str(ROOT / "client"),  # `pip install clearbox-client`
     "VLLM_DEFAULT_SERVER_ARGS": '{"enforce_eager": true}',  # of Inspect's servers
 }
 EAGER = """
