@@ -85,9 +85,9 @@ def inline(positions: str) -> dict[str, Any]:
     return {"inline": {"hooks": hooks, "positions": positions}}
 
 
-def rows_in(outputs: list[Any]) -> int:
+def rows_in(outputs: list[Any], instance: str = "inline") -> int:
     """Reads every row of our own outputs, and counts them."""
-    found = [output.capture_results["inline"].payload for output in outputs]
+    found = [output.capture_results[instance].payload for output in outputs]
     return sum(len(rows) for payload in found for rows in payload.values())
 
 
@@ -118,19 +118,25 @@ def probe_hook() -> Iterator[Pair]:
     from vllm_probe_hook import LLM
 
     from vllm import LLM as EngineLLM
+    from vllm.interop.probe_hook.rows import GENERATED as GENERATED_ROWS
+    from vllm.interop.probe_hook.rows import PROMPT
 
-    llm = LLM(
-        MODEL, layers=LAYERS, dtype="float32", capture_consumers=["inline"], **ENGINE
-    )
+    llm = LLM(MODEL, layers=LAYERS, dtype="float32", **ENGINE)
 
     def theirs() -> Any:
         asked = params(max_tokens=GENERATED)
         outputs = llm.generate(inputs(), asked, use_tqdm=False)
         return [output.hidden_states for output in outputs]
 
-    def ours() -> Any:
-        asked = params(max_tokens=GENERATED, capture=inline("all_generated"))
-        return rows_in(EngineLLM.generate(llm, inputs(), asked, use_tqdm=False))
+    def ours() -> Any:  # the last prompt token's row predicts the first output token
+        hooks = {"post_block": LAYERS}
+        capture = {
+            PROMPT: {"hooks": hooks, "positions": "last_prompt"},
+            GENERATED_ROWS: {"hooks": hooks, "positions": "all_generated"},
+        }
+        asked = params(max_tokens=GENERATED, capture=capture)
+        outputs = EngineLLM.generate(llm, inputs(), asked, use_tqdm=False)
+        return [rows_in(outputs, name) for name in capture]
 
     yield theirs, ours
 

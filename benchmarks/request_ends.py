@@ -14,7 +14,8 @@ copying them takes little of the time.
 Figures are microseconds of CPU time per key, as the median and range over the rounds:
 of the dispatch thread and the consumer's thread from the end of the requests on, of the
 front end's thread that receives results, of the caller that takes them, and of all of
-these; besides, what the two threads of the worker take while the requests run.
+these; besides, what the two threads of the worker take while the requests run, and what
+all threads but the engine's take per key of a step whose rows are streamed.
 """
 
 import argparse
@@ -58,20 +59,38 @@ class Ends:
             "consumer": self.worker.consumer_thread,
             "receiver": self.worker.inbox_thread,
         }
+        self._streaming = partial(thread_seconds, self.worker.streaming_thread)
         self._clocks: dict[str, Callable[[], float]] = {
             name: partial(thread_seconds, one) for name, one in threads.items()
         }
 
-    def run(self) -> dict[str, float]:
-        """One round; CPU time in microseconds per key."""
+    def _generate(self, streamed: bool) -> list[str]:
+        """Start requests, and run all steps."""
         ids = [f"r{self._begun + number}" for number in range(self._requests)]
         self._begun += self._requests
-        started = self._now()
-        self.worker.open(ids, PROMPT, self._taps, (0, OPEN_END))
+        self.worker.open(ids, PROMPT, self._taps, (0, OPEN_END), streamed)
         self.worker.step(ids, 0, PROMPT)
         for position in range(PROMPT, PROMPT + GENERATED - 1):
             self.worker.step(ids, position, 1)
-        time.sleep(0.05)  # Until the threads have done what does not wait for the end.
+            if streamed:
+                time.sleep(0.001)  # As if the GPU computed; lets other threads run.
+        return ids
+
+    def stream(self) -> float:
+        """One round with streamed rows; CPU time in microseconds per key and step."""
+        before = sum(self._now().values()) + self._streaming()
+        ids = self._generate(streamed=True)
+        self.worker.end(ids, GENERATED)
+        self.worker.answers(len(ids))
+        self._rest()
+        seconds = sum(self._now().values()) + self._streaming() - before
+        return seconds / (len(ids) * len(self._taps) * GENERATED) * 1e6
+
+    def run(self) -> dict[str, float]:
+        """One round; CPU time in microseconds per key."""
+        started = self._now()
+        ids = self._generate(streamed=False)
+        self._rest()
         before = self._now()
         self.worker.end(ids, GENERATED)
         messages = self.worker.answers(len(ids))
@@ -91,6 +110,13 @@ class Ends:
         found["while running"] = sum(before[name] - started[name] for name in running)
         keys = len(ids) * len(self._taps)
         return {name: seconds / keys * 1e6 for name, seconds in found.items()}
+
+    def _rest(self) -> None:
+        """Wait until the threads have done what does not wait for the requests' end."""
+        spent, before = sum(self._now().values()), 0.0
+        while spent - before > 0.001:
+            time.sleep(0.05)
+            spent, before = sum(self._now().values()), spent
 
     def _now(self) -> dict[str, float]:
         return {name: clock() for name, clock in self._clocks.items()}
@@ -123,9 +149,12 @@ def main() -> None:
     ends = Ends(options.requests, options.layers)
     for _ in range(2):  # They allocate memory.
         ends.run()
+    ends.stream()
     gc.collect()
     gc.freeze()  # As an engine does after its start.
-    rounds = [ends.run() for _ in range(options.rounds)]
+    rounds = [
+        ends.run() | {"streamed step": ends.stream()} for _ in range(options.rounds)
+    ]
     ends.worker.close()
     keys = options.requests * options.layers
     report: dict[str, Any] = {

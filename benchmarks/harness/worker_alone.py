@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from vllm.config.capture import CaptureConfig, parse_consumer
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan, Reader, Tap, TapGroup
+from vllm.v1.capture.plan import (
+    LIVE,
+    CaptureEnd,
+    CapturePlan,
+    Reader,
+    Tap,
+    TapGroup,
+)
 from vllm.v1.capture.transport.same_process import stop_receiving
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
@@ -86,10 +93,16 @@ class WorkerAlone:
         prompt: int,
         taps: Sequence[Tap],
         positions: tuple[int, int],
+        streamed: bool = False,
     ) -> None:
-        """Start requests that capture the positions `[first, last)`."""
+        """Start requests that capture the positions `[first, last)`.
+
+        With `streamed`, the front end gets the rows of each step as well.
+        """
         ranges = (positions,)
-        group = TapGroup(tuple(taps), ranges, (Reader(self._instance, ranges),))
+        names = (self._instance, LIVE) if streamed else (self._instance,)
+        readers = tuple(Reader(name, ranges) for name in names)
+        group = TapGroup(tuple(taps), ranges, readers)
         for req_id in ids:
             plan = CapturePlan(req_id, prompt, (group,), self._inbox.address)
             self._worker.add_request(req_id, plan, list(range(prompt)), {})
@@ -119,7 +132,15 @@ class WorkerAlone:
     @property
     def consumer_thread(self) -> int:
         """The native id of the consumer's thread."""
-        lane = self._worker._lanes[self._instance]
+        return self._lane_thread(self._instance)
+
+    @property
+    def streaming_thread(self) -> int:
+        """The native id of the thread that sends the rows of each step."""
+        return self._lane_thread(LIVE)
+
+    def _lane_thread(self, name: str) -> int:
+        lane = self._worker._lanes[name]
         lane.start()
         number = lane._thread.ident
         assert number is not None, "it was started"

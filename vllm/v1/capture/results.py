@@ -91,14 +91,9 @@ def separated(rows: torch.Tensor) -> Sequence[torch.Tensor]:
     """
     if not rows.numel():
         return rows.unbind()
-    storage, shape, stride = rows.untyped_storage(), rows.shape[1:], rows.stride()[1:]
-    step, size = rows.stride(0) * rows.itemsize, shape.numel() * rows.itemsize
-    first = rows.storage_offset() * rows.itemsize
-    starts = [first + tap * step for tap in range(rows.shape[0])]
-    return [
-        rows.new_empty(0).set_(storage[start : start + size], 0, shape, stride)
-        for start in starts
-    ]
+    # By NumPy, which takes half of the time.
+    taps, dtype = rows.view(torch.uint8).numpy(), rows.dtype
+    return [torch.from_numpy(tap).view(dtype) for tap in taps]
 
 
 def _as_list(values: Sequence[Any]) -> list[Any]:

@@ -68,12 +68,12 @@ def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
         _, (code,) = run_and_get_code(compiled(tap), torch.randn(TOKENS, WIDTH))
     found = set(re.findall(r"^ *Launch.+", code, re.MULTILINE))
     begun = {re.sub(r"\(\w+\)", "()", line.strip()) for line in found}
-    asked = "Launch.taps and Launch.wants() and "
+    asked, called = "Launch.taps and Launch.wants() and ", "wanted"
     if torch.cuda.is_available():
-        asked += "torch.ops.vllm."
+        asked, called = f"{asked}torch.ops.vllm.", "rows"
     assert sorted({re.sub(r"(\.default)?\(\w+,.*", "", line) for line in begun}) == [
         f"{asked}capture_rows",
-        f"{asked}intervene_rows",
+        f"{asked}intervene_{called}",
         f"{asked}steer_rows",
         "Launch.whole and torch.ops.vllm.steer_rows_ahead",
     ]

@@ -82,13 +82,18 @@ def test_the_library_does_what_the_plan_in_pytorch_does(
     ]
     monkeypatch.setattr(StepPrograms, "at", {index.data_ptr(): of_each})
     found = []
-    for _ in range(2):
+    wide = torch.zeros(tokens, 2 * width)
+    for apart in (False, True, False):
         hidden, other = given.clone(), None if residual is None else residual.clone()
+        if apart:
+            hidden = wide[:, :width].copy_(given)
         intervene_rows(hidden, other, index, rows, torch.zeros(8, 4), False)
         assert torch.equal(hidden[rows[:tokens] == 0], given[rows[:tokens] == 0])
         found.append(hidden if other is None else hidden + other)
-        monkeypatch.setattr(program_host, "library", lambda: None)
-    torch.testing.assert_close(found[0], found[1])
+        if apart:
+            monkeypatch.setattr(program_host, "library", lambda: None)
+    assert torch.equal(found[0], found[1]), "rows that are apart"
+    torch.testing.assert_close(found[0], found[2])
     assert (found[0] != (given if residual is None else given + residual)).any(
         1
     ).sum() == 4

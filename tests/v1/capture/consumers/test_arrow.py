@@ -2,7 +2,7 @@
 import errno
 import json
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import datasets
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.v1.capture.consumers._drive import deliver, rows_of
+from tests.v1.capture.consumers._drive import deliver, ending_of, rows_of
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     example_hidden_states_connector as connector,
 )
@@ -23,6 +23,7 @@ from vllm.v1.capture.consumers.arrow import ArrowConsumer
 from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
 from vllm.v1.capture.consumers.arrow.consumer import _Tables
 from vllm.v1.capture.consumers.storage import files, shards
+from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.errors import CaptureValidationError
 
@@ -232,9 +233,15 @@ def test_only_files_of_a_requests_own_are_claimed(
 CONTEXTS = {"layout": "saelens", "context_size": 4}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "shard_max_bytes"),
+    [(torch.bfloat16, 1 << 20), (torch.float16, 1), (torch.float32, 1 << 20)],
+)
 def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    dtype: torch.dtype,
+    shard_max_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a slow machine, the file must not be sealed between two requests.
     monkeypatch.setattr(shards, "IDLE_SECONDS", 60.0)
@@ -253,7 +260,8 @@ def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
         }
         for i in range(4)
     }
-    results = deliver(consumer_at(tmp_path, **CONTEXTS), requests)
+    params = {**CONTEXTS, "shard_max_bytes": shard_max_bytes}
+    results = deliver(consumer_at(tmp_path, **params), requests)
     found = datasets.load_from_disk(str(tmp_path / "default")).with_format("torch")
     assert len(found) == 4
     for layer, hook in TAPS:
@@ -266,6 +274,92 @@ def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
     (lost,) = [one for one in results.values() if one.status != "ok"]
     assert lost.status == "partial_error" and "2 of " in str(lost.error)
     assert sorted(found["token_ids"][:].reshape(-1).tolist())[0] == 100
+
+
+class DataSet:
+    """The publisher of a data set, without the threads that call it."""
+
+    def __init__(self, root: Path) -> None:
+        self._workspace = Workspace(root)
+        self._workspace.open()
+        self._publisher = consumer_at(root, **CONTEXTS)._publisher
+        self.rows = [rows_of(6, 16, number, torch.float32) for number in range(2)]
+        """Of each request, one and a half contexts."""
+
+    def add(self, number: int) -> StoredRequest:
+        """Add a request that ends now."""
+        name, rows = f"r{number}", {(0, "pre_attn"): self.rows[number]}
+        request = StoredRequest(name)
+        request.rows.add((0, "pre_attn"), self.rows[number])
+        finalizes = ending_of(name, rows, {}).finalizes
+        request.finalizes.update({one.key: one for one in finalizes})
+        request.ended_at = monotonic()
+        self._publisher.publish(request, self._workspace)
+        return request
+
+    def tick(self, seconds: float, closing: bool = False, running: bool = True) -> int:
+        """Do what is due so long from now; how much it was."""
+        tasks = self._publisher.due(monotonic() + seconds, closing, running)
+        for task in tasks:
+            task()
+        return len(tasks)
+
+
+def payload(request: StoredRequest) -> list[str]:
+    (result,) = request.results.values()
+    return [Path(file).name for file in result.payload]
+
+
+def test_rows_that_fill_no_context_wait_for_the_next_request(tmp_path: Path) -> None:
+    data = DataSet(tmp_path)
+    first = data.add(0)
+    assert data.tick(10) == 1, "a context is full"
+    (file,) = (tmp_path / "default").glob("*.arrow")
+    assert not first.settled.is_set(), "two of its rows are in no file"
+    assert data.tick(20) == 0
+    second = data.add(1)
+    assert data.tick(10) == 1
+    for request in (first, second):
+        assert [one.status for one in request.results.values()] == ["ok"]
+    assert payload(first) == [file.name, *payload(second)]
+    found = datasets.load_from_disk(str(tmp_path / "default")).with_format("torch")
+    values = found["blocks.0.hook_resid_pre"][:].reshape(-1, 16)
+    assert torch.equal(values, torch.cat(data.rows))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "closing", "running"),
+    [(20, False, False), (50, False, True), (20, True, True)],
+    ids=["nothing runs", "it would fail with a timeout", "the server stops"],
+)
+def test_rows_that_fill_no_context_do_not_wait_for_ever(
+    tmp_path: Path, seconds: float, closing: bool, running: bool
+) -> None:
+    data = DataSet(tmp_path)
+    request = data.add(0)
+    assert data.tick(10) == 1 and not request.settled.is_set()
+    assert data.tick(seconds, closing, running) == 1
+    (result,) = request.results.values()
+    assert result.status == "partial_error" and "2 of 6 rows" in str(result.error)
+    assert len(payload(request)) == 1
+    assert data.add(1).failure is None and data.tick(10) == 1, "a new file"
+    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 2
+
+
+def test_rows_that_wait_fail_with_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DataSet(tmp_path)
+    request = data.add(0)
+
+    def fails(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Workspace, "create", fails)
+    assert data.tick(10) == 1
+    (result,) = request.results.values()
+    assert result.status == "error" and "No space" in str(result.error)
+    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 1
 
 
 def test_rows_that_fill_no_context_are_an_error(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def test_what_cannot_be_done_is_rejected_and_changes_nothing(
         SteeringVectorUpdate({"post_block": {1: VECTOR}}, phase="prefill"),
         SteeringVectorUpdate(None),
         SteeringVectorUpdate({"post_block": {float("inf"): VECTOR}}),
+        SteeringVectorUpdate({"post_block": {10**30: VECTOR}}),
+        SteeringVectorUpdate({"\ud800": {1: VECTOR}}),
         SteeringMonitorUpdate("post_block", 1, VECTOR),
         "no action",
     ]

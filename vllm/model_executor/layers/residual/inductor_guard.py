@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
 from vllm.model_executor.layers.residual.program_op import (
-    intervene_rows,
     intervene_split_rows,
+    intervene_wanted,
 )
 from vllm.model_executor.layers.residual.split_ops import (
     capture_split_rows,
@@ -54,10 +54,10 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "capture_split_rows": capture_split_rows,
     "steer_rows": steer_rows,
     "steer_split_rows": steer_split_rows,
-    "intervene_rows": intervene_rows,
+    "intervene_rows": intervene_wanted,
     "intervene_split_rows": intervene_split_rows,
 }
-"""By op: its function, of those that run on a CPU."""
+"""By op: its function, of those that run on a CPU, called where the condition holds."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 

@@ -17,6 +17,59 @@ def reads_tables(device: torch.device) -> bool:
     return device.type != "cpu" or library() is not None
 
 
+def execute_all(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+) -> bool:
+    """Execute each token's program on contiguous rows, the usual case, at least cost.
+
+    Between two hook points a CPU's caches are filled with weights, so a call costs what
+    the Python code and objects that it touches take to load: there are as few as
+    possible.
+
+    Args:
+        hidden: `[T, H]` (or `[1, T, H]`), the whole stream, or the pair's branch.
+        residual: the pair's other half, or None.
+        index: as in `execute_programs`.
+        rows: as in `execute_programs`.
+        gates: as in `execute_programs`.
+
+    Returns:
+        Whether this is that case; otherwise nothing was done.
+
+    """
+    native = library()
+    if native is None or not (hidden.is_contiguous() and gates.is_contiguous()):
+        return False
+    other = NO_ROWS
+    width = hidden.shape[-1]
+    if residual is not None:
+        if not residual.is_contiguous():
+            return False
+        other = residual.data_ptr(), width
+    columns, num_tokens = gates.shape[-1], hidden.numel() // width
+    assert rows.numel() >= num_tokens, "rows of tokens are missing"
+    assert gates.numel() >= num_tokens * columns, "gates of tokens are missing"
+    branch = hidden.data_ptr(), width
+    native.run_programs(
+        branch,
+        branch,
+        other,
+        (gates.data_ptr(), columns),
+        index.data_ptr(),
+        rows.data_ptr(),
+        num_tokens,
+        width,
+        0,
+        DTYPES[hidden.dtype],
+        True,
+    )
+    return True
+
+
 def execute_programs(
     source: torch.Tensor,
     hidden: torch.Tensor,

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
 from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
 from vllm.model_executor.layers.residual.program import Program, run
 from vllm.model_executor.layers.residual.program_host import (
+    execute_all,
     execute_programs,
     reads_tables,
 )
@@ -72,7 +73,21 @@ def intervene_rows(
             ranks.
 
     """
-    if not Launch.wants(index):
+    if Launch.wants(index):
+        intervene_wanted(hidden, residual, index, rows, gates, partial)
+
+
+def intervene_wanted(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    partial: bool,
+) -> None:
+    """`intervene_rows` in a step that runs programs at the hook point."""
+    usual = hidden.is_cpu and not partial and not HostCalls.at
+    if usual and execute_all(hidden, residual, index, rows, gates):
         return
     whole, leads = hidden, True
     if partial:

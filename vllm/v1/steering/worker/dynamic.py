@@ -93,9 +93,9 @@ class DynamicSteering:
         """Carry actions out, in their order; whether any has changed something."""
         changed = False
         for action in actions:
-            self._checksum = crc32(_bytes_of(action), self._checksum)
             self._count += 1
             try:
+                self._checksum = crc32(_bytes_of(action), self._checksum)
                 self._apply(action)
             except Exception as error:
                 self._reject(action, error)
@@ -182,7 +182,7 @@ class DynamicSteering:
         for hook, layers in raw.items():
             for layer, given in layers.items():
                 if not self._has_tap(layer, hook):
-                    raise ValueError(f"no hook point {hook} in layer {layer}")
+                    raise ValueError(f"no hook point {hook!r} in layer {layer}")
                 if given.shape != (self._width,) or not np.isfinite(given).all():
                     raise ValueError(f"vectors must be {self._width} finite numbers")
                 found[layer, hook] = given

@@ -128,7 +128,7 @@ class _Tables:
         tag, name = place_of(sidecar, self._params.default_tag)
         if self._params.layout == "saelens":
             self._contexts.add(
-                # One at a time, so that few rows are left over.
+                # One at a time, so that rows of different requests share contexts.
                 [(tag, 0)],
                 partial(ContextShard, self._params, workspace, tag, finalizes),
                 lambda shard: shard.append(request, name, finalizes),
@@ -155,8 +155,7 @@ class _Tables:
         """Tasks that seal the tables that are due."""
         return [
             *self._shards.due(now, closing, running),
-            # Rows that fill no context are lost when a data set's file is sealed.
-            *self._contexts.due(now, closing, running=True),
+            *self._contexts.due(now, closing, running),
         ]
 
 

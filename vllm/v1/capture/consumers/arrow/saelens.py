@@ -7,8 +7,11 @@ have TransformerLens' names. A shard is an Arrow IPC stream as the library `data
 writes it; `state.json` lists the shards and `dataset_info.json` the columns.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ HOOK_NAMES = {
     "mlp_out": "hook_mlp_out",
 }
 INFO, STATE = "dataset_info.json", "state.json"
+IDS = "token_ids"
+"""The column of token ids."""
 
 
 def hook_name(layer: int, hook: str) -> str:
@@ -47,7 +52,7 @@ def contexts_of(
         metadata = _array2d((size, rows.shape[1]), str(rows.dtype))
         fields.append(pa.field(name, arrays[-1].type, metadata=metadata))
     arrays.append(_lists(pa.array(np.ascontiguousarray(token_ids, np.int32)), size))
-    fields.append(pa.field("token_ids", arrays[-1].type))
+    fields.append(pa.field(IDS, arrays[-1].type))
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
@@ -66,7 +71,7 @@ def info_of(
     """
     array = {"shape": [size, width], "dtype": dtype, "_type": "Array2D"}
     ids = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}
-    features = {name: array for name in names} | {"token_ids": ids}
+    features = {name: array for name in names} | {IDS: ids}
     return {"features": features, "description": description}
 
 
@@ -81,6 +86,62 @@ def state_of(files: Sequence[str]) -> dict[str, Any]:
         "_output_all_columns": False,
         "_split": None,
     }
+
+
+def check(folder: Path, info: Mapping[str, Any]) -> None:
+    """Check that a data set in `folder`, if there is one, has the columns of `info`.
+
+    Raises:
+        ValueError: it has others.
+
+    """
+    path = folder / INFO
+    if path.exists():
+        check_columns(json.loads(path.read_text()), info)
+
+
+def check_columns(there: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Check that a request, with the columns of `new`, fits a data set.
+
+    Raises:
+        ValueError: the data set has others.
+
+    """
+    if there["features"] != new["features"]:
+        raise ValueError(
+            f"the data set has the columns {_columns_of(there)}, and the request "
+            f"{_columns_of(new)}; give it a tag of its own"
+        )
+
+
+def _columns_of(info: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {told['shape']} {told['dtype']}"
+        for name, told in info["features"].items()
+        if name != IDS
+    )
+
+
+def add_file(folder: Path, info: dict[str, Any], file: str) -> None:
+    """Add a file to a data set that other processes may also extend.
+
+    Raises:
+        ValueError: the data set has other columns than `info`.
+
+    """
+    with open(folder / ".index.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        check(folder, info)
+        state = folder / STATE
+        listed = json.loads(state.read_text())["_data_files"] if state.exists() else []
+        _put(folder / INFO, info)
+        _put(state, state_of([*(one["filename"] for one in listed), file]))
+
+
+def _put(path: Path, told: dict[str, Any]) -> None:
+    aside = path.with_suffix(".incomplete")
+    aside.write_text(json.dumps(told, indent=1))
+    os.replace(aside, path)
 
 
 def _array2d(shape: tuple[int, int], dtype: str) -> dict[str, str]:

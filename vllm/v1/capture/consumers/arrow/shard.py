@@ -70,9 +70,21 @@ class ArrowShard(Shard):
         """
         super().__init__()
         self._params = params
+        self._workspace = workspace
+        self._place = folder, name, ending
+        self.open_file()
+
+    def open_file(self) -> None:
+        """Open a temporary file, and choose its final name.
+
+        Raises:
+            OSError: it cannot be written.
+
+        """
+        folder, name, ending = self._place
         # Random, because independent engines may share a directory.
         self._final = str(folder / f"{name}-{uuid4().hex}.{ending}")
-        self._path, fd = workspace.create()
+        self._path, fd = self._workspace.create()
         self._file = self._opened(fd)
 
     def _opened(self, fd: int) -> Any:
