@@ -29,7 +29,7 @@ class TokenResult(NamedTuple):
     rows: slice
     """Its rows."""
     has_taps: bool
-    """Whether the rows are those of the taps; otherwise there is one, without an axis."""
+    """Whether the result has an axis for taps, which the rows are; else it is one row."""
     start: int
     """Token position at shift 0."""
 
