@@ -29,7 +29,7 @@ class TokenResult(NamedTuple):
     rows: slice
     """Its rows."""
     has_taps: bool
-    """Whether the result has an axis for taps, which the rows are; else it is one row."""
+    """Whether the rows are an axis of the result; otherwise there is one row."""
     start: int
     """Token position at shift 0."""
 
