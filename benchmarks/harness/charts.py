@@ -333,6 +333,17 @@ def _host_cost(report: Report) -> list[Panel]:
     ]
 
 
+def _readout_steps(report: Report) -> list[Panel]:
+    return [
+        Panel(
+            f"CPU time in µs a step, {part}",
+            tuple(Row(n, (mark(c[part]),)) for n, c in report["cases"].items()),
+            is_ratio=False,
+        )
+        for part in ("collect", "scheduler")
+    ]
+
+
 def _request_ends(report: Report) -> list[Panel]:
     cases = report["cases"].items()
     rows = tuple(Row(name, (mark(one["us_per_key"]),)) for name, one in cases)
@@ -435,6 +446,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
         _cost(_STEERED, goals.STEERING_COST),
     ),
     "steering_steps": ("Steering, per decode step on a CPU", _steering_steps),
+    "readout_steps": ("Readouts on the engine's thread", _readout_steps),
     "request_ends": ("Captured requests that end together", _request_ends),
     "host_cost": ("Capture on the host, without a model", _host_cost),
 }

@@ -5,7 +5,7 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.readouts.plan import RequestReadouts",
+        "from vllm.v1.readouts.token_steps import StepReadouts",
         why="The type of the field.",
     ),
     add_import(
@@ -20,8 +20,8 @@ EDITS = [
         scope="ModelRunnerOutput",
         after="sampling_masks",
         insert="""
-# Results of the step's readouts, by request id
-readouts: dict[str, RequestReadouts] | None = None
+# Results of the step's readouts
+readouts: StepReadouts | None = None
 # What steering did to the tokens of requests with a receipt, by request id
 receipts: dict[str, StepReceipt] | None = None
 # Tokens at which conditions of steering have fired

@@ -11,16 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.readouts.core.scheduler import (
+    MOST_WAITING,
+    ReadoutScheduling,
+    take_parts,
+)
 from vllm.v1.readouts.plan import (
     MAX_PACKED,
     Packed,
     Readout,
     ReadoutPart,
     ReadoutPlan,
+    ReadoutReader,
     RequestReadouts,
     StopWhen,
 )
+from vllm.v1.readouts.token_steps import TokenResult, TokenStep, TokenTable
 
 PROMPT = 10
 
@@ -30,16 +37,30 @@ def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
     plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops))
     return SimpleNamespace(
         request_id="r",
-        sampling_params=SimpleNamespace(_capture_plan=plan),
+        sampling_params=SimpleNamespace(
+            _capture_plan=plan, output_kind=RequestOutputKind.FINAL_ONLY, stop=[]
+        ),
+        resumable=False,
+        is_finished=lambda: False,
         num_tokens=PROMPT,
         num_prompt_tokens=PROMPT,
     )
 
 
-def values(start: int, *numbers: float) -> RequestReadouts:
+def values(start: int, *numbers: float) -> dict[str, RequestReadouts]:
     array = np.array(numbers, dtype=np.float32)[:, None]
     part = ReadoutPart("p", start, len(numbers), {"values": array})
-    return RequestReadouts(start, [part])
+    return {"r": RequestReadouts(start, [part])}
+
+
+def token(position: int, table: int = 0) -> TokenStep:
+    """A step of two requests with one token each; `r` is the second."""
+    own, other = (
+        TokenResult("p", 0, slice(row, row + 1), False, table) for row in (1, 0)
+    )
+    at = TokenTable((0, table), {"other": (other,), "r": (own,)})
+    numbers = np.array([[-1], [position]], dtype=np.float32)
+    return TokenStep(at, position - table, [{"values": numbers}])
 
 
 def opened(one: Any) -> ReadoutScheduling:
@@ -72,6 +93,61 @@ def test_a_position_that_is_computed_again_counts_once() -> None:
         one.num_tokens = number + 1
         scheduling.take(one, values(number, float(number)), 1, [5])
     assert taken(one) == [(10, [10.0]), (11, [11.0]), (12, [12.0])]
+
+
+def test_results_of_several_steps_are_sent_together() -> None:
+    one = request()
+    scheduling = opened(one)
+    scheduling.take(one, values(0, *range(10)), 10, [5])
+    assert taken(one) == [(0, list(range(10)))]
+    for number in range(10, 10 + MOST_WAITING):
+        assert taken(one) == []
+        one.num_tokens = number + 1
+        scheduling.take(one, token(number, number // 20), 1, [5])
+    # Those of one table are one part.
+    last = 10 + MOST_WAITING
+    assert taken(one) == [(10, list(range(10, 20))), (20, list(range(20, last)))]
+    one.num_tokens = last + 1
+    scheduling.take(one, token(last), 1, [5])
+    one.num_tokens = last + 2
+    # Two tokens, one of which was a draft, come after the one that waits.
+    scheduling.take(one, values(last + 1, last + 1, last + 2), 1, [5, 6])
+    assert taken(one) == [(last, [last]), (last + 1, [last + 1, last + 2])]
+    one.num_tokens = last + 4
+    scheduling.take(one, token(last + 3), 1, [5])
+    assert taken(one) == []
+    one.is_finished = lambda: True
+    assert taken(one) == [(last + 3, [last + 3])]
+
+
+@pytest.mark.parametrize("who", ["stream", "stop string", "session", "rule", "reader"])
+def test_results_that_are_needed_now_do_not_wait(who: str) -> None:
+    one = request(*([StopWhen("p", above=99.0)] if who == "rule" else []))
+    if who == "stream":
+        one.sampling_params.output_kind = RequestOutputKind.DELTA
+    if who == "stop string":
+        one.sampling_params.stop = ["."]
+    if who == "reader":
+        plan = one.sampling_params._capture_plan
+        plan.readouts = ReadoutPlan(
+            plan.readouts.readouts, (), (ReadoutReader("files", ("p",)),)
+        )
+    one.resumable = who == "session"
+    scheduling = opened(one)
+    for number in (10, 11, 11):
+        one.num_tokens = number + 1
+        scheduling.take(one, token(number), 1, [5])
+    assert taken(one) == [(10, [10]), (11, [11])]
+
+
+def test_a_token_that_fires_is_the_last() -> None:
+    one = request(StopWhen("p", above=10.5))
+    scheduling = opened(one)
+    one.num_tokens = 11
+    assert scheduling.take(one, token(10), 1, [5]).fired == ""
+    one.num_tokens = 12
+    found = scheduling.take(one, token(11), 1, [6])
+    assert (found.token_ids, found.fired) == ([], "readout:p")
 
 
 def test_drafts_that_are_all_rejected_leave_one_row() -> None:

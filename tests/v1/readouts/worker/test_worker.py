@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages in one process give the results of one stage."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm.distributed.utils import get_pp_indices
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import StepLayout
@@ -145,19 +146,27 @@ def configuration(stages: int) -> Any:
 
 
 def read_out(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: Collection[str] = ("probe", "lens", "norm", "rows", "custom"),
+    when: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
 ) -> dict[tuple[str, str], ReadoutResult]:
     """All results of all requests, over `count` stages."""
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
     stages = [Stage(own, count, monkeypatch.setattr) for own in range(count)]
-    plans = {req_id: ReadoutPlan(readouts(n)) for req_id, n in PROMPTS.items()}
+    plans = {
+        req_id: ReadoutPlan(tuple(one for one in readouts(n) if one.kind in kinds))
+        for req_id, n in PROMPTS.items()
+    }
     for one in stages:
         for req_id, plan in plans.items():
             one.add(req_id, plan)
     scheduling = ReadoutScheduling()
     parts: dict[tuple[str, str], list[ReadoutPart]] = {}
-    for req_id, plan in plans.items():
-        scheduling.add_request(request(req_id, plan, 0))
+    requests = {req_id: request(req_id, plan) for req_id, plan in plans.items()}
+    for own in requests.values():
+        own.sampling_params.output_kind = when
+        scheduling.add_request(own)
     for step in STEPS:
         tensors: Any = {}
         for one in stages:
@@ -166,11 +175,16 @@ def read_out(
         assert pending is not None and not tensors
         results = pending.collect()
         for req_id, (start, tokens) in step.items():
-            own = request(req_id, plans[req_id], start + tokens)
+            own = requests[req_id]
+            own.num_tokens = start + tokens
             new = [1] if start + tokens >= PROMPTS[req_id] else []
-            scheduling.take(own, results.get(req_id), tokens, new)
+            scheduling.take(own, results, tokens, new)
             for part in take_parts(own) or ():
                 parts.setdefault((req_id, part.name), []).append(part)
+    for req_id, own in requests.items():
+        own.is_finished = lambda: True
+        for part in take_parts(own) or ():
+            parts.setdefault((req_id, part.name), []).append(part)
     return {
         (req_id, one.name): joined(one, parts[req_id, one.name], 1 << 30)
         for req_id, plan in plans.items()
@@ -178,12 +192,18 @@ def read_out(
     }
 
 
-def request(req_id: str, plan: ReadoutPlan, num_tokens: int) -> Any:
-    capture = SimpleNamespace(readouts=plan)
+def request(req_id: str, plan: ReadoutPlan) -> Any:
+    params = SimpleNamespace(
+        _capture_plan=SimpleNamespace(readouts=plan),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        stop=[],
+    )
     return SimpleNamespace(
         request_id=req_id,
-        sampling_params=SimpleNamespace(_capture_plan=capture),
-        num_tokens=num_tokens,
+        sampling_params=params,
+        resumable=False,
+        is_finished=lambda: False,
+        num_tokens=0,
         num_prompt_tokens=PROMPTS[req_id],
     )
 
@@ -200,6 +220,18 @@ def test_stages_give_what_one_gives(
         assert one.arrays and other.arrays.keys() == one.arrays.keys()
         for name, values in one.arrays.items():
             np.testing.assert_allclose(other[name], values, 1e-5, err_msg=str(key))
+
+
+@pytest.mark.parametrize("kind", ["probe", "lens", "norm", "rows"])
+def test_results_that_wait_are_those_of_each_step(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = read_out(1, monkeypatch, [kind])
+    delta = read_out(1, monkeypatch, [kind], RequestOutputKind.DELTA)
+    for key, one in delta.items():
+        assert waiting[key].positions == one.positions
+        for name, values in one.arrays.items():
+            np.testing.assert_array_equal(waiting[key][name], values)
 
 
 def test_a_preempted_prompt_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:

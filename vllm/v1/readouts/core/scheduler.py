@@ -9,10 +9,11 @@ may be in flight; its output is dropped like that of any finished request.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.readouts.plan import (
     Ranges,
     Readout,
@@ -21,6 +22,7 @@ from vllm.v1.readouts.plan import (
     RequestReadouts,
     StopWhen,
 )
+from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -29,8 +31,7 @@ STOP_PREFIX = "readout:"
 """Prefix of `stop_reason`, followed by the readout's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOut:
+class ReadOut(NamedTuple):
     """The outcome of a step's readouts for a request."""
 
     token_ids: list[int]
@@ -43,20 +44,20 @@ class ReadOut:
 class _State:
     plan: ReadoutPlan
     by_name: Mapping[str, Readout]
+    can_wait: bool
+    """Whether results are needed only with the last output."""
     next_position: int = 0
     """The first position without a result.
 
     A preempted request recomputes earlier ones, which are then ignored.
     """
 
-    def is_next_token(self, found: RequestReadouts, request: "Request") -> bool:
-        """Whether a step's results are those of the last token only, and all count."""
-        start = found.start
-        return (
-            start == request.num_tokens - 1
-            and start >= self.next_position
-            and all([part.count == 1 for part in found.parts])
-        )
+    def is_next_token(self, start: int | None, request: "Request") -> bool:
+        """Whether results from position `start` begin with the request's last token.
+
+        If so, and if they are of one token, all of them count.
+        """
+        return start == request.num_tokens - 1 and start >= self.next_position
 
     def counting(
         self, found: RequestReadouts, request: "Request", num_tokens: int, sampled: int
@@ -93,7 +94,8 @@ class ReadoutScheduling:
         plan = params._capture_plan if params is not None else None
         if plan is not None and plan.readouts is not None:
             by_name = {one.name: one for one in plan.readouts.readouts}
-            self._states[request.request_id] = _State(plan.readouts, by_name)
+            can_wait = _can_wait(request, plan.readouts)
+            self._states[request.request_id] = _State(plan.readouts, by_name, can_wait)
 
     def forget(self, request: "Request") -> None:
         """Drop the state of a finished request."""
@@ -102,7 +104,7 @@ class ReadoutScheduling:
     def take(
         self,
         request: "Request",
-        found: RequestReadouts | None,
+        step: StepReadouts,
         num_tokens: int,
         new_token_ids: Sequence[int],
     ) -> ReadOut:
@@ -110,7 +112,7 @@ class ReadoutScheduling:
 
         Args:
             request: before the new tokens are appended to it.
-            found: the step's results, or None.
+            step: the step's results.
             num_tokens: the request's tokens in the step, without draft tokens.
             new_token_ids: the tokens that the step sampled; empty while the prompt is
                 still being computed.
@@ -120,18 +122,27 @@ class ReadoutScheduling:
 
         """
         tokens = list(new_token_ids)
+        state = self._states[request.request_id]
+        is_one = len(tokens) == num_tokens == 1
+        if is_one and state.can_wait and isinstance(step, TokenStep):
+            start = step.start_of(request.request_id)
+            if state.is_next_token(start, request):
+                vars(request).setdefault(_WAITING, []).append(step)
+                state.next_position = request.num_tokens
+                return ReadOut(tokens)
+        found = step.get(request.request_id)
         if found is None:
             return ReadOut(tokens)
-        state = self._states[request.request_id]
-        parts: Sequence[ReadoutPart]
-        if len(tokens) == num_tokens == 1 and state.is_next_token(found, request):
-            parts, state.next_position = found.parts, found.start + 1
+        is_one = is_one and all([part.count == 1 for part in found.parts])
+        if is_one and state.is_next_token(found.start, request):
+            parts, state.next_position = found.parts, request.num_tokens
         else:
             parts = state.counting(found, request, num_tokens, len(tokens))
         left, fired = self._ended(request, state, parts, tokens)
         if left is not None:
             parts = [part for one in parts for part in _below(one, left)]
             tokens = tokens[: left - request.num_tokens]
+        _add_waiting(request)
         vars(request).setdefault(_PARTS, []).extend(parts)
         return ReadOut(tokens, fired)
 
@@ -159,15 +170,41 @@ class ReadoutScheduling:
         return first[0] + 1, f"{STOP_PREFIX}{first[1]}"
 
 
-_PARTS = "readout_parts"
+_PARTS, _WAITING = "readout_parts", "readout_steps"
+
+MOST_WAITING = 16
+"""Steps of a request whose results may wait for later ones."""
 
 
 def take_parts(request: "Request") -> list[ReadoutPart] | None:
-    """Remove and return the request's results that no output has carried yet."""
+    """Remove and return the request's results that its next output carries."""
+    waiting = vars(request).get(_WAITING)
+    if waiting and (len(waiting) >= MOST_WAITING or request.is_finished()):
+        _add_waiting(request)
     parts: list[ReadoutPart] | None = vars(request).pop(_PARTS, None)
     for part in parts or ():
         part.pack()
     return parts or None
+
+
+def _add_waiting(request: "Request") -> None:
+    """Add the results that have waited to those that the next output carries."""
+    steps = vars(request).pop(_WAITING, ())
+    if steps:
+        vars(request).setdefault(_PARTS, []).extend(parts_of(request.request_id, steps))
+
+
+def _can_wait(request: "Request", plan: ReadoutPlan) -> bool:
+    """Whether nobody needs a request's results before its last output.
+
+    The front end may end a request with stop strings without the scheduler, and
+    consumers get what an aborted request has brought.
+    """
+    params = request.sampling_params
+    assert params is not None, "requests with readouts generate tokens"
+    is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
+    ends_here = not params.stop and not request.resumable
+    return is_final and ends_here and not plan.stop_when and not plan.readers
 
 
 def _counting(

@@ -10,9 +10,13 @@ import torch
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts, Tap
+from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, TokenTable
 from vllm.v1.readouts.worker.program import Entry
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.receipts import Fired, StepReceipt
+
+MOST_WAITING_BYTES = 1 << 18
+"""Largest results of a step that are kept until they are sent with later ones."""
 
 
 @dataclass(slots=True)
@@ -34,18 +38,37 @@ class PendingReadouts:
 
     results: list[JobResult]
     starts: Mapping[str, int]
-    """Token position of each request's first row in the step."""
+    """Token position of each request's first row in the step, less `shift`."""
+    shift: int = 0
     done: "torch.cuda.Event | None" = None
     kept: list[Any] = field(default_factory=list)
     """References to tensors that the device may still be reading."""
     split: Mapping[str, Mapping[str, tuple[Tap, ...]]] = field(default_factory=dict)
     """By request and name: the taps of readouts of which stages compute parts."""
+    table: TokenTable | None = None
+    """Where the results are if each readout has one token."""
 
-    def collect(self) -> dict[str, RequestReadouts]:
+    def collect(self) -> StepReadouts:
         """Wait for the copies and return the results by request id."""
         if self.done is not None:
             self.done.synchronize()
         self.kept.clear()
+        if self.table is not None and self._stays_whole():
+            # Copied, because pinned memory is scarce and these wait for later steps.
+            arrays = [
+                {name: one.numpy().copy() for name, one in result.arrays.items()}
+                for result in self.results
+            ]
+            return TokenStep(self.table, self.shift, arrays)
+        return self._by_request()
+
+    def _stays_whole(self) -> bool:
+        if self.split or any(one.errors for one in self.results):
+            return False
+        arrays = (one for result in self.results for one in result.arrays.values())
+        return sum(one.nbytes for one in arrays) <= MOST_WAITING_BYTES
+
+    def _by_request(self) -> dict[str, RequestReadouts]:
         found: dict[str, RequestReadouts] = {}
         pieces: dict[_Tokens, list[_Piece]] = {}
         for result in self.results:
@@ -54,7 +77,7 @@ class PendingReadouts:
                 part = _part(result, number, entry, arrays)
                 of_request = found.get(entry.req_id)
                 if of_request is None:
-                    start = self.starts[entry.req_id]
+                    start = self.starts[entry.req_id] + self.shift
                     of_request = found[entry.req_id] = RequestReadouts(start, [])
                 if not self.split or part.name not in self.split.get(entry.req_id, ()):
                     of_request.parts.append(part)

@@ -6,7 +6,7 @@ requests. While the same requests decode, consecutive steps share a program: onl
 positions move on by one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
 from vllm.v1.readouts.plan import Readout
+from vllm.v1.readouts.token_steps import TokenResult, TokenTable
 from vllm.v1.readouts.worker.layout import (
     Indices,
     rows_at,
@@ -29,6 +30,9 @@ JobKey: TypeAlias = tuple[Any, ...]
 
 ROWS: JobKey = ("rows",)
 """The job that returns rows unchanged."""
+
+_ROW_BY_ROW = frozenset({"probe", "probes", "lens", "sae", "norm", *ROWS})
+"""Operations whose arrays have an entry for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Program:
     jobs: list[Job]
     starts: dict[str, int]
     """Token position of each request's first row in the step."""
+    table: TokenTable | None
+    """Where the results are if each readout has one token; None if not."""
 
     def fits(self, placed: PlacedStep) -> bool:
         """Whether the program applies to a step."""
@@ -147,7 +153,29 @@ def make_program(
         shift + until,
         list(jobs.values()),
         {req_id: known[req_id] for req_id in staged},
+        _token_table(list(jobs.values()), (layout.number, shift)),
     )
+
+
+def _token_table(jobs: Sequence[Job], number: tuple[int, int]) -> TokenTable | None:
+    """Where the jobs' results are; None if not all of them have one token each.
+
+    Positions are those of the program's first step.
+    """
+    found: dict[str, list[TokenResult]] = {}
+    for place, job in enumerate(jobs):
+        if job.key[0] not in _ROW_BY_ROW:
+            return None
+        for one in job.entries:
+            if one.count != 1:
+                return None
+            has_taps = one.readout.kind not in ("probe", "sae")
+            count = len(one.readout.taps) if has_taps else 1
+            rows = slice(one.first, one.first + count)
+            name = one.readout.name
+            result = TokenResult(name, place, rows, has_taps, one.start)
+            found.setdefault(one.req_id, []).append(result)
+    return TokenTable(number, {req_id: tuple(own) for req_id, own in found.items()})
 
 
 def _parts(

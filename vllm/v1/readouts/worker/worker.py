@@ -19,6 +19,7 @@ from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.capture.stats import ReadoutCounters
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
+from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
@@ -240,11 +241,11 @@ class WorkerReadouts:
             self._outgoing = parcel
         elif parcel:
             work = self._with_joined(work, parcel, staging, further)
-            self._compute(work, parcel, further, _starts(view))
+            starts = {req: at - further for req, at in _starts(view).items()}
+            self._compute(work, parcel, further, starts)
         elif work:
             assert program is not None, "only a program has jobs"
-            starts = {req: at + further for req, at in program.starts.items()}
-            self._compute(work, parcel, further, starts)
+            self._compute(work, parcel, further, program.starts, program.table)
 
     def _program_of(self, placed: PlacedStep, view: StepView) -> Program:
         """The program of a step, which may be that of the step before."""
@@ -292,6 +293,7 @@ class WorkerReadouts:
         parcel: Parcel,
         further: int,
         starts: Mapping[str, int],
+        table: TokenTable | None = None,
     ) -> None:
         """Queue the operations of a step, and copies of all results to the host.
 
@@ -299,7 +301,9 @@ class WorkerReadouts:
             work: the jobs of the step, with their rows.
             parcel: has the results of earlier stages.
             further: is added to the positions of the jobs' entries.
-            starts: token position of each request's first row in the step.
+            starts: token position of each request's first row in the step, less
+                `further`.
+            table: where the results are if each readout has one token.
 
         """
         done = None
@@ -315,7 +319,9 @@ class WorkerReadouts:
         if not self._has_rows:
             return
         kept = [*work, *parcel.results]
-        self._pending = PendingReadouts(results, starts, done, kept, dict(self._split))
+        self._pending = PendingReadouts(
+            results, starts, further, done, kept, dict(self._split), table
+        )
 
     def take(self) -> PendingReadouts | None:
         """Remove and return the results of the last step, if it has any."""

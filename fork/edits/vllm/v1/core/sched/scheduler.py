@@ -157,7 +157,7 @@ read_out = None
 if model_runner_output.readouts is not None and req_id in self.readouts:
     read_out = self.readouts.take(
         request,
-        model_runner_output.readouts.get(req_id),
+        model_runner_output.readouts,
         num_tokens_scheduled - len(scheduled_spec_token_ids or ()),
         new_token_ids,
     )
