@@ -46,11 +46,6 @@ IGNORED_NAMES = [
     "instruction_sets",
     "unaccounted",
     "vocabulary",
-    "connection_*",  # called by asyncio
-    "data_received",
-    "on_header*",  # called by httptools, also the following two
-    "on_status",
-    "on_body",
     "vanilla",  # nnbench calls these of its backends
     "teardown",
     "create_backend",

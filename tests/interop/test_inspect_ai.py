@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the Inspect providers that work without Inspect."""
 
-import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
-import pytest
 import torch
 
 from vllm.interop.inspect_ai import requests
@@ -17,14 +14,10 @@ from vllm.interop.inspect_ai.activations import (
     activations_of,
     without_rows,
 )
-from vllm.interop.inspect_ai.connection import Connection
-from vllm.interop.inspect_ai.exchange import BodyStream
 from vllm.interop.inspect_ai.responses import accept_of, document_in
 from vllm.interop.vllm_lens import SteeringVector, tensors
 from vllm.v1.capture.transport.bodies import as_safetensors
 from vllm.v1.capture.transport.parts import Part
-
-Result = TypeVar("Result")
 
 
 def test_extra_args_become_xargs_and_other_fields_stay() -> None:
@@ -129,98 +122,3 @@ def test_only_requests_for_plain_rows_ask_for_safetensors() -> None:
     assert accept_of({"capture": capture})["Accept"].startswith("application/safe")
     capture["inline"]["encoding"] = "zstd"
     assert accept_of({"capture": capture}) == {}
-
-
-def with_server(
-    replies: list[list[bytes]],
-    use: Callable[[Connection], Awaitable[Result]],
-    *,
-    closes: bool = False,
-) -> Result:
-    """Use a connection to a server that answers requests with pieces of bytes."""
-
-    async def serve(reader: Any, writer: Any) -> None:
-        for pieces in replies:
-            await reader.readuntil(b"\r\n\r\n")
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(0)
-        if closes:
-            writer.close()
-
-    async def run() -> Result:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        place = server.sockets[0].getsockname()
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, *place)
-        try:
-            return await use(connection)
-        finally:
-            connection.close()
-            server.close()
-
-    return asyncio.run(run())
-
-
-ASK = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
-OK = b"HTTP/1.1 200 OK\r\n"
-
-
-def test_a_connection_is_kept_after_a_whole_response() -> None:
-    first = [b"HTTP/1.1 100 Continue\r\n\r\n", OK, b"Content-Length: 4\r\n\r\nab"]
-    last = [OK + b"Connection: close\r\nContent-Length: 0\r\n\r\n"]
-
-    async def use(connection: Connection) -> None:
-        response = await connection.ask(ASK, 60)
-        assert response.status_code == 200 and response.content == b"abcd"
-        assert connection.finish() and connection.is_usable(60)
-        assert not connection.is_usable(-1)
-        response = await connection.ask(ASK, None)
-        assert response.content == b"" and response.reason_phrase == "OK"
-        assert not connection.finish() and not connection.is_usable(None)
-
-    with_server([[*first, b"cd"], last], use)
-
-
-CHUNKED = [OK + b"Transfer-Encoding: chunked\r\n\r\n", b"2\r\nab\r\n"]
-TO_THE_END = [OK + b"\r\nab", b"cd"]
-
-
-@pytest.mark.parametrize(
-    ("pieces", "closes"),
-    [([*CHUNKED, b"2\r\ncd\r\n0\r\n\r\n"], False), (TO_THE_END, True)],
-    ids=["chunked", "until the end of the connection"],
-)
-def test_a_body_of_unknown_length_is_a_stream(
-    pieces: list[bytes], closes: bool
-) -> None:
-    async def use(connection: Connection) -> tuple[bytes, bool]:
-        response = await connection.ask(ASK, 60)
-        assert isinstance(response.stream, BodyStream)
-        return await response.aread(), connection.finish()
-
-    assert with_server([pieces], use, closes=closes) == (b"abcd", not closes)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "closes", "error"),
-    [
-        ([], True, httpx2.RemoteProtocolError),
-        ([OK + b"Content-Length: 4\r\n\r\nab"], True, httpx2.RemoteProtocolError),
-        (CHUNKED, True, httpx2.RemoteProtocolError),
-        ([b"no HTTP at all\r\n"], False, httpx2.RemoteProtocolError),
-        ([OK], False, httpx2.ReadTimeout),
-    ],
-    ids=["no response", "cut", "cut stream", "no HTTP", "silent"],
-)
-def test_a_failing_connection_raises(
-    pieces: list[bytes], closes: bool, error: type[Exception]
-) -> None:
-    async def use(connection: Connection) -> None:
-        seconds = 0.05 if error is httpx2.ReadTimeout else 60
-        with pytest.raises(error):
-            await (await connection.ask(ASK, seconds)).aread()
-        assert not connection.finish()
-
-    with_server([pieces], use, closes=closes)

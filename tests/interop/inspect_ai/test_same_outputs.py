@@ -19,8 +19,6 @@ from inspect_ai.model import ChatMessageUser, GenerateConfig, ModelOutput, get_m
 from inspect_ai.model._openai import OpenAIResponseError
 from inspect_ai.tool import ToolInfo, ToolParams
 
-from vllm.interop.inspect_ai.transport import origin_of
-
 pytestmark = pytest.mark.interop
 
 USAGE = {
@@ -289,17 +287,3 @@ def test_a_model_serves_several_event_loops(server: Scripted) -> None:
         asyncio.run(run())
     assert texts == ["hi"] * 4
     assert len(server.requests) == 4
-
-
-def test_only_plain_servers_are_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    assert origin_of("http://localhost:8000/v1") == "http://localhost:8000"
-    assert origin_of("http://[::1]:8000") == "http://[::1]:8000"
-    assert origin_of("http://there/v1") == "http://there:80"
-    assert origin_of("https://there/v1") is None
-    monkeypatch.setenv("INSPECT_HTTP_POOL_CONNECTIONS", "5")
-    assert origin_of("http://localhost:8000/v1") is None
-    monkeypatch.delenv("INSPECT_HTTP_POOL_CONNECTIONS")
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    assert origin_of("http://there/v1") is None

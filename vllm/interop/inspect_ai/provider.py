@@ -6,22 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import httpx2
-from inspect_ai._util.http_defaults_httpx2 import (
-    connect_timeout,
-    default_client_kwargs,
-    default_limits,
-)
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
 from inspect_ai.model._model_call import ModelCall
 from inspect_ai.model._providers.vllm import VLLMAPI
 from inspect_ai.tool import ToolChoice, ToolInfo
-from openai import DefaultAsyncHttpxClient, NotGiven
+from openai import NotGiven
 from openai.types.chat import ChatCompletion
 
 from vllm.interop.inspect_ai.activations import activations_of, without_rows
 from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
 from vllm.interop.inspect_ai.responses import accept_of, document_in
-from vllm.interop.inspect_ai.transport import DirectTransport, origin_of
 
 CLIENT_SECONDS = 3600.0
 """Timeout of a request in seconds, unless `client_timeout` is given."""
@@ -138,19 +132,6 @@ class LensAPI(VLLMAPI):
         if isinstance(document, dict):
             return ChatCompletion.construct(**document)
         return document  # Inspect refuses it
-
-    def _create_http_client(self) -> Any:
-        origin = origin_of(str(self.base_url))
-        if origin is None:
-            return super()._create_http_client()
-        options: dict[str, Any] = {}
-        if (seconds := self.client_timeout) is not None:
-            connect = max(seconds, connect_timeout())
-            options["timeout"] = httpx2.Timeout(seconds, connect=connect)
-        mounts = {origin: DirectTransport(default_limits())}
-        return DefaultAsyncHttpxClient(
-            **default_client_kwargs(mounts=mounts, **options)
-        )
 
 
 class ClearboxAPI(LensAPI):
