@@ -147,18 +147,16 @@ def make_program(
     for key, job in jobs.items():
         job.index = to_device(np.concatenate(indices[key]))
     known = starts()
-    return Program(
-        layout,
-        shift,
-        shift + until,
-        list(jobs.values()),
-        {req_id: known[req_id] for req_id in staged},
-        _token_table(list(jobs.values()), (layout.number, shift)),
-    )
+    first = {req_id: known[req_id] for req_id in staged}
+    found = list(jobs.values())
+    table = _token_table(found, first, (layout.number, shift))
+    return Program(layout, shift, shift + until, found, first, table)
 
 
-def _token_table(jobs: Sequence[Job], number: tuple[int, int]) -> TokenTable | None:
-    """Where the jobs' results are; None if not all of them have one token each.
+def _token_table(
+    jobs: Sequence[Job], starts: Mapping[str, int], number: tuple[int, int]
+) -> TokenTable | None:
+    """Where the jobs' results are; None unless all are of their requests' first token.
 
     Positions are those of the program's first step.
     """
@@ -167,7 +165,7 @@ def _token_table(jobs: Sequence[Job], number: tuple[int, int]) -> TokenTable | N
         if job.key[0] not in _ROW_BY_ROW:
             return None
         for one in job.entries:
-            if one.count != 1:
+            if one.count != 1 or one.start != starts[one.req_id]:
                 return None
             has_taps = one.readout.kind not in ("probe", "sae")
             count = len(one.readout.taps) if has_taps else 1
