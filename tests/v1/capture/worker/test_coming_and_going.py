@@ -129,6 +129,7 @@ def test_requests_that_come_and_go_get_their_rows(
 
 
 def test_rows_of_others_wait_when_a_request_ends(bench: Bench) -> None:
+    bench.worker._sending.hand_on()  # So that the steps below are the first of many.
     want = {"a": {TAPS[0]: ((0, 1 << 40),)}}
     names = [bench.new_name() for _ in range(3)]
     for name in names:
@@ -145,6 +146,7 @@ def test_rows_of_others_wait_when_a_request_ends(bench: Bench) -> None:
 def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
     bench: Bench,
 ) -> None:
+    bench.worker._sending.hand_on()  # So that the steps below are the first of many.
     live, other = bench.new_name(), bench.new_name()
     for name, instance in ((live, "c"), (other, "a")):
         bench.open(name, plan_for({instance: {TAPS[0]: ((0, 1 << 40),)}}, 1))
