@@ -148,9 +148,9 @@ def make_program(
         job.index = to_device(np.concatenate(indices[key]))
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
-    found = list(jobs.values())
-    table = _token_table(found, first, (layout.number, shift))
-    return Program(layout, shift, shift + until, found, first, table)
+    made = list(jobs.values())
+    table = _token_table(made, first, (layout.number, shift))
+    return Program(layout, shift, shift + until, made, first, table)
 
 
 def _token_table(
