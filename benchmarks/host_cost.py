@@ -229,10 +229,7 @@ def main() -> None:
         "steps": options.steps,
         "consumer": HOST_MEMORY,
         "rounds": options.rounds,
-        "cases": {
-            name: {c: reports.summary([each[c] for each in costs]) for c in costs[0]}
-            for name, costs in found.items()
-        },
+        "cases": {name: reports.summaries(costs) for name, costs in found.items()},
     }
     for name, clocks in report["cases"].items():
         cells = [

@@ -176,10 +176,7 @@ def main() -> None:
         "requests": options.requests,
         "steps": options.steps,
         "rounds": options.rounds,
-        "cases": {
-            name: {c: reports.summary([each[c] for each in costs]) for c in costs[0]}
-            for name, costs in found.items()
-        },
+        "cases": {name: reports.summaries(costs) for name, costs in found.items()},
     }
     for name, parts in report["cases"].items():
         cells = (f"{part} {one['median']:.0f}" for part, one in parts.items())

@@ -164,8 +164,7 @@ def main() -> None:
         "layers": options.layers,
         "rounds": options.rounds,
         "cases": {
-            name: {"us_per_key": reports.summary([one[name] for one in rounds])}
-            for name in rounds[0]
+            name: {"us_per_key": one} for name, one in reports.summaries(rounds).items()
         },
     }
     for name, found in report["cases"].items():

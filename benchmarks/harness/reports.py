@@ -113,6 +113,11 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def summaries(rounds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+    """The `summary` of each figure over rounds that have the same figures."""
+    return {name: summary([each[name] for each in rounds]) for name in rounds[0]}
+
+
 def print_starts(starts: Mapping[str, Mapping[str, float]]) -> None:
     """Print the start-up figures of each side of a comparison."""
     for side, found in starts.items():
