@@ -11,6 +11,7 @@ import torch
 from tests.support.captured import CapturedEngine
 from tests.support.hf_reference import Reference
 from tests.support.models import save
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
 GRAPHS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -54,6 +55,9 @@ def open_engine() -> Iterator[OpenEngine]:
         if opened:
             opened.pop().close()
             torch.cuda.empty_cache()
+        # After its own recordings the V1 runner forbids any in this process, and the V2
+        # runner does not allow them again.
+        set_cudagraph_capturing_enabled(True)
 
     def open_one(model: Path, **options: Any) -> CapturedEngine:
         close()
