@@ -49,7 +49,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "utilization", "mib"), [(80, 0.9, 1024), (80, 0.2, 512), (8, 0.9, 256)]
+    ("gib", "utilization", "mib"), [(80, 0.9, 1024), (80, 0.15, 512), (4, 0.9, 256)]
 )
 def test_on_a_gpu_whole_steps_have_room_within_a_share_of_its_memory(
     monkeypatch: pytest.MonkeyPatch, gib: int, utilization: float, mib: int

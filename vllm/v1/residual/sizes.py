@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 LEAST_STAGING = 256 << 20
 """Minimum default size of staging memory, in bytes."""
-STAGING_SHARE = 32
+STAGING_SHARE = 24
 """The default is at most the memory that the server may use divided by this."""
 
 
