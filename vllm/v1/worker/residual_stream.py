@@ -600,12 +600,20 @@ def receive_rows(
 
 def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
     """For `collective_rpc`: load a probe, translator or SAE."""
-    worker.model_runner.residual.modules.load(name, path, tap)
+    _modules_to_change(worker).load(name, path, tap)
 
 
 def unload_module(worker: Any, name: str) -> None:
     """For `collective_rpc`: unload a probe, translator or SAE."""
-    worker.model_runner.residual.modules.unload(name)
+    _modules_to_change(worker).unload(name)
+
+
+def _modules_to_change(worker: Any) -> WorkerModules:
+    residual: ResidualStream = worker.model_runner.residual
+    if residual.readouts is not None and residual.readouts.recorded is not None:
+        residual.readouts.recorded.forget()  # They would keep what is unloaded.
+    modules: WorkerModules = worker.model_runner.residual.modules
+    return modules
 
 
 def readout_counters(worker: Any) -> dict[str, dict[str, float]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
@@ -34,6 +35,7 @@ from vllm.v1.readouts.worker.program import (
     ReadingRequest,
     make_program,
 )
+from vllm.v1.readouts.worker.recorded import RecordedSteps, Streams
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
@@ -106,6 +108,16 @@ class WorkerReadouts:
         # Collectives on two streams could run in different orders on different ranks.
         if device.type == "cuda" and not self._shared:
             self._beside = torch.cuda.Stream(device)
+        self.recorded: RecordedSteps | None = None
+        """Set if steps of the same requests are replayed as CUDA graphs."""
+        one_process = len(self._stages.starts) == 1
+        if self._beside is not None and one_process and _uses_graphs(vllm_config):
+            streams = Streams(self._beside)
+            # With adapters, logits depend on more than the rows.
+            has_lens = not self.head.refusal and vllm_config.lora_config is None
+            self.recorded = RecordedSteps(
+                self._operations, vocab_size if has_lens else 0, streams
+            )
         self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
         """Takes the rows of consumers that run within the step, on every rank of the
         stage; `further` is added to the positions of the jobs' entries."""
@@ -224,6 +236,8 @@ class WorkerReadouts:
         if placed is not None and self._requests:
             program = self._program_of(placed, view)
             further = placed.shift - program.shift
+            if not parcel and self._replay(program, further, staging, first_row):
+                return
         jobs = [] if program is None else program.jobs
         self._tell_step_consumers(jobs, staging, first_row, further)
         work: list[Work] = []
@@ -255,6 +269,31 @@ class WorkerReadouts:
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
         return program
+
+    def _replay(
+        self, program: Program, further: int, staging: torch.Tensor, first_row: int
+    ) -> bool:
+        """Queue a step's readouts as a recorded graph; whether there is one."""
+        if self.recorded is None:
+            return False
+        began = perf_counter()
+        replayed = self.recorded.step(program, staging, first_row)
+        if replayed is None:
+            return False
+        results, copies, release = replayed
+        for job, result in zip(program.jobs, results, strict=True):
+            result.shift = further
+            self._count(job, len(job.index), began)
+            began = perf_counter()
+        self._pending = PendingReadouts(
+            results,
+            program.starts,
+            further,
+            copies.done,
+            table=program.table,
+            release=release,
+        )
+        return True
 
     def _tell_step_consumers(
         self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
@@ -370,6 +409,11 @@ class WorkerReadouts:
 
     def _to_device(self, indices: Indices) -> torch.Tensor:
         return async_tensor_h2d(indices, device=self._device)
+
+
+def _uses_graphs(vllm_config: "VllmConfig") -> bool:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode != CUDAGraphMode.NONE
 
 
 def _on_host(results: Sequence[JobResult]) -> list[JobResult]:

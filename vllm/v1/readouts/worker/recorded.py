@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays the operations of decode steps as CUDA graphs.
+
+Between two forward passes the engine's thread would call torch some thirty times for a
+lens and ten times for a probe. The operations of consecutive steps differ only in the
+rows that they read, so they are recorded once and then replayed by a single call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.steering.sae import SparseAutoencoder
+from vllm.v1.readouts.modules import ProbeModule
+from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.operations import Operations
+from vllm.v1.readouts.worker.pending import JobResult
+from vllm.v1.readouts.worker.program import Job, JobKey, Program
+
+logger = init_logger(__name__)
+T = TypeVar("T")
+
+RECORD_AFTER = 8
+"""Consecutive steps of a program after which its operations are recorded."""
+MOST_RECORDINGS = 16
+MOST_BYTES = 64 << 20
+"""Largest float32 values, of features or logits, of operations that are recorded.
+
+Recordings keep their memory; and for more values, the calls are a small part of the
+time.
+"""
+LIGHT_BYTES = 1 << 18
+"""Largest results of probes that are computed in the stream of the forward pass.
+
+They take the GPU less time than the CPU needs to order two streams.
+"""
+
+
+class Streams:
+    """The stream of the forward pass, and the side stream of a worker's readouts.
+
+    Each has a graph memory pool and a stream for recording of its own: the workspaces
+    of matrix products belong to the stream that they are recorded on.
+    """
+
+    def __init__(self, beside: torch.cuda.Stream) -> None:
+        self._beside = beside
+        self._recording = torch.cuda.Stream(beside.device)
+        self._pools = [torch.cuda.graph_pool_handle() for _ in range(2)]
+        self._ready = torch.cuda.Event()
+
+    def event(self) -> torch.cuda.Event:
+        """An event that the host can wait for."""
+        return torch.cuda.Event(blocking=True)
+
+    def record(self, work: Callable[[], T], beside: bool) -> tuple["Replay", T]:
+        """Record a graph for the side stream, or else for the forward pass's stream."""
+        stream = self._beside if beside else self._recording
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # Libraries allocate workspaces, which the pool must not own.
+            # Other threads wait for events of earlier steps meanwhile.
+            graph.capture_begin(self._pools[beside], capture_error_mode="thread_local")
+            try:
+                found = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay, found
+
+    def run(self, work: Callable[[], None], done: torch.cuda.Event) -> None:
+        """Queue work after the forward pass."""
+        work()
+        done.record()
+
+    def run_beside(self, work: Callable[[], None], done: torch.cuda.Event) -> None:
+        """Queue work on the side stream, after what was queued for the forward pass."""
+        self._ready.record()
+        self._beside.wait_event(self._ready)
+        with torch.cuda.stream(self._beside):
+            work()
+        done.record(self._beside)
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """Let the stream of the forward pass wait for an event."""
+        torch.cuda.current_stream().wait_event(done)
+
+
+Replay: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Pinned host memory for the results of one step."""
+
+    arrays: list[Arrays]
+    """By job."""
+    done: Any
+    """The event after which they are valid."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """The recorded operations of steps with the same jobs."""
+
+    replay: Replay
+    beside: bool
+    """Whether it runs on the side stream."""
+    index: list[torch.Tensor]
+    """By job: `[R]` int64, rows relative to the first staging row."""
+    rows: list[torch.Tensor]
+    """By job: `[R, hidden_size]`, from which the results are computed."""
+    arrays: list[Arrays]
+    """By job: the results, on the device."""
+    program: Program
+    """The one whose rows are in `index`; kept, so that no other has its `id`."""
+    free: list[Copies] = field(default_factory=list)
+    last: Any = None
+    """The event of the last step on the side stream."""
+
+    def load(self, program: Program) -> None:
+        """Read the rows of another program with the same jobs."""
+        for own, job in zip(self.index, program.jobs, strict=True):
+            own.copy_(job.index, non_blocking=True)
+        self.program = program
+
+    def gather(self, staging: torch.Tensor) -> None:
+        """Copy the rows of a step from staging memory."""
+        for index, rows in zip(self.index, self.rows, strict=True):
+            torch.index_select(staging, 0, index, out=rows)
+
+    def copy_to(self, copies: Copies) -> None:
+        """Start copying the results to the host."""
+        for found, host in zip(self.arrays, copies.arrays, strict=True):
+            for name, array in found.items():
+                host[name].copy_(array, non_blocking=True)
+
+
+class RecordedSteps:
+    """Records programs that last, and replays them. Engine thread only."""
+
+    def __init__(
+        self, operations: Operations, vocab_size: int, streams: Streams
+    ) -> None:
+        """Start without recordings.
+
+        Args:
+            operations: of this worker.
+            vocab_size: of the model; 0 if lenses cannot be recorded.
+            streams: those of this worker.
+
+        """
+        self._operations = operations
+        self._vocab_size = vocab_size
+        self._streams = streams
+        self._recordings: dict[JobKey, Recording] = {}
+        self._current: tuple[Program, int] | None = None
+        self._key: JobKey | None = None
+        """Of the current program; None if it cannot be recorded."""
+        self._steps = 0
+        self.failed = False
+
+    def forget(self) -> None:
+        """Drop all recordings, as modules that they use may be unloaded."""
+        for key in list(self._recordings):
+            self._drop(key)
+        self._current = None
+
+    def step(
+        self, program: Program, staging: torch.Tensor, first_row: int
+    ) -> tuple[list[JobResult], Copies, Callable[[], None]] | None:
+        """Queue a step's operations, and copies of their results to the host.
+
+        Args:
+            program: the step's program.
+            staging: `[S, hidden_size]`, the staging memory.
+            first_row: the step's first row in `staging`.
+
+        Returns:
+            The results by job, without the step's shift; the memory that they are in;
+            and a function to call when they are no longer needed. None if the step is
+            not recorded and nothing was queued.
+
+        """
+        rows = staging[first_row:]
+        recording = self._recording(program, rows, first_row)
+        if recording is None:
+            return None
+        if recording.program is not program:
+            recording.load(program)
+        free = recording.free
+        copies = free.pop() if free else self._new_copies(recording)
+
+        def work() -> None:
+            recording.replay()
+            recording.copy_to(copies)
+
+        if recording.beside:
+            if recording.last is not None:
+                self._streams.wait(recording.last)  # It reads the rows of that step.
+            recording.gather(rows)
+            self._streams.run_beside(work, copies.done)
+            recording.last = copies.done
+        else:
+            self._streams.run(work, copies.done)
+        results = [
+            JobResult(job.entries, 0, arrays)
+            for job, arrays in zip(program.jobs, copies.arrays, strict=True)
+        ]
+        return results, copies, lambda: free.append(copies)
+
+    def _recording(
+        self, program: Program, rows: torch.Tensor, first_row: int
+    ) -> Recording | None:
+        current = self._current
+        if current is None or current[0] is not program or current[1] != first_row:
+            self._current, self._steps = (program, first_row), 0
+            self._key = self._key_of(program, first_row)
+        self._steps += 1
+        if self._key is None or self.failed:
+            return None
+        found = self._recordings.get(self._key)
+        if found is None and self._steps > RECORD_AFTER:
+            found = self._try_to_record(program, rows)
+        return found
+
+    def _key_of(self, program: Program, first_row: int) -> JobKey | None:
+        if program.table is None or not all(map(self._is_recordable, program.jobs)):
+            return None
+        # Others with the same jobs have other probes or layers.
+        own = id(program) if any(map(_is_of_its_program, program.jobs)) else None
+        return first_row, own, *((job.key, len(job.index)) for job in program.jobs)
+
+    def _is_recordable(self, job: Job) -> bool:
+        """Whether a job's operation makes the same calls in each step, and is small."""
+        match job.key:
+            case ("probe" | "probes" | "norm", *_):
+                values = 0
+            case ("lens", int(), (), _) if self._vocab_size:
+                values = self._vocab_size
+            case ("sae", SparseAutoencoder() as sae, int(), ()):
+                values = sae.d_sae
+            case _:
+                return False
+        return 4 * values * len(job.index) <= MOST_BYTES
+
+    def _try_to_record(self, program: Program, rows: torch.Tensor) -> Recording | None:
+        began = perf_counter()
+        try:
+            recording = self._record(program, rows)
+        except RuntimeError:
+            self.failed = True
+            logger.exception(
+                "Readouts could not be recorded as CUDA graphs. Their results are "
+                "the same without, but a step takes the CPU longer."
+            )
+            return None
+        if len(self._recordings) == MOST_RECORDINGS:
+            self._drop(next(iter(self._recordings)))
+        assert self._key is not None, "only programs with a key are recorded"
+        self._recordings[self._key] = recording
+        logger.debug(
+            "Recorded the readouts of %d rows in %.1f ms",
+            sum(map(len, recording.index)),
+            1e3 * (perf_counter() - began),
+        )
+        return recording
+
+    def _drop(self, key: JobKey) -> None:
+        recording = self._recordings.pop(key)
+        if recording.last is not None:
+            self._streams.wait(recording.last)  # Its rows become free for this stream.
+
+    def _record(self, program: Program, staging: torch.Tensor) -> Recording:
+        beside = not all(map(_is_light, program.jobs))
+        index = [job.index.clone() for job in program.jobs]
+        rows = [staging.new_empty(len(one), staging.shape[1]) for one in index]
+        made = Recording(lambda: None, beside, index, rows, [], program)
+        made.gather(staging)
+
+        def work() -> list[Arrays]:
+            if not beside:
+                made.gather(staging)
+            return [
+                self._operations.compute(job, own, JobResult(job.entries, 0, {}))
+                for job, own in zip(program.jobs, rows, strict=True)
+            ]
+
+        made.replay, made.arrays = self._streams.record(work, beside)
+        return made
+
+    def _new_copies(self, recording: Recording) -> Copies:
+        arrays = [
+            {
+                name: torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
+                for name, one in found.items()
+            }
+            for found in recording.arrays
+        ]
+        return Copies(arrays, self._streams.event())
+
+
+def _is_of_its_program(job: Job) -> bool:
+    """Whether its operation keeps tensors that depend on the program's requests."""
+    match job.key:
+        case ("probes" | "norm", *_):
+            return True
+        case ("lens", _, _, translator):
+            return translator is not None
+    return False
+
+
+def _is_light(job: Job) -> bool:
+    match job.key:
+        case ("probe", ProbeModule() as module):
+            values = len(module.bias)
+        case ("probes", int() as values, *_):
+            pass
+        case _:
+            return False
+    return 4 * values * len(job.index) <= LIGHT_BYTES
