@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -51,6 +52,7 @@ class Streams:
         self._beside = beside
         self._recording = torch.cuda.Stream(beside.device)
         self._pools = [torch.cuda.graph_pool_handle() for _ in range(2)]
+        self._graphs: list[WeakSet[torch.cuda.CUDAGraph]] = [WeakSet(), WeakSet()]
         self._ready = torch.cuda.Event()
 
     def event(self) -> torch.cuda.Event:
@@ -61,6 +63,8 @@ class Streams:
         """Record a graph for the side stream, or else for the forward pass's stream."""
         stream = self._beside if beside else self._recording
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs[beside]:  # A pool ends with the last graph that has it.
+            self._pools[beside] = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()  # Libraries allocate workspaces, which the pool must not own.
@@ -70,6 +74,7 @@ class Streams:
                 found = work()
             finally:
                 graph.capture_end()
+        self._graphs[beside].add(graph)
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, found
 
