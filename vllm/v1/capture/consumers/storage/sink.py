@@ -14,13 +14,7 @@ from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
-from vllm.v1.capture.groups import (
-    AnyChunk,
-    GroupChunk,
-    GroupEnd,
-    GroupSink,
-    request_of,
-)
+from vllm.v1.capture.groups import AnyChunk, GroupChunk, GroupEnd, GroupSink
 from vllm.v1.capture.memory.machine import memory_bytes, writer_threads
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -165,7 +159,12 @@ class StorageSink(GroupSink):
     def submit_rows(self, items: Sequence[AnyChunk]) -> None:
         """Take the rows of a packet; blocks while the buffer is full."""
         self._start()
-        requests = [self._request(request_of(item)) for item in items]
+        requests = [
+            self._request(
+                item.request_id if isinstance(item, GroupChunk) else item.key[0]
+            )
+            for item in items
+        ]
         taken = [pair for pair in zip(requests, items) if pair[0].failure is None]
         # Counted first: a thread that spills the request may release rows at once.
         self._budget.add(sum(item.tensor.nbytes for _, item in taken))
