@@ -178,7 +178,7 @@ class RecordedSteps:
 
     def step(
         self, program: Program, staging: torch.Tensor, first_row: int
-    ) -> tuple[list[JobResult], Copies, Callable[[], None]] | None:
+    ) -> tuple[Copies, Callable[[], None]] | None:
         """Queue a step's operations, and copies of their results to the host.
 
         Args:
@@ -187,9 +187,8 @@ class RecordedSteps:
             first_row: the step's first row in `staging`.
 
         Returns:
-            The results by job, without the step's shift; the memory that they are in;
-            and a function to call when they are no longer needed. None if the step is
-            not recorded and nothing was queued.
+            The results, and a function to call when they are no longer needed. None if
+            the step is not recorded and nothing was queued.
 
         """
         rows = staging[first_row:]
@@ -213,11 +212,7 @@ class RecordedSteps:
             recording.last = copies.done
         else:
             self._streams.run(work, copies.done)
-        results = [
-            JobResult(job.entries, 0, arrays)
-            for job, arrays in zip(program.jobs, copies.arrays, strict=True)
-        ]
-        return results, copies, lambda: free.append(copies)
+        return copies, lambda: free.append(copies)
 
     def _recording(
         self, program: Program, rows: torch.Tensor, first_row: int

@@ -280,9 +280,10 @@ class WorkerReadouts:
         replayed = self.recorded.step(program, staging, first_row)
         if replayed is None:
             return False
-        results, copies, release = replayed
-        for job, result in zip(program.jobs, results, strict=True):
-            result.shift = further
+        copies, release = replayed
+        results = []
+        for job, arrays in zip(program.jobs, copies.arrays, strict=True):
+            results.append(JobResult(job.entries, further, arrays))
             self._count(job, len(job.index), began)
             began = perf_counter()
         self._pending = PendingReadouts(
