@@ -41,7 +41,7 @@ from benchmarks.harness.child import (  # noqa: E402
 from benchmarks.harness.llamas import MODELS, describe  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "readouts"
-SHORT, LONG = 16, 112
+SHORT, LONG = 16, 320
 """Tokens that each request of the two batches generates."""
 
 

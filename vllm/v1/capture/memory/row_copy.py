@@ -101,7 +101,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
         _copy_some(copies)
         return
     first, *others = shares(copies, cdiv(total, count))
-    futures = [_pool().submit(_copy_some, share) for share in others]
+    futures = [_pool().submit(_copy_share, share) for share in others]
     _copy_some(first)
     for future in futures:
         future.result()
@@ -130,6 +130,11 @@ def cut(copy: Copy, size: int) -> list[Copy]:
     return list(
         zip(target.tensor_split(pieces, axis), source.tensor_split(pieces, axis))
     )
+
+
+def _copy_share(share: list[Copy]) -> None:
+    _copy_some(share)
+    share.clear()  # The pool's thread may keep it longer than the caller waits.
 
 
 def _copy_some(copies: Sequence[Copy]) -> None:

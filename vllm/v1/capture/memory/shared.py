@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.capture.memory.row_copy import num_threads
 
 logger = init_logger(__name__)
@@ -31,7 +32,7 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 """From `madvise(2)`; the mmap module lacks the latter."""
 POPULATED = 64 << 20
-"""Bytes that are populated per call, and so by one thread at a time."""
+"""Most bytes that are populated per call, and so by one thread at a time."""
 
 
 class SharedSegment:
@@ -67,25 +68,41 @@ class SharedSegment:
             OSError: there is not enough memory.
 
         """
-        if self.file is None:
-            return
-        libc = ctypes.CDLL(None, use_errno=True)
-        advise = libc.madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(self.address, self.size, MADV_HUGEPAGE)  # May be unsupported; ignored.
+        if self.file is not None:
+            populate(self.file, self.memory)
 
-        def populate(start: int) -> int:
-            length = min(POPULATED, self.size - start)
-            failed = advise(self.address + start, length, MADV_POPULATE_WRITE)
-            return ctypes.get_errno() if failed else 0
 
-        # The kernel clears the pages, on the thread that asks for them.
-        with ThreadPoolExecutor(num_threads(), "capture-populate") as pool:
-            errors = set(pool.map(populate, range(0, self.size, POPULATED))) - {0}
-        if EINVAL in errors:  # Linux before 5.14
-            os.posix_fallocate(self.file, 0, self.size)
-        elif errors:
-            raise OSError(errors.pop(), "no memory for captured rows")
+def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
+    """Allocate all pages of a shared file, on several threads.
+
+    Args:
+        file: file descriptor.
+        memory: `[size]`, the whole file, mapped.
+
+    Raises:
+        OSError: there is not enough memory.
+
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    advise = libc.madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address, size = memory.ctypes.data, memory.nbytes
+    advise(address, size, MADV_HUGEPAGE)  # May be unsupported; ignored.
+    share = cdiv(cdiv(size, num_threads()), mmap.PAGESIZE) * mmap.PAGESIZE
+    piece = min(share, POPULATED)
+
+    def populate_from(start: int) -> int:
+        length = min(piece, size - start)
+        failed = advise(address + start, length, MADV_POPULATE_WRITE)
+        return ctypes.get_errno() if failed else 0
+
+    # The kernel clears the pages, on the thread that asks for them.
+    with ThreadPoolExecutor(num_threads(), "capture-populate") as pool:
+        errors = set(pool.map(populate_from, range(0, size, piece))) - {0}
+    if EINVAL in errors:  # Linux before 5.14
+        os.posix_fallocate(file, 0, size)
+    elif errors:
+        raise OSError(errors.pop(), "no memory for captured rows")
 
 
 def _open(size: int) -> int | None:

@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.row_copy import copy_all, threads_for
+from vllm.v1.capture.memory.shared import populate
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)
@@ -144,11 +145,11 @@ def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
 def _copy_in_parallel(
     file: int, parts: Sequence[Part], offsets: dict[str, int], size: int
 ) -> None:
-    os.posix_fallocate(file, 0, size)  # A missing page would raise SIGBUS later.
-    with mmap.mmap(file, size) as mapped:
-        memory = np.frombuffer(mapped, dtype=np.uint8)
-        copy_all([_copy(part, memory, offsets[part.name]) for part in parts])
-        del memory
+    os.ftruncate(file, size)
+    # Unmapped with the last reference, when this returns: only then it can be sealed.
+    memory = np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
+    populate(file, memory)  # A missing page would raise SIGBUS later.
+    copy_all([_copy(part, memory, offsets[part.name]) for part in parts])
 
 
 def _copy(part: Part, memory: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
