@@ -231,6 +231,11 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
 
 def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
     assert server.get("/v1/sae").body["modules"]["jump"]["features"] == 200
+    use = {"op": "feature", "sae": "jump", "feature": 3, "value": 9.0}
+    steered = body(steering_vectors={"post_block": {"1": use}}, steering_receipt=True)
+    reply = server.post("/v1/completions", steered)
+    assert reply.status == 200, "an SAE that was named at the start steers"
+    assert reply.body["steering"]["applied"][0]["dose"]["mean"] > 0
     named = {"name": "topk", "path": str(folder / "topk")}
     wrong = {"name": "no", "path": str(folder / "direction.safetensors")}
     assert server.post("/v1/sae/register", wrong, **KEY).status == 400

@@ -157,4 +157,10 @@ def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     EngineSteering.set(NO_STEERING)
     EngineSteering.dynamic = bool(vllm_config.capture_config.step_consumers)
     config = vllm_config.steering_config
-    return SteeringScheduling(config.max_configs, config.bank_bytes)
+    scheduling = SteeringScheduling(config.max_configs, config.bank_bytes)
+    scheduling.saes |= {
+        name: info["fingerprint"]
+        for name, info in vllm_config.readout_config.described.items()
+        if info["kind"] == "sae"
+    }
+    return scheduling
