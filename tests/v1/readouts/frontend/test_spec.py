@@ -11,6 +11,7 @@ from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import parse_stops
 from vllm.v1.readouts.frontend.spec import Server, parse_readout
+from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Readout
 
 CONTEXT = CaptureContext(
@@ -62,6 +63,28 @@ def test_whatever_a_key_says_is_read_or_refused(kind: str) -> None:
     for key in KEYS:
         for value in OTHERS:
             parsed(kind, key, value)
+
+
+NAMED = ModuleInfo(name="d", kind="probe", path="", width=4, size=1)
+IGNORED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("layer", {"layer": layer}) for layer in ("all", "0-1", "0,2")),
+    *(("vectors", {"vectors": [row]}) for row in (["1"] * 4, [True] * 4)),
+    *(("bias", {"bias": bias}) for bias in (1e300, [10**40])),
+    ("threshold", {"activation": "jumprelu", "threshold": 1e300}),
+    ("vectors", {"probe": "d"}),
+    ("bias", {"probe": {"vectors": [[1.0] * 4]}, "vectors": None, "bias": 2.0}),
+)
+
+
+@pytest.mark.parametrize(("key", "more"), IGNORED)
+def test_nothing_that_a_probe_says_is_ignored(key: str, more: dict[str, Any]) -> None:
+    server = Server({"d": NAMED}, vocab_size=1280, max_top_k=64)
+    spec = {"kind": "probe", **RIGHT["probe"], **more}
+    if spec["vectors"] is None:
+        del spec["vectors"]
+    with pytest.raises(ReadoutValidationError) as caught:
+        parse_readout("n", spec, CONTEXT, server)
+    assert caught.value.parameter == f"readouts.n.{key}"
 
 
 @pytest.mark.parametrize("key", ["readout", "index", "above", "below", "unknown"])

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, get_args
 
 import numpy as np
@@ -19,11 +18,16 @@ from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
 from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
 from vllm.v1.residual.addresses import parse_address
+from vllm.v1.residual.bounds import shown
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.arrays import as_array
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
 
+MOST = float(np.finfo(np.float32).max)
+"""The largest number of a probe's bias and thresholds."""
 MAX_VECTORS = 4096
 """Directions of a probe given in the request."""
 MAX_TOKENS = 1024
@@ -180,6 +184,8 @@ def _probe(spec: Spec) -> Readout:
     given = spec.raw.get("probe")
     own: Probe | None = None
     module, tap = "", None
+    if given is not None:
+        _check_no_other(spec, given)
     if isinstance(given, str):
         info = spec.module("probe", "probe", "--readout-modules")
         _check_width(spec, "probe", info.width)
@@ -191,6 +197,17 @@ def _probe(spec: Spec) -> Readout:
     )
 
 
+def _check_no_other(spec: Spec, given: Any) -> None:
+    """Refuse a probe's keys beside `probe`, which has them itself."""
+    for key in _OWN_PROBE:
+        if key in spec.raw:
+            name = f"the probe {shown(given)}" if isinstance(given, str) else "probe"
+            raise spec.fail(
+                key,
+                f"{name} has its own; leave out {key}, or give vectors and no probe",
+            )
+
+
 def _place(spec: Spec, default: Tap | None) -> Tap:
     """The tap that `layer` and `hook` name; by default the module's own."""
     hook = spec.raw.get("hook", default[1] if default else "post_block")
@@ -198,7 +215,13 @@ def _place(spec: Spec, default: Tap | None) -> Tap:
     if default is None and "layer" not in spec.raw and not is_address:
         raise spec.fail("layer", "is needed: the layer whose rows are read, from 0")
     layer = spec.raw.get("layer", default[0] if default else None)
-    return spec.taps([layer], hook)[0]
+    taps = spec.taps([layer], hook)
+    if len(taps) > 1:
+        raise spec.fail(
+            "layer",
+            f"must name one layer, and this names {len(taps)}; give a readout for each",
+        )
+    return taps[0]
 
 
 def _check_width(spec: Spec, key: str, width: int) -> None:
@@ -242,8 +265,8 @@ def _own_probe(spec: Spec, given: Any) -> Probe:
 
 def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
     try:
-        vectors = np.atleast_2d(np.asarray(given, dtype=np.float32))
-    except (ValueError, TypeError):
+        vectors = np.atleast_2d(as_array(given, spec.where("vectors")))
+    except SteeringValidationError:  # Text, booleans, or lists of different lengths.
         vectors = np.zeros((0, 0), dtype=np.float32)
     wide = spec.ctx.hidden_size
     if vectors.ndim != 2 or not 0 < len(vectors) <= MAX_VECTORS:
@@ -262,11 +285,15 @@ def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
 def _numbers(spec: Spec, key: str, given: Any, count: int) -> tuple[float, ...]:
     listed = given if isinstance(given, list) else [given] * count
     good = [
-        isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one)
+        isinstance(one, int | float)
+        and not isinstance(one, bool)
+        and -MOST <= one <= MOST
         for one in listed
     ]
     if len(listed) != count or not all(good):
-        raise spec.fail(key, f"must be a finite number, or a list of {count}")
+        raise spec.fail(
+            key, f"must be a finite number of float32, or a list of {count}"
+        )
     return tuple(float(one) for one in listed)
 
 
@@ -325,8 +352,12 @@ def _custom(spec: Spec) -> Readout:
         code = _code(spec)
     else:
         name = _entry_point(spec)
+    given = spec.raw.get("params")
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise spec.fail("params", "must be an object")
     try:
-        params = json.dumps(spec.raw.get("params") or {}, allow_nan=False)
+        params = json.dumps(given, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise spec.fail("params", f"must be JSON: {error}") from None
     taps, ranges = spec.hooks(), spec.ranges()
