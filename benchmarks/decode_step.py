@@ -240,7 +240,7 @@ def main() -> None:
             with early.pop() if early else start(name) as fork:
                 fork.ready()
                 cases = chosen(fork)
-                found = compare(upstream, fork, cases, batches, rounds)
+                found = compare(upstream, fork, cases, batches, rounds, tells=True)
                 same = fork.about["tokens"] == upstream.about["tokens"]
                 if name == names[-1]:
                     upstream.close()
