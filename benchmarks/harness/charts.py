@@ -250,6 +250,15 @@ def _readouts(report: Report) -> list[Panel]:
     ]
 
 
+def _steered_prompts(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (mark(found),), goals.STEERED_PROMPTS)
+        for name, found in report["cases"].items()
+    ]
+    base = "upstream" if report["upstream"] else "the same without interventions"
+    return [Panel(f"throughput of prompts / {base}", tuple(rows))]
+
+
 def _readouts_client(report: Report) -> list[Panel]:
     panels = []
     for clock, unit in (("wall", "time"), ("cpu", "CPU time of client and server")):
@@ -431,6 +440,10 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
     "native": ("Native code on one thread", _native),
     "readouts": ("Readouts of an engine", _readouts),
+    "steered_prompts": (
+        "Prompts of 4,096 tokens with an operation at every layer",
+        _steered_prompts,
+    ),
     "readouts_client": (
         "A lens of all layers, against a client's own",
         _readouts_client,

@@ -134,6 +134,9 @@ READOUTS = {
 CLIENT_LENS = Goal(5.0, at_most=False)
 """Time of a client that computes a lens from rows, over that of the readout."""
 
+STEERED_PROMPTS = Goal(0.95, at_most=False)
+"""Throughput of prompts with an operation at every layer, over upstream's."""
+
 DATASET = Goal(0.95, at_most=False)
 """Throughput of `vllm capture` over that of plain generation of the same prompts."""
 
