@@ -15,7 +15,7 @@ from benchmarks.harness.plots import draw, plot_beside
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = sorted(RESULTS.glob("*.json"))
-LARGEST = 60_000
+LARGEST = 65_000
 
 
 def turns(upstream: float, fork: float) -> dict[str, dict[str, float]]:
