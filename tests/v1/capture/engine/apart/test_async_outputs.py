@@ -104,8 +104,8 @@ def statuses(outputs: Sequence[RequestOutput]) -> list[str]:
 
 def test_cumulative_outputs_carry_all_rows_so_far(served: Served) -> None:
     ids = prompt(30, seed=1)
-    # Outputs that a busy reader has not taken yet are merged, on a loaded machine all of
-    # them: more tokens until some are separate.
+    # Outputs that a busy reader has not taken yet are merged, on a loaded machine all
+    # of them: more tokens until some are separate.
     for tokens in (40, 80, 160, 220):
         outputs = served.all(ids, asking(CUMULATIVE, max_tokens=tokens))
         if len(outputs) > 4:
