@@ -53,7 +53,7 @@ lint: $(INSTALLED)
 
 type: venv
 	$(BIN)/mypy
-	cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+	@cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 		--cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU

@@ -22,11 +22,22 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
+from vllm.model_executor.layers.residual.program_records import (
+    RECORD_WORDS,
+    write_records,
+)
 
 pytestmark = pytest.mark.gpu
 
 
-def program(width: int) -> Program:
+def simple(width: int) -> Program:
+    """Project out, by an amount that depends on the norm too."""
+    u = torch.randn(1, width, device="cuda")
+    flags = Flag.DOT | Flag.SAVE_NORM
+    return (Instruction(Kind.LINEAR, u / u.norm(), flags=flags, c1=0.1, c2=-1.0),)
+
+
+def several(width: int) -> Program:
     """Project out, add with norm_match, and clamp, where a probe fires."""
     u, v, w = (torch.randn(1, width, device="cuda") for _ in range(3))
     return (
@@ -48,16 +59,19 @@ def program(width: int) -> Program:
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (33, 4096), (7, 5120)])
+@pytest.mark.parametrize("make", [simple, several])
 def test_eager_compiled_and_recorded_are_the_same_bits(
-    tokens: int, width: int, dtype: torch.dtype
+    make: Callable[[int], Program], tokens: int, width: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    instructions = program(width)  # Programs hold the addresses of their vectors.
+    instructions = make(width)  # Programs hold the addresses of their vectors.
     words = torch.from_numpy(words_of(instructions)).cuda()
     index = torch.tensor([0, words.data_ptr()], device="cuda")
     rows = (torch.arange(tokens + 3, device="cuda") % 4 != 1).int()
     gates = torch.zeros(tokens + 3, 4, device="cuda")
-    tap = ResidualTap(index=index, program_rows=rows, gates=gates)
+    records = torch.zeros(1, tokens, RECORD_WORDS, dtype=torch.int32, device="cuda")
+    write_records(records, index[None], rows, tokens)
+    tap = ResidualTap(index=index, program_rows=rows, gates=gates, records=records[0])
     Launch.taps = frozenset({index.data_ptr()})
     weight = torch.randn(width, width, device="cuda", dtype=dtype) * 0.02
     given = torch.randn(2, tokens, width, device="cuda").to(dtype)
@@ -88,7 +102,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     with torch.no_grad(), fresh:
         compiled = torch.compile(visit, fullgraph=True, dynamic=False)(given)
     assert torch.equal(torch.stack(compiled), eager), "compiled"
-    for whole in (False, True):  # With and without an early start of the kernel.
+    for whole in (False, True):  # With an early start of the kernel, and records.
         Launch.whole = whole
         layer()
         graph = torch.cuda.CUDAGraph()

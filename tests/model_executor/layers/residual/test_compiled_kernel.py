@@ -5,13 +5,14 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from vllm.model_executor.layers.residual import program_kernel
+from vllm.model_executor.layers.residual import program_kernel, program_records
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -21,7 +22,12 @@ pytestmark = pytest.mark.skipif(
 
 STACK = 24
 """Most bytes of a thread's registers that are kept in memory."""
-POINTERS = {"index_ptr": "*i64", "rows_ptr": "*i32", "gates_ptr": "*fp32"}
+POINTERS = {
+    "index_ptr": "*i64",
+    "rows_ptr": "*i32",
+    "gates_ptr": "*fp32",
+    "records_ptr": "*i32",
+}
 
 
 @pytest.fixture
@@ -32,12 +38,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(utils, "HAS_TRITON", True)
     monkeypatch.setattr(utils, "triton", triton)
     monkeypatch.setattr(utils, "tl", importlib.import_module("triton.language"))
-    path = Path(program_kernel.__file__)
-    spec = importlib.util.spec_from_file_location("program_kernel_on_a_gpu", path)
+    monkeypatch.setitem(sys.modules, program_records.__name__, loaded(program_records))
+    return loaded(program_kernel)
+
+
+def loaded(module: ModuleType) -> ModuleType:
+    """The module, loaded once more from its file."""
+    assert module.__file__ is not None
+    spec = importlib.util.spec_from_file_location("on_a_gpu", Path(module.__file__))
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -53,6 +65,7 @@ def test_it_compiles_for_hopper(
     kernel = kernels._intervene_kernel
     constants = {
         "HAS_RESIDUAL": pair,
+        "HAS_RECORDS": pair,
         "LEADS": True,
         "ALIGNED": True,
         "BLOCK": width,

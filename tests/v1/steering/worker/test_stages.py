@@ -103,7 +103,7 @@ class Pipeline:
             one.begin_step()
             assert not tensors, "received tensors do not reach the model"
             for layer in self._layers[number]:
-                _, _, index, rows, gates = one.tensors((layer, "post_block"))
+                _, _, index, rows, gates, _ = one.tensors((layer, "post_block"))
                 intervene_rows(stream, None, index, rows, gates, False)
             one.end_step()
             tensors = one.send({})

@@ -133,6 +133,8 @@ if HAS_TRITON:
             # Every block waits: one that exits before the previous kernel has
             # finished would let the next kernel start too early.
             tl.extra.cuda.gdc_wait()
+            # The next kernel may start if it waits for this one in the same way.
+            tl.extra.cuda.gdc_launch_dependents()
         if slot < 0:
             return
         place = staging_ptr + (base + slot) * staging_stride

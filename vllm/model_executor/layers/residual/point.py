@@ -31,6 +31,7 @@ class ResidualTap:
         index: `[I]` int64, addresses of programs.
         program_rows: `[>= T]` int32, the row of `index` for each token.
         gates: `[>= T, columns]` float32.
+        records: `[R, RECORD_WORDS]` int32, the beginnings of tokens' programs.
 
     """
 
@@ -44,6 +45,7 @@ class ResidualTap:
         index: torch.Tensor | None = None,  # [I], int64: addresses of programs
         program_rows: torch.Tensor | None = None,  # [>= T], int32: a row of the index
         gates: torch.Tensor | None = None,  # [>= T, columns], float32
+        records: torch.Tensor | None = None,  # [R, RECORD_WORDS], int32
     ) -> None:
         self.slots = slots
         self.base = base
@@ -53,6 +55,7 @@ class ResidualTap:
         self.index = index
         self.program_rows = program_rows
         self.gates = gates
+        self.records = records
 
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -183,10 +186,10 @@ class ResidualTap:
             hidden_states = hidden_states.clone()
         if partial is None:
             torch.ops.vllm.intervene_split_rows(
-                hidden_states, residual, index, rows, gates
+                hidden_states, residual, index, rows, gates, self.records
             )
         else:
             torch.ops.vllm.intervene_rows(
-                hidden_states, residual, index, rows, gates, partial
+                hidden_states, residual, index, rows, gates, partial, self.records
             )
         return hidden_states, residual

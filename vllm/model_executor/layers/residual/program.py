@@ -86,6 +86,10 @@ class Flag(IntFlag):
     """A gate that opens at one of a request's tokens is open at all later ones."""
 
 
+SIMPLE = Flag.DOT | Flag.SAVE_NORM | Flag.OTHER_WRITE
+"""Flags that an instruction of a simple program may have."""
+
+
 class Activation(IntEnum):
     """The f of `LOW_RANK`, with a threshold t for each direction."""
 
@@ -213,10 +217,20 @@ Program = tuple[Instruction, ...]
 """Instructions, in the order of execution."""
 
 
+def is_simple(program: Program) -> bool:
+    """Whether it is one `LINEAR` instruction with, at most, a gate decided before."""
+    if len(program) != 1 or program[0].kind != Kind.LINEAR:
+        return False
+    return program[0].doses is None and program[0].flags in SIMPLE
+
+
 def words_of(program: Program) -> npt.NDArray[np.int32]:
-    """A program as the kernel reads it, `[(1 + n) * WORDS]`: first the number n."""
+    """A program as the kernel reads it, `[(1 + n) * WORDS]`.
+
+    The first words are the number n of instructions and whether the program is simple.
+    """
     head = np.zeros(WORDS, dtype=np.int32)
-    head[0] = len(program)
+    head[:2] = len(program), is_simple(program)
     return np.concatenate([head, *(one.words() for one in program)])
 
 

@@ -57,6 +57,7 @@ def intervene_rows(
     rows: torch.Tensor,
     gates: torch.Tensor,
     partial: bool,
+    records: torch.Tensor | None = None,
 ) -> None:
     """Execute each token's program on its row of the stream, in place.
 
@@ -71,10 +72,13 @@ def intervene_rows(
         gates: `[>= T, columns]` float32, which probes write and instructions read.
         partial: whether `hidden` is this rank's part of a sum over tensor-parallel
             ranks.
+        records: `[R, RECORD_WORDS]` int32, the beginnings of the programs of the first
+            R tokens, as they are before a recorded step of at most R tokens; None if
+            there are none.
 
     """
     if Launch.wants(index):
-        intervene_wanted(hidden, residual, index, rows, gates, partial)
+        intervene_wanted(hidden, residual, index, rows, gates, partial, records)
 
 
 def intervene_wanted(
@@ -84,6 +88,7 @@ def intervene_wanted(
     rows: torch.Tensor,
     gates: torch.Tensor,
     partial: bool,
+    records: torch.Tensor | None = None,
 ) -> None:
     """`intervene_rows` in a step that runs programs at the hook point."""
     usual = hidden.is_cpu and not partial and not HostCalls.at
@@ -94,7 +99,7 @@ def intervene_wanted(
         # The layer continues with its own part, so a copy is summed.
         whole = tensor_model_parallel_all_reduce(hidden.clone())
         leads = get_tensor_model_parallel_rank() == 0
-    _intervene(whole, hidden, residual, index, rows, gates, leads, 0)
+    _intervene(whole, hidden, residual, index, rows, gates, records, leads, 0)
     if HostCalls.at and (calls := HostCalls.at.get(index.data_ptr())):
         if partial:  # Programs have changed this rank's part only.
             whole = tensor_model_parallel_all_reduce(hidden.clone())
@@ -112,6 +117,7 @@ def _intervene(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
+    records: torch.Tensor | None,
     leads: bool,
     first: int,
 ) -> None:
@@ -125,7 +131,9 @@ def _intervene(
     if reads_tables(hidden.device):
         tables = whole, hidden, residual, index, rows, own
         if hidden.is_cuda:
-            launch_programs(*tables, leads=leads, early=begins_early(), first=first)
+            beginnings = _of_step(records, first, len(hidden))
+            early = begins_early()
+            launch_programs(*tables, beginnings, leads=leads, early=early, first=first)
         else:
             execute_programs(*tables, leads=leads, first=first)
         return
@@ -152,6 +160,18 @@ def _intervene(
             residual[places] = 0.0
 
 
+def _of_step(
+    records: torch.Tensor | None, first: int, num_tokens: int
+) -> torch.Tensor | None:
+    """The records of the tokens from `first` on; None if they are not written.
+
+    They are written before steps that are recorded whole.
+    """
+    if records is None or not Launch.whole or first + num_tokens > len(records):
+        return None
+    return records[first:]
+
+
 def intervene_rows_fake(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
@@ -159,6 +179,7 @@ def intervene_rows_fake(
     rows: torch.Tensor,
     gates: torch.Tensor,
     partial: bool,
+    records: torch.Tensor | None = None,
 ) -> None:
     """The fake implementation of `intervene_rows`, which returns nothing."""
 
@@ -177,6 +198,7 @@ def intervene_split_rows(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
+    records: torch.Tensor | None = None,
 ) -> None:
     """As `intervene_rows`, if each tensor-parallel rank has a share of the tokens.
 
@@ -186,12 +208,13 @@ def intervene_split_rows(
         index: `[rows]` int64, as in `intervene_rows`.
         rows: the row of the index for each token of all ranks, padding included.
         gates: the gates of each token of all ranks, padding included.
+        records: those of the first tokens of all ranks, or None.
 
     """
     if not Launch.wants(index):
         return
     own = share(len(hidden))
-    _intervene(hidden, hidden, residual, index, rows, gates, True, own.start)
+    _intervene(hidden, hidden, residual, index, rows, gates, records, True, own.start)
     if calls := HostCalls.at.get(index.data_ptr()):
         # All ranks call the functions, on the rows of all.
         stream = hidden if residual is None else hidden + residual
@@ -210,6 +233,7 @@ def _intervene_split_rows_fake(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
+    records: torch.Tensor | None = None,
 ) -> None:
     return None
 

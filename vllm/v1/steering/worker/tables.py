@@ -71,6 +71,7 @@ class SteeringTables:
         num_tokens: int,
         bank_bytes: int = 0,
         saes: SAEs | None = None,
+        num_recorded: int = 0,
     ) -> None:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows of -0.0 change no
@@ -85,7 +86,7 @@ class SteeringTables:
         """The configuration of each loaded slot."""
         self.tiers = NO_STEERING
         """The global vectors in force."""
-        self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
+        self.programs = ProgramIndex(taps, num_rows, num_tokens, device, num_recorded)
         """The programs of operations, with the same row numbers."""
         self.bank = Bank(width, device, bank_bytes, saes)
         """The vectors of those operations."""

@@ -66,10 +66,15 @@ class TokenRows:
         self._rows = rows
         self._unchanged = rows is None and not self._written
 
-    def write(self) -> None:
-        """Write the plan, unless the memory holds it already."""
+    def write(self) -> int | None:
+        """Write the plan, unless the memory holds it already.
+
+        Returns:
+            The number of tokens whose rows were written; None if nothing changed.
+
+        """
         if self._unchanged:
-            return
+            return None
         num_tokens = 0 if self._rows is None else len(self._rows)
         if self._written > num_tokens:
             self.index[num_tokens : self._written].fill_(ZERO_ROW)
@@ -77,6 +82,7 @@ class TokenRows:
             async_tensor_h2d(self._rows, out=self.index[:num_tokens])
         self._written = num_tokens
         self._unchanged = True
+        return num_tokens
 
 
 class WorkerSteering:
@@ -115,7 +121,10 @@ class WorkerSteering:
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
         bank = vllm_config.steering_config.bank_bytes
-        self.tables = SteeringTables(taps, rows, width, dtype, device, size, bank, saes)
+        recorded = graphs if device.type == "cuda" else 0
+        self.tables = SteeringTables(
+            taps, rows, width, dtype, device, size, bank, saes, recorded
+        )
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
         self._slots: dict[str, int] = {}
@@ -167,8 +176,13 @@ class WorkerSteering:
         """The row of the program index for each token."""
         return self._programs_of.index
 
-    def tensors(self, tap: Tap) -> tuple[torch.Tensor, ...]:
-        """The tensors that a tap reads: table, rows, program index, its rows, gates."""
+    def tensors(self, tap: Tap) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that a tap reads.
+
+        Returns:
+            Table, rows, program index, its rows, gates, and the tokens' records.
+
+        """
         programs = self.tables.programs
         return (
             self.tables.at(tap),
@@ -176,6 +190,7 @@ class WorkerSteering:
             programs.at(tap),
             self.program_rows,
             programs.gates,
+            programs.records(tap),
         )
 
     def summary(self) -> str:
@@ -391,7 +406,9 @@ class WorkerSteering:
     def begin_step(self) -> None:
         """Write what the pass reads: the rows of tokens, and zero rows for padding."""
         self._vectors_of.write()
-        self._programs_of.write()
+        written = self._programs_of.write()
+        if written is not None:
+            self.tables.programs.write_records(self.program_rows, written)
         self._held.load(self.tables.programs.gates)
         self._stages.load(self.tables.programs.gates)
         self.doses.begin()
