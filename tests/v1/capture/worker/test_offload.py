@@ -9,8 +9,14 @@ import torch
 
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.plan import LIVE
+from vllm.v1.capture.staging.blocks import BlockRow
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.worker.offload import STEPS_AT_ONCE, Offload, row_encoder
+from vllm.v1.capture.worker.offload import (
+    CROWD_BYTES,
+    STEPS_AT_ONCE,
+    Offload,
+    row_encoder,
+)
 from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE
@@ -38,17 +44,23 @@ class Heard:
 class Bench:
     """Steps of one size, with an irrelevant layout."""
 
-    def __init__(self) -> None:
-        self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))
+    def __init__(self, ring: int = RING) -> None:
+        self.staging = Staging(ring, 1, torch.float32, torch.device("cpu"))
         self.heard: Any = Heard(self.staging)
         self.sending = Offload(self.staging, self.heard)
         self._number = 0
+        self.layout = 0
+        """The number of the layout; a change of the batch has another."""
+        self.decoding: dict[str, BlockRow] = {}
 
     def step(
         self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
     ) -> None:
         segment = self.sending.reserve(rows)
-        placed: Any = SimpleNamespace(layout=SimpleNamespace(blocks=()))
+        columns = range(rows // max(len(self.decoding), 1))
+        block = SimpleNamespace(columns=columns, decoding=self.decoding)
+        layout = SimpleNamespace(blocks=(block,), num_rows=rows, number=self.layout)
+        placed: Any = SimpleNamespace(layout=layout, shift=self._number)
         step = StagedStep(self._number, placed, segment, true)
         self._number += 1
         self.sending.add(step, at_once or set())
@@ -102,6 +114,58 @@ def test_nothing_waits_while_nothing_is_captured(bench: Bench) -> None:
     bench.sending.hand_on()
     bench.sending.hand_on()
     assert bench.heard.calls == [1, "all"]
+
+
+CROWD = CROWD_BYTES // 4
+"""Rows of 4 bytes that make a crowd."""
+
+
+class Crowd(Bench):
+    """32 requests whose rows of a step are just enough, and their last positions."""
+
+    def __init__(self) -> None:
+        super().__init__(ring=200 * CROWD)
+        for number in range(32):
+            self.decoding[str(number)] = BlockRow(0, 100 + number, number)
+
+    def expect(self, last: int) -> None:
+        """All of them end with the step of this number."""
+        for req_id, row in self.decoding.items():
+            self.sending.expect(req_id, row.origin + last)
+
+
+@pytest.mark.parametrize(("last", "calls"), [(20, [11, 5, 3, 1, 1]), (2, [2, 1])])
+def test_rows_of_many_requests_that_end_together_leave_before(
+    last: int, calls: list[int]
+) -> None:
+    """As many steps as remain wait at most, and none after the last one."""
+    bench = Crowd()
+    bench.expect(last)
+    for _ in range(last + 1):
+        bench.step(CROWD)
+    assert bench.heard.calls == [call for count in calls for call in (count, "all")]
+
+
+def test_few_rows_wait_although_their_end_is_known() -> None:
+    bench = Crowd()
+    bench.expect(3)
+    for _ in range(4):
+        bench.step(CROWD - 32)
+    assert bench.heard.calls == []
+
+
+def test_ends_that_came_early_or_not_at_all_change_nothing() -> None:
+    bench = Crowd()
+    bench.expect(3)
+    for req_id in bench.decoding:
+        bench.sending.forget(req_id)
+    for _ in range(5):
+        bench.step(CROWD)
+    assert bench.heard.calls == []
+    bench.expect(3)
+    bench.layout += 1
+    bench.step(CROWD)
+    assert bench.heard.calls == []
 
 
 def test_where_there_is_no_room_all_that_waits_is_handed_on(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches the copies of steps' rows from staging memory to the host."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import torch
@@ -11,6 +12,7 @@ from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
 
 STEPS_AT_ONCE = 128
 """Maximum number of steps whose rows are passed on together."""
@@ -23,12 +25,20 @@ result: the copies to the host, and from there to the request's own memory.
 """
 
 
+CROWD_BYTES = 1 << 20
+"""Bytes per step from which rows of requests that end at the same step leave early."""
+
+
 class Offload:
     """Sends steps to the dispatcher; used on the engine's thread only.
 
     `send` copies the rows of several steps to the host at once and gives the steps to
     the dispatcher. `hand_on` makes the dispatcher distribute them to their requests,
     which is cheaper for many steps together.
+
+    When many requests reach their greatest length at the same step, what then waits
+    delays all of their results. Before that step, rows are handed on as soon as as many
+    steps wait as remain: 8, 4, 2, 1 of the last 15, and with the last step its own.
     """
 
     def __init__(self, staging: Staging, dispatcher: Dispatcher) -> None:
@@ -40,7 +50,22 @@ class Offload:
         """Number of steps that are unsent, or sent but not handed on."""
         self._rows = 0
         """Number of rows of these steps."""
-        self._most_rows = max(BYTES_AT_ONCE // staging.host_rows[:1].nbytes, 1)
+        row_bytes = staging.host_rows[:1].nbytes
+        self._most_rows = max(BYTES_AT_ONCE // row_bytes, 1)
+        self._crowd_rows = max(CROWD_BYTES // row_bytes, 1)
+        self._last_positions: dict[str, int] = {}
+        """By request of known length, the position of its last row."""
+        self._crowd: tuple[int, int | None] = -1, None
+        """The number of a layout, and the shift at which a crowd of its requests
+        ends."""
+
+    def expect(self, req_id: str, last_position: int) -> None:
+        """Note where a request ends at the latest."""
+        self._last_positions[req_id] = last_position
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that has ended."""
+        self._last_positions.pop(req_id, None)
 
     def reserve(self, num_rows: int) -> Segment:
         """Reserve staging rows for a step; blocks until there is room."""
@@ -70,11 +95,34 @@ class Offload:
             or self._steps >= STEPS_AT_ONCE
             or self._rows >= self._staging.ring.num_rows // 8
             or self._rows >= self._most_rows * _num_requests(step)
+            or self._steps >= self._steps_to_crowd(step.placed)
         ):
             self.hand_on()
         elif at_once:
             self.send()
             self._dispatcher.hand_on(tuple(at_once))
+
+    def _steps_to_crowd(self, placed: PlacedStep) -> int:
+        """How many steps remain until many requests end together."""
+        layout = placed.layout
+        if self._crowd[0] != layout.number:
+            self._crowd = layout.number, self._crowd_of(layout)
+        shift = self._crowd[1]
+        if shift is None or shift < placed.shift:
+            return STEPS_AT_ONCE
+        return shift - placed.shift
+
+    def _crowd_of(self, layout: Layout) -> int | None:
+        """The first shift at which enough rows have their request's last one."""
+        if layout.num_rows < self._crowd_rows:
+            return None
+        rows: defaultdict[int, int] = defaultdict(int)
+        for block in layout.blocks:
+            for req_id, row in block.decoding.items():
+                if (last := self._last_positions.get(req_id)) is not None:
+                    rows[last - row.origin] += len(block.columns)
+        crowds = [shift for shift, count in rows.items() if count >= self._crowd_rows]
+        return min(crowds, default=None)
 
     def _add_pages(self, step: StagedStep) -> bool:
         """Send a step of many rows alone, with the rows of prompts copied to pages."""

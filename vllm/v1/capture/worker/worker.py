@@ -244,6 +244,9 @@ class WorkerCapture:
         self._plans[req_id] = plan
         if self._staging.requests is not None:
             self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
+        if max_tokens is not None:
+            # The last token that is generated has no row.
+            self._sending.expect(req_id, plan.num_prompt_tokens + max_tokens - 2)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
@@ -305,6 +308,7 @@ class WorkerCapture:
         ended = []
         for end in ends:
             self._placement.remove(end.request_id)
+            self._sending.forget(end.request_id)
             plan = self._plans.pop(end.request_id, None)
             ended.append(self._request_end(end, plan))
             if self._staging.requests is not None:
