@@ -152,10 +152,23 @@ def offline(options: argparse.Namespace, report: dict[str, Any]) -> None:
             told(f"{load} {name}", found)
         report["summary"] = evaluated(samples)
         reports.save(report, options.out)
-    report["memory"] = {role: sides[role].ask("memory") for role, *_ in turns}
+    report["memory"] = memory({role: sides[role].ask("memory") for role, *_ in turns})
     print(json.dumps(report["memory"]), flush=True)
     for side in sides.values():
         side.close()
+
+
+def memory(found: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of each side after its last turn; of the fork's, those beyond upstream's.
+
+    `unstated` are those of them that `GET /v1/capture` does not state.
+    """
+    if "stated" in found.get("fork", {}) and "plain" in found:
+        own = found["fork"]
+        own["beyond_plain"] = own["bytes"] - found["plain"]["bytes"]
+        held = sum(worker["held_bytes"] for worker in own["stated"])
+        own["unstated"] = own["beyond_plain"] - held
+    return found
 
 
 def sized(load: str, options: argparse.Namespace) -> tuple[int, int, int]:

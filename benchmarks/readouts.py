@@ -12,6 +12,10 @@ ratio is to their mean; the first round warms up and is not counted. Prompts of 
 tokens are timed whole, with the mean row of all layers. Without `--upstream` the fork
 without readouts takes its place. Weights are random.
 
+With `--alone` each engine has the GPU to itself, as users have: upstream's runs first,
+and a ratio is to the median of its turns. A second process on the GPU makes steps with
+readouts up to 4 % slower, and those without not.
+
 Each figure is printed as it is measured, and the report is written after each round.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
@@ -19,6 +23,7 @@ Each figure is printed as it is measured, and the report is written after each r
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -131,6 +136,51 @@ def child(role: str, settings: dict[str, Any]) -> None:
             answer({"error": f"{type(error).__name__}: {error}"})
 
 
+def measure_alone(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    chosen: Sequence[Case],
+    report: dict[str, Any],
+) -> None:
+    """All rounds, of one engine after the other; the first turns warm up."""
+    plain = {case.is_long: case for case in chosen}
+    with Side("off", options.upstream or options.fork, settings) as off:
+        report["start"] = {"off": off.answer()}
+        taken = {
+            is_long: [off.time_of(case, False) for _ in range(options.rounds + 1)][1:]
+            for is_long, case in plain.items()
+        }
+    for is_long, seconds in taken.items():
+        kind = "prompts" if is_long else "tokens"
+        report["off_ms"][kind] = [1e3 * one for one in seconds]
+        print(f"off, {kind}: {[f'{1e3 * one:.3f}' for one in seconds]}", flush=True)
+    base = {is_long: statistics.median(each) for is_long, each in taken.items()}
+    with Side("on", options.fork, settings) as on:
+        report["start"]["on"] = on.answer()
+        check(on, chosen, report)
+        for number in range(options.rounds + 1):
+            for case in chosen:
+                own = on.time_of(case, True)
+                off_seconds = base[case.is_long]
+                ratio = off_seconds / own if case.is_long else own / off_seconds
+                report["samples"].setdefault(case.name, []).append(ratio)
+                print(f"  {number} {case.name:28} {ratio:.4f}", flush=True)
+            summarise(report, max(number, 1))
+            report["rounds"] = number
+            reports.save(report, options.out)
+
+
+def check(on: Side, chosen: Sequence[Case], report: dict[str, Any]) -> None:
+    """Compare results with the engine's own rows, and count their bytes."""
+    report["errors"] = on.do("errors")
+    print(f"errors against the engine's own rows: {report['errors']}", flush=True)
+    for case in chosen:
+        if case.reading and not case.is_long:
+            moved = on.do("moved", **_of(case), taps=case.taps)
+            report["cases"][case.name] = moved
+            print(f"{case.name:30} {moved}", flush=True)
+
+
 def measure(
     off: Side, on: Side, chosen: Sequence[Case], report: dict[str, Any]
 ) -> None:
@@ -167,6 +217,7 @@ def run(options: argparse.Namespace) -> None:
         "model": describe(options.model),
         "vocab": options.vocab or 32000,
         "upstream": bool(options.upstream),
+        "alone": options.alone,
         "cases": {},
         "samples": {},
         "off_ms": {},
@@ -178,26 +229,23 @@ def run(options: argparse.Namespace) -> None:
         names = ("model", "device", "eager", "kv_gib", "vocab")
         settings = {name: getattr(options, name) for name in names}
         settings["folder"] = folder
-        base = options.upstream or options.fork
-        off = running.enter_context(Side("off", base, settings))
-        on = running.enter_context(Side("on", options.fork, settings))
-        report["start"] = {"off": off.answer(), "on": on.answer()}
-        print(f"started after {time.perf_counter() - begin:.0f} s", flush=True)
-        report["errors"] = on.do("errors")
-        print(f"errors against the engine's own rows: {report['errors']}", flush=True)
-        for case in chosen:
-            if case.reading and not case.is_long:
-                moved = on.do("moved", **_of(case), taps=case.taps)
-                report["cases"][case.name] = moved
-                print(f"{case.name:30} {moved}", flush=True)
-        for number in range(options.rounds + 1):
-            if number and time.perf_counter() - begin > options.seconds:
-                break
-            print(f"round {number}" if number else "warm-up", flush=True)
-            measure(off, on, chosen, report)
-            summarise(report, max(number, 1))  # The warm-up, if there is no more.
-            report["rounds"] = number
-            reports.save(report, options.out)
+        if options.alone:
+            measure_alone(options, settings, chosen, report)
+        else:
+            base = options.upstream or options.fork
+            off = running.enter_context(Side("off", base, settings))
+            on = running.enter_context(Side("on", options.fork, settings))
+            report["start"] = {"off": off.answer(), "on": on.answer()}
+            print(f"started after {time.perf_counter() - begin:.0f} s", flush=True)
+            check(on, chosen, report)
+            for number in range(options.rounds + 1):
+                if number and time.perf_counter() - begin > options.seconds:
+                    break
+                print(f"round {number}" if number else "warm-up", flush=True)
+                measure(off, on, chosen, report)
+                summarise(report, max(number, 1))  # The warm-up, if there is no more.
+                report["rounds"] = number
+                reports.save(report, options.out)
     report["machine"] = reports.machine(load)
     for name, found in report["cases"].items():
         print(f"{name:30} {found['median']:.4f} {found['interval']}")
@@ -217,6 +265,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=0, help="default 32,000")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument(
+        "--alone", action="store_true", help="one engine after the other"
+    )
     parser.add_argument("--cases", nargs="+", help="only those whose names hold these")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(

@@ -148,8 +148,13 @@ class Engine:
         os.sync()
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory of this process in bytes, including shared memory."""
-        return resident()
+        """Bytes that this process and its engine use, and what is stated of rows."""
+        found = resident()
+        capture = getattr(self._llm.llm_engine, "capture", None)
+        if capture is not None:
+            time.sleep(2)  # Workers report once a second.
+            found["stated"] = capture.describe().get("host_memory", [])
+        return found
 
 
 def staging_bytes(size: Mapping[str, int]) -> int:
@@ -184,10 +189,19 @@ def _bytes_below(folder: Path) -> int:
 
 
 def resident() -> dict[str, Any]:
-    """Resident memory of this process by kind, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = dict(line.split(":", 1) for line in lines)
-    return {name: int(found[name].split()[0]) << 10 for name in ("VmRSS", "RssShmem")}
+    """Memory of this process and its descendants in bytes.
+
+    Memory that several of them share counts once (`Pss`, without files).
+    """
+    import psutil
+
+    own = psutil.Process()
+    total = 0
+    for one in (own, *own.children(recursive=True)):
+        lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:]
+        found = dict(line.split(":", 1) for line in lines)
+        total += sum(int(found[f"Pss_{kind}"].split()[0]) for kind in ("Anon", "Shmem"))
+    return {"bytes": total << 10}
 
 
 class Transformers:
