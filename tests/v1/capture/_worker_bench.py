@@ -22,7 +22,7 @@ from vllm.v1.capture.groups import chunks_in
 from vllm.v1.capture.plan import CaptureEnd, CapturePlan
 from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import RequestPages
-from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     CountersMessage,
@@ -56,8 +56,8 @@ def with_pages(staging: Staging, every: int) -> None:
     staging._page_rows = 0
     to_pages = staging.to_pages
 
-    def copy(segment: Segment, blocks: Sequence[Block]) -> Any:
-        sent = None if segment.num_rows % every else to_pages(segment, blocks)
+    def copy(segment: Segment, blocks: Sequence[Block], parts: Parts) -> Any:
+        sent = None if segment.num_rows % every else to_pages(segment, blocks, parts)
         return sent and (sent[0], SimpleNamespace(synchronize=lambda: None))
 
     staging.to_pages = copy  # type: ignore[method-assign]

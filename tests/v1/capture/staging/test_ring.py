@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 import threading
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging.ring import RowRing, Segment, Staging
+from vllm.v1.capture.staging.ring import EVERY_TAP, RowRing, Segment, Staging, in_order
 
 RING = 8
 WIDTH = 4
@@ -76,3 +77,27 @@ def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
     segment = staging.ring.reserve(4)
     assert segment is not None
     assert staging.to_host(segment) is None
+
+
+@given(
+    st.lists(st.integers(EVERY_TAP, 9), max_size=30),
+    st.lists(st.integers(0, 9), unique=True, max_size=10),
+    st.integers(1, 4),
+)
+def test_rows_are_copied_once_after_the_part_that_computes_them(
+    taps: list[int], computed: list[int], each: int
+) -> None:
+    memory = torch.empty(0)
+    events: list[Any] = [object() for _ in range(0, len(computed), each)]
+    groups = [computed[at : at + each] for at in range(0, len(computed), each)]
+    copies = [(tap, memory, memory) for tap in taps]
+    done: list[int] = []
+    order = []
+    for event, own in in_order(copies, list(zip(groups, events, strict=True))):
+        group = groups[events.index(event)] if event is not None else None
+        for tap, _, _ in own:
+            assert tap in group if group is not None else tap not in computed
+            done.append(tap)
+        order.append(len(events) if event is None else events.index(event))
+    assert sorted(done) == sorted(taps)
+    assert order == sorted(order)

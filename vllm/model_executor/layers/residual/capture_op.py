@@ -8,6 +8,8 @@ Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory.
 """
 
+from typing import ClassVar
+
 import torch
 
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -80,6 +82,43 @@ class Launch:
                 "report it with the model's name; --enforce-eager avoids it"
             )
         return False
+
+
+class CaptureProgress:
+    """How far the captures of a pass have come on the device. Engine thread only.
+
+    The rows of a large step take as long to copy to the host as some of its layers take
+    to compute. With this, the first rows are copied while later layers are computed.
+    """
+
+    active: "ClassVar[CaptureProgress | None]" = None
+    """That of the current pass, if somebody follows it."""
+
+    def __init__(self, num_ops: int, num_parts: int) -> None:
+        """Follow a pass.
+
+        Args:
+            num_ops: how many capture ops the pass launches.
+            num_parts: into how many parts they are divided.
+
+        """
+        self._each = -(-num_ops // num_parts)
+        self._launched: list[int] = []
+        self.parts: list[tuple[tuple[int, ...], torch.cuda.Event]] = []
+        """The ops that were launched, by the address that identifies them, and the
+        event after which their rows are in staging memory. Ops of replayed graphs and
+        the last ones of a pass are missing."""
+
+    def launched(self, address: int) -> None:
+        """Note that the op with this address was launched on the current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._launched.append(address)
+        if len(self._launched) == self._each:
+            event = torch.cuda.Event()
+            event.record()
+            self.parts.append((tuple(self._launched), event))
+            self._launched = []
 
 
 if HAS_TRITON:
@@ -208,6 +247,7 @@ def capture_rows(
     """
     if not Launch.wants(slots):
         return
+    address = slots.data_ptr()
     if partial:
         # All ranks launch the same ops, so this collective cannot deadlock. The layer
         # continues with its own summand, so a copy is reduced; upstream reduces in
@@ -238,6 +278,8 @@ def capture_rows(
             num_warps=8,
             launch_pdl=early,
         )
+        if CaptureProgress.active is not None:
+            CaptureProgress.active.launched(address)
         return
     slots = slots[: hidden.shape[0]]
     tokens = (slots >= 0).nonzero().squeeze(1)

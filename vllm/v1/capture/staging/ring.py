@@ -14,9 +14,9 @@ receive as they are.
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -108,6 +108,13 @@ Other copies, such as that of sampled tokens, then wait for one piece at most in
 all rows of a prompt.
 """
 
+Copy: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""The tap that the rows are of, the host's memory, and the device's."""
+Parts: TypeAlias = Sequence[tuple[Collection[int], torch.cuda.Event]]
+"""Taps, by number, and the event after which their rows are in staging memory."""
+EVERY_TAP = -1
+"""In place of a tap's number, for rows of all of them."""
+
 
 class Staging:
     """Staging memory on device and host, and the copies between them.
@@ -183,10 +190,16 @@ class Staging:
         if self.host_rows is self.rows:
             return None
         pieces = spans(segments)
-        return self._copy([(self.host_rows[span], self.rows[span]) for span in pieces])
+        return self._copy(
+            [(EVERY_TAP, self.host_rows[span], self.rows[span]) for span in pieces]
+        )
+
+    def is_large(self, num_rows: int) -> bool:
+        """Whether the rows of a step of this size go to pages, if there are some."""
+        return self.requests is not None and num_rows >= self._page_rows
 
     def to_pages(
-        self, segment: Segment, blocks: Sequence[Block]
+        self, segment: Segment, blocks: Sequence[Block], parts: Parts = ()
     ) -> tuple[Places, torch.cuda.Event | None] | None:
         """Start copying a large segment, with rows of prompts going to pages.
 
@@ -195,16 +208,18 @@ class Staging:
         Args:
             segment: of the step.
             blocks: of the step's layout.
+            parts: of the taps, in the order in which their rows are computed; the rows
+                of others are copied after the queued forward pass.
 
         Returns:
             The places of the rows in pages, and the event to wait for. None if nothing
             was copied, because the segment is small or no page is free.
 
         """
-        if self.requests is None or segment.num_rows < self._page_rows:
+        if self.requests is None or not self.is_large(segment.num_rows):
             return None
         places: dict[tuple[str, int, int], Place] = {}
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[Copy] = []
         base = segment.start
         for block in blocks:
             taps = len(block.columns)
@@ -221,12 +236,12 @@ class Staging:
                     covered.append((offset, offset + count))
                     target = memory[:, first : first + count]
                     source = by_tap[:, offset : offset + count]
-                    pairs.extend(zip(target.unbind(), source.unbind()))
+                    copies.extend(zip(block.columns, target.unbind(), source.unbind()))
             host_by_tap = host.unflatten(0, (taps, block.num_rows))
             for start, stop in gaps(covered, block.num_rows):
                 target, source = host_by_tap[:, start:stop], by_tap[:, start:stop]
-                pairs.extend(zip(target.unbind(), source.unbind()))
-        return (places, self._copy(pairs)) if places else None
+                copies.extend(zip(block.columns, target.unbind(), source.unbind()))
+        return (places, self._copy(copies, parts)) if places else None
 
     def trim(self) -> None:
         """Return pages to the system that were unused since the last call."""
@@ -234,24 +249,28 @@ class Staging:
             self._pages.trim()
 
     def _copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self, copies: Sequence[Copy], parts: Parts = ()
     ) -> torch.cuda.Event | None:
         if self._stream is None:
-            for host, device in pairs:
+            for _, host, device in copies:
                 if host.data_ptr() != device.data_ptr():
                     host.copy_(self._encoded(device))
             return None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for host, device in pairs:
-                for piece, source in zip(
-                    host.split(self._piece_rows), device.split(self._piece_rows)
-                ):
-                    piece.copy_(self._encoded(source), non_blocking=True)
-            # Blocking: the dispatch thread must not spin on the driver's lock.
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._stream)
+        after = torch.cuda.current_stream().record_event()
+        for ready, own in in_order(copies, parts):
+            self._stream.wait_event(after if ready is None else ready)
+            with torch.cuda.stream(self._stream):
+                for _, host, device in own:
+                    self._copy_in_pieces(host, device)
+        # Blocking: the dispatch thread must not spin on the driver's lock.
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
         return done
+
+    def _copy_in_pieces(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        pieces = host.split(self._piece_rows), device.split(self._piece_rows)
+        for piece, source in zip(*pieces):
+            piece.copy_(self._encoded(source), non_blocking=True)
 
     def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._encoder is None else self._encoder.encode(rows)
@@ -268,6 +287,21 @@ def pinned_pages(slab_bytes: int, device: torch.device) -> Pages:
     most = int(BUDGET.limit * PINNED_SHARE)
     slab = min(slab_bytes, most)
     return Pages(slab, most, partial(pin, device=device), AHEAD_BYTES)
+
+
+def in_order(
+    copies: Sequence[Copy], parts: Parts
+) -> Iterator[tuple["torch.cuda.Event | None", list[Copy]]]:
+    """The copies of each part with its event; those of other taps last, with None."""
+    of_tap = {tap: number for number, (taps, _) in enumerate(parts) for tap in taps}
+    found: list[list[Copy]] = [[] for _ in range(len(parts) + 1)]
+    for copy in copies:
+        found[of_tap.get(copy[0], len(parts))].append(copy)
+    for (_, ready), own in zip(parts, found):
+        if own:
+            yield ready, own
+    if found[-1]:
+        yield None, found[-1]
 
 
 def spans(segments: Sequence[Segment]) -> list[slice]:

@@ -11,7 +11,7 @@ from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.sink import RowEncoder
-from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
 
 STEPS_AT_ONCE = 128
@@ -77,15 +77,18 @@ class Offload:
         assert segment is not None
         return segment
 
-    def add(self, step: StagedStep, at_once: Collection[str]) -> None:
+    def add(
+        self, step: StagedStep, at_once: Collection[str], parts: Parts = ()
+    ) -> None:
         """Add a step that is queued on the device.
 
         Args:
             step: the step.
             at_once: requests whose rows are to be passed on with this step.
+            parts: of the taps of a large step; see `Staging.to_pages`.
 
         """
-        if self._add_pages(step):
+        if self._add_pages(step, parts):
             return
         self._unsent.append(step)
         self._steps += 1
@@ -124,9 +127,10 @@ class Offload:
         crowds = [shift for shift, count in rows.items() if count >= self._crowd_rows]
         return min(crowds, default=None)
 
-    def _add_pages(self, step: StagedStep) -> bool:
+    def _add_pages(self, step: StagedStep, parts: Parts) -> bool:
         """Send a step of many rows alone, with the rows of prompts copied to pages."""
-        sent = self._staging.to_pages(step.segment, step.placed.layout.blocks)
+        blocks = step.placed.layout.blocks
+        sent = self._staging.to_pages(step.segment, blocks, parts)
         if sent is None:
             return False
         self.send()  # Keeps the order of steps.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.residual.capture_op import CaptureProgress
 from vllm.v1.capture.capabilities import (
     ConsumerCapabilities,
     consumer_capabilities,
@@ -37,7 +38,7 @@ from vllm.v1.capture.registry import (
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.blocks import local_groups
-from vllm.v1.capture.staging.ring import Segment, Staging
+from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.staging.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from vllm.v1.capture.plan import CaptureEnd
 
 logger = init_logger(__name__)
+
+LARGE_STEP_PARTS = 8
+"""Parts in which the rows of a large step are copied while it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,9 @@ class WorkerCapture:
             for tap, column in self._columns.items()
         }
         """The address that identifies the op of each tap, as in `Launch`."""
+        self._column_of_address = {
+            address: self._columns[tap] for tap, address in self.addresses.items()
+        }
         self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
         self._placed: PlacedStep | None = None
@@ -420,6 +427,9 @@ class WorkerCapture:
         if self._leave_the_device(layout):
             self._segment = self._sending.reserve(layout.num_rows)
             self._first_row = self._segment.start
+            if self._staging.is_large(layout.num_rows):
+                num_ops = len(layout.launches)
+                CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
             self._sending.hand_on()
             self._first_row = self._staging.scratch
@@ -448,6 +458,7 @@ class WorkerCapture:
     def end_step(self) -> None:
         """Called after the forward pass is queued on the device: offload its rows."""
         placed, self._placed = self._placed, None
+        progress, CaptureProgress.active = CaptureProgress.active, None
         if self.readouts is not None and self._view is not None:
             rows, first = self._staging.rows, self._first_row
             self.readouts.run(placed, self._view, rows, first)
@@ -455,7 +466,15 @@ class WorkerCapture:
             return
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
-        self._sending.add(staged, self._live)
+        parts = [] if progress is None else self._parts(progress)
+        self._sending.add(staged, self._live, parts)
+
+    def _parts(self, progress: CaptureProgress) -> Parts:
+        columns = self._column_of_address
+        return [
+            ({columns[address] for address in addresses}, event)
+            for addresses, event in progress.parts
+        ]
 
     def send(self) -> None:
         """Start copying the rows that are still on the device."""
