@@ -305,6 +305,17 @@ def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
 
 
 def _steering_steps(report: Report) -> list[Panel]:
+    if "within" in report:
+        unit = "CPU time of a decode step / nobody is steered, in the same process"
+        rows = [
+            Row(
+                _STEERED.get(mode, mode),
+                (mark(found),),
+                _aim(goals.STEERING_STEPS, mode),
+            )
+            for mode, found in report["within"].items()
+        ]
+        return [Panel(unit, tuple(rows))]
     starts = [
         {mode: statistics.median(ratios) for mode, ratios in start.items()}
         for start in report["starts"].values()
