@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import llama
 from vllm.v1.residual import kept_memory
 from vllm.v1.residual.kept_memory import KEPT_TAG, is_on_the_host
-from vllm.v1.worker import residual_stream
+from vllm.v1.worker import residual_open, residual_rpc
 from vllm.v1.worker.residual_stream import OpenResidualStream
 
 
@@ -82,8 +82,8 @@ def test_all_that_a_worker_allocates_is_kept(
         vllm_config.model_config.enable_cumem_allocator = False
         return opened[0]
 
-    opened_by_runner = residual_stream.open_residual_stream
-    monkeypatch.setattr(residual_stream, "open_residual_stream", opening)
+    opened_by_runner = residual_open.open_residual_stream
+    monkeypatch.setattr(residual_open, "open_residual_stream", opening)
     llm = LLM(
         str(llama(tmp_path / "llama")),
         dtype="float32",
@@ -130,7 +130,7 @@ def test_rows_leave_the_device_before_its_memory_does() -> None:
     graphs: Any = None
     stream = OpenResidualStream({}, capture, None, graphs)
     runner = SimpleNamespace(residual=stream)
-    residual_stream.before_sleep(SimpleNamespace(model_runner=runner))
+    residual_rpc.before_sleep(SimpleNamespace(model_runner=runner))
     assert sent == ["rows"]
 
 
@@ -140,7 +140,7 @@ def test_upstreams_worker_calls_it_before_it_sleeps(
     from vllm.v1.worker.gpu_worker import Worker
 
     calls: list[str] = []
-    monkeypatch.setattr(residual_stream, "before_sleep", lambda _: calls.append("rows"))
+    monkeypatch.setattr(residual_rpc, "before_sleep", lambda _: calls.append("rows"))
     monkeypatch.setattr(
         torch.accelerator, "synchronize", lambda *_: calls.append("waits") or stop()
     )

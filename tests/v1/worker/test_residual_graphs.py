@@ -35,7 +35,7 @@ from vllm.v1.worker.residual_graphs import (
     record_family,
     with_families,
 )
-from vllm.v1.worker.residual_stream import open_residual_stream
+from vllm.v1.worker.residual_open import open_residual_stream
 
 LAYERS = 6
 HOOKS = ("pre_attn", "post_attn", "post_block")

@@ -30,15 +30,15 @@ def load_module(
         ReadoutValidationError: it would replace an SAE that somebody steers by.
 
     """
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     _check_unused(core, name)
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
-        rpc(residual_stream.load_module, args=(name, path, place))
+        rpc(residual_rpc.load_module, args=(name, path, place))
     except Exception:
-        rpc(residual_stream.unload_module, args=(name,))
+        rpc(residual_rpc.unload_module, args=(name,))
         _saes(core).pop(name, None)
         raise
     _saes(core)[name] = fingerprint
@@ -51,11 +51,11 @@ def unload_module(core: "EngineCore", name: str) -> None:
         ReadoutValidationError: it is an SAE that somebody steers by.
 
     """
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     _check_unused(core, name)
     _saes(core).pop(name, None)
-    core.model_executor.collective_rpc(residual_stream.unload_module, args=(name,))
+    core.model_executor.collective_rpc(residual_rpc.unload_module, args=(name,))
 
 
 def _saes(core: "EngineCore") -> dict[str, str]:
@@ -70,10 +70,10 @@ def _check_unused(core: "EngineCore", name: str) -> None:
 
 def status(core: "EngineCore") -> dict[str, Any]:
     """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     total: dict[str, dict[str, float]] = {}
-    for rank in core.model_executor.collective_rpc(residual_stream.readout_counters):
+    for rank in core.model_executor.collective_rpc(residual_rpc.readout_counters):
         for kind, counts in rank.items():
             own = total.setdefault(kind, {"rows": 0, "seconds": 0.0})
             for name, value in counts.items():
@@ -88,11 +88,11 @@ def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
         ValueError: readouts are off, or the model has no head that can be asked.
 
     """
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     _check_enabled(core)
     ranks = core.model_executor.collective_rpc(
-        residual_stream.decode_rows, args=(rows, count)
+        residual_rpc.decode_rows, args=(rows, count)
     )
     return _sent(next(logits for logits in ranks if logits is not None))
 
@@ -108,11 +108,11 @@ def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
         ValueError: readouts are off, or the weights are not kept as they are.
 
     """
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     _check_enabled(core)
     ranks = core.model_executor.collective_rpc(
-        residual_stream.unembedding_rows, args=(tokens,)
+        residual_rpc.unembedding_rows, args=(tokens,)
     )
     # Each rank has the rows of its own tokens, and zeros for the others'.
     found = [rows for rows in ranks if rows is not None]

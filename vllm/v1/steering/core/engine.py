@@ -34,10 +34,10 @@ logger = init_logger(__name__)
 
 def dynamic_steering(core: "EngineCore") -> list[dict[str, Any]]:
     """What consumers that run within the step have set, by worker."""
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     rpc = core.model_executor.collective_rpc
-    found: list[dict[str, Any]] = rpc(residual_stream.dynamic_status)
+    found: list[dict[str, Any]] = rpc(residual_rpc.dynamic_status)
     return found
 
 
@@ -164,14 +164,14 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
 
 
 def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     executor: Any = core.model_executor
     if is_on_the_host(executor.sleeping_tags):
         raise SteeringChangeError("the engine sleeps; nothing has changed")
     rpc = executor.collective_rpc
-    failures = [e for e in rpc(residual_stream.stage_steering, args=(tiers,)) if e]
-    rpc(residual_stream.commit_steering, args=(not failures,))
+    failures = [e for e in rpc(residual_rpc.stage_steering, args=(tiers,)) if e]
+    rpc(residual_rpc.commit_steering, args=(not failures,))
     if failures:
         raise SteeringChangeError(f"no rank has changed its steering: {failures[0]}")
 
@@ -241,10 +241,10 @@ def _eager_steps(core: "EngineCore") -> dict[str, int]:
     A step counts once for each reason. Tensor-parallel ranks have equal counts; a
     pipeline stage counts the steps that involve its own layers.
     """
-    from vllm.v1.worker import residual_stream
+    from vllm.v1.worker import residual_rpc
 
     found: dict[str, int] = {}
-    for counts in core.model_executor.collective_rpc(residual_stream.eager_steps):
+    for counts in core.model_executor.collective_rpc(residual_rpc.eager_steps):
         for reason, count in counts.items():
             found[reason] = max(found.get(reason, 0), count)
     return found

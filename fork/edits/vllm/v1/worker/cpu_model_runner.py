@@ -9,13 +9,13 @@ EDITS = [
         why="The common base class of attention specs.",
     ),
     add_import(
-        "from vllm.v1.worker import residual_stream",
+        "from vllm.v1.worker import residual_open",
         why="The runners' interface to capture and steering.",
     ),
     last(
         scope="CPUModelRunner.load_model",
         insert="""
-self.residual = residual_stream.open_residual_stream(
+self.residual = residual_open.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,

@@ -8,7 +8,7 @@ from fork.language import add_import, after, before, first, last, replace
 
 EDITS = [
     add_import(
-        "from vllm.v1.worker import residual_stream",
+        "from vllm.v1.worker import residual_open, residual_views",
         why="The runners' interface to capture and steering.",
     ),
     add_import(
@@ -49,7 +49,7 @@ EDITS = [
         scope="GPUModelRunner.load_model",
         anchor="self._moe_model = get_mixture_of_experts_model(self.model)",
         insert="""
-self.residual = residual_stream.open_residual_stream(
+self.residual = residual_open.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,
@@ -66,7 +66,7 @@ self.residual = residual_stream.open_residual_stream(
         anchor="num_tokens_padded = batch_desc.num_tokens",
         insert="""
 self.residual.plan_step(
-    lambda: residual_stream.v1_view(
+    lambda: residual_views.v1_view(
         self.input_batch,
         num_scheduled_tokens_np,
         num_tokens_padded,
@@ -95,14 +95,14 @@ self.residual.begin_step(num_tokens_padded)
         scope="GPUModelRunner._bookkeeping_sync",
         anchor="count_nans_per_row(logits)",
         by="count_nans_per_row("
-        "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
+        "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
         why="With draft tokens a request has several rows.",
     ),
     replace(
         scope="GPUModelRunner._bookkeeping_sync",
         anchor="self._get_nans_in_logits(logits)",
         by="self._get_nans_in_logits("
-        "residual_stream.first_rows(logits, self.input_batch, scheduler_output))",
+        "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
         why="With draft tokens a request has several rows.",
     ),
 ]

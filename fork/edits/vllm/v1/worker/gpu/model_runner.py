@@ -5,14 +5,14 @@ from fork.language import add_argument, add_import, after, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.worker import residual_stream",
+        "from vllm.v1.worker import residual_open, residual_views",
         why="The runners' interface to capture and steering.",
     ),
     before(
         scope="GPUModelRunner.load_model",
         anchor="if self.use_aux_hidden_state_outputs:",
         insert="""
-self.residual = residual_stream.open_residual_stream(
+self.residual = residual_open.open_residual_stream(
     self.vllm_config, self.model, self.device
 )
 """,
@@ -29,7 +29,7 @@ self.residual = residual_stream.open_residual_stream(
         anchor="num_toks = batch_req_state.num_tokens",
         insert="""
 self.residual.plan_step(
-    lambda: residual_stream.v2_view(self.req_states, batch_req_state)
+    lambda: residual_views.v2_view(self.req_states, batch_req_state)
 )
 """,
         why="The batch's order is known, and its graph is not yet chosen.",

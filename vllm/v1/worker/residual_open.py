@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaches taps to a loaded model, and opens what its runner calls in each step."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.residual import tap as residual_tap
+from vllm.model_executor.layers.residual.capture_op import Launch
+from vllm.model_executor.layers.residual.copy_guard import guard_copies
+from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.readouts.worker.modules import WorkerModules
+from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.kept_memory import kept_memory
+from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.steering.plan import Tap
+from vllm.v1.steering.worker.doses import Route
+from vllm.v1.steering.worker.worker import WorkerSteering
+from vllm.v1.worker.residual_graphs import (
+    NOTHING,
+    GraphFamilies,
+    can_record,
+    families_at_start,
+)
+from vllm.v1.worker.residual_hooks import open_hooks
+from vllm.v1.worker.residual_stream import (
+    HookPoints,
+    OpenResidualStream,
+    ResidualStream,
+)
+from vllm.v1.worker.step_consumers import StepConsumers
+from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+def open_residual_stream(
+    vllm_config: "VllmConfig", model: nn.Module, device: torch.device
+) -> ResidualStream:
+    """Attach taps to a loaded model, before it is compiled and profiled.
+
+    Args:
+        vllm_config: the engine's configuration.
+        model: the loaded model.
+        device: the device of the model.
+
+    Raises:
+        ValueError: capture or steering is enabled, but unsupported for the model or
+            the configuration; the message says why.
+
+    """
+    with kept_memory(vllm_config.model_config):
+        return _open(vllm_config, model, device)
+
+
+def _open(
+    vllm_config: "VllmConfig", model: nn.Module, device: torch.device
+) -> ResidualStream:
+    config = vllm_config.capture_config
+    enabled = config.enabled or vllm_config.steering_config.enabled
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = find_tapped_layers(model, config.mlp_points, num_layers, weaves=enabled)
+    points = layers.points
+    if not enabled:
+        Launch.begin(NOTHING, (NOTHING,))
+        return ResidualStream(points)
+    _check_supported(vllm_config, model, layers)
+    stage = Stage(
+        get_tensor_model_parallel_rank(),
+        get_pp_group().rank_in_group,
+        get_pp_group().world_size,
+    )
+    taps = [(index, point) for index in sorted(points) for point in points[index]]
+    width = vllm_config.model_config.get_hidden_size()
+    dtype = torch_dtype(vllm_config.model_config)
+    capture = steering = None
+    # Loaded before memory is profiled, so that they count as part of the model.
+    modules = WorkerModules(vllm_config.readout_config, device, dtype)
+    if config.enabled:
+        readouts = None
+        if config.readouts:
+            last = layers.modules.get((num_layers - 1, "post_block"))
+            readouts = WorkerReadouts(
+                vllm_config, modules, model, last[0] if last else None, device
+            )
+        capture = WorkerCapture(
+            vllm_config, stage, taps, width, dtype, device, readouts
+        )
+    if vllm_config.steering_config.enabled:
+        steering = WorkerSteering(
+            vllm_config, taps, width, dtype, device, modules.sae, _route_of_doses(stage)
+        )
+    made = {tap: _tap(tap, capture, steering) for tap in taps}
+    for place, (module, run) in layers.modules.items():
+        residual_tap.attach(module, place[1], made[place], run)
+    logger.info(
+        "Residual stream: %d hook points in %d layers; %s; %s",
+        len(taps),
+        len(points),
+        "no capture" if capture is None else capture.summary(),
+        "no steering" if steering is None else steering.summary(),
+    )
+    ask_before_calls()
+    guard_copies()
+    may_record = can_record(vllm_config)
+    graphs = GraphFamilies(
+        families_at_start(
+            {} if capture is None else capture.addresses,
+            {} if steering is None else steering.addresses,
+            {} if steering is None else steering.program_addresses,
+            may_record,
+        ),
+        may_record=may_record,
+    )
+    stream = OpenResidualStream(
+        points,
+        capture,
+        steering,
+        graphs,
+        open_hooks(vllm_config, model, steering),
+    )
+    stream.modules = modules
+    if config.step_consumers and stream.readouts is not None:
+        stream.steps = StepConsumers(vllm_config, steering, device, dtype)
+        stream.readouts.on_rows = stream.steps.on_rows
+    return stream
+
+
+def _route_of_doses(stage: Stage) -> Route:
+    if stage.pipeline_rank < stage.pipeline_size - 1:
+        return Route.NEXT_STAGE
+    return Route.OUTPUT if stage.tensor_rank == 0 else Route.NOWHERE
+
+
+def _tap(
+    tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
+) -> ResidualTap:
+    """Create a tap with the tensors that its ops read and write."""
+    slots = base = staging = None
+    if capture is not None:
+        slots, base, staging = capture.tensors(tap)
+    steers = () if steering is None else steering.tensors(tap)
+    return ResidualTap(slots, base, staging, *steers)
+
+
+def _check_supported(
+    vllm_config: "VllmConfig", model: nn.Module, layers: TappedLayers
+) -> None:
+    parallel = vllm_config.parallel_config
+    kind = ", ".join(vllm_config.model_config.architectures or [type(model).__name__])
+    reason = None
+    if layers.refusals:
+        reason = (
+            f"the architecture {kind} is refused: {'; '.join(layers.refusals)}. "
+            f"Its hook points are: {_described(layers.points)}"
+        )
+    elif not layers.modules:
+        reason = (
+            f"the architecture {kind} has no hook points: no stack of decoder layers "
+            "was found; `python -m fork models` lists the supported architectures, "
+            "and why others are not supported"
+        )
+    elif vllm_config.model_config.is_encoder_decoder:
+        reason = f"{kind} is an encoder-decoder model"
+    elif vllm_config.model_config.runner_type != "generate":
+        reason = f"the runner is {vllm_config.model_config.runner_type!r}, not generate"
+    elif parallel.prefill_context_parallel_size > 1:
+        reason = "prefill context parallelism splits a prompt's rows over ranks"
+    elif parallel.use_ubatching:
+        reason = "dual-batch overlap (--enable-dbo) splits a step's rows"
+    if reason is not None:
+        steers = vllm_config.steering_config.enabled
+        raise ValueError(
+            f"capture_consumers={_names(vllm_config)}, enable_steering={steers}: "
+            f"this server can neither capture nor steer: {reason}. Start it without "
+            "--capture-consumers and --enable-steering"
+        )
+
+
+def _described(points: HookPoints) -> str:
+    """List hook points for a message, with equal consecutive layers grouped."""
+    runs: list[tuple[int, int, list[str]]] = []
+    for layer, names in sorted(points.items()):
+        if runs and runs[-1][1] == layer - 1 and runs[-1][2] == names:
+            runs[-1] = (runs[-1][0], layer, names)
+        else:
+            runs.append((layer, layer, names))
+    parts = [f"{', '.join(names)} in layers {a} to {b}" for a, b, names in runs]
+    return "; ".join(parts) or "none"
+
+
+def _names(vllm_config: "VllmConfig") -> list[str]:
+    config = vllm_config.capture_config
+    return [entry.instance_name for entry in config.consumers] + config.driver_instances
