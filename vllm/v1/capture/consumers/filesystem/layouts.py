@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from vllm.v1.capture.consumers.filesystem.file_pair import (
+    entry,
+    key_json,
+    request_facts,
+)
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sidecar import entry, key_json, request_facts
 from vllm.v1.capture.consumers.storage.codecs import Codec, Raw, parse_codec
 from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair

@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
+from vllm.v1.capture.consumers.filesystem.file_pair import request_facts
 from vllm.v1.capture.consumers.filesystem.layouts import (
     Writing,
     keys_in_turn,
@@ -20,7 +21,6 @@ from vllm.v1.capture.consumers.filesystem.layouts import (
     stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sidecar import request_facts
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
