@@ -19,11 +19,16 @@ ROOT = Path(vllm.__file__).parent
 TAP = {
     "v1/worker/residual_stream.py",
     "model_executor/layers/residual/tap.py",
+    "model_executor/layers/residual/point.py",
     "model_executor/layers/residual/capture_op.py",
 }
 """What a worker without a model does not run."""
-MOST_FILES, MOST_THREADS = 32, 7
-OTHER_WAYS = ("v1/capture/transport/", "v1/capture/worker/stats_reporter.py")
+MOST_FILES, MOST_THREADS = 30, 7
+OTHER_WAYS = (
+    "v1/capture/transport/",
+    "v1/capture/results.py",
+    "v1/capture/worker/stats_reporter.py",
+)
 """Results and counters go to the front end; no row does."""
 WATCHING = {"capture-filesystem-clock", "capture-report"}
 """Threads that handle no rows: for time-outs, and for counters."""

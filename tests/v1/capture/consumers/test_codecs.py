@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.consumers.storage.codecs import (
     CODECS,
+    KeyEncoder,
     codec_of,
     orthonormal_basis,
     parse_codec,
 )
-from vllm.v1.capture.consumers.storage.encode import KeyEncoder
 from vllm.v1.capture.errors import CaptureValidationError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -30,7 +30,7 @@ from vllm.v1.capture.consumers.arrow.table import (
     is_stored_as_captured,
     schema_of,
 )
-from vllm.v1.capture.consumers.storage.encode import joined
+from vllm.v1.capture.consumers.storage.codecs import joined
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard

@@ -1,34 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FilesystemConsumer`, which writes rows to files in one of three layouts."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.capture.consumers.filesystem.layouts import (
-    Writing,
-    codec_for,
-    write_packed,
-    write_per_file,
-)
+from vllm.v1.capture.consumers.filesystem.layouts import Layouts
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
-from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import (
-    path_part,
-    place_of,
-    places_of,
-)
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.names import path_part, places_of
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,
     StorageSink,
     default_buffer,
     default_threads,
 )
-from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
@@ -63,7 +49,7 @@ class FilesystemConsumer(StorageSink):
             timeout_seconds=parsed.timeout_seconds,
             buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
         )
-        super().__init__("filesystem", parsed.root, limits, _Layouts(parsed))
+        super().__init__("filesystem", parsed.root, limits, Layouts(parsed))
 
     def global_capture_spec(self) -> CaptureSpec | None:
         """The spec of `global_hooks` and `global_positions`."""
@@ -96,34 +82,3 @@ class FilesystemConsumer(StorageSink):
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
         """The paths that a request's rows are written to; see `PathLocks`."""
         return places_of(raw, request_id, num_samples, self._params.default_tag)
-
-
-class _Layouts:
-    """Writes each request in the layout that it asks for."""
-
-    def __init__(self, params: FilesystemParams) -> None:
-        self._params = params
-        self._sharded = ShardedLayout(params)
-
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
-        """Write the rows of a request."""
-        finalizes = request.writable()
-        sidecars = [finalize.sidecar for finalize in request.finalizes.values()]
-        if not sidecars:
-            request.settle(())
-            return
-        client = sidecars[0].get("client_spec") or {}
-        layout = client.get("layout") or self._params.default_layout
-        tag, name = place_of(sidecars[0], self._params.default_tag)
-        codec = codec_for(self._params, client)
-        writing = Writing(self._params, workspace, tag, name, codec)
-        if layout == "sharded":
-            self._sharded.write(request, finalizes, writing)
-        elif layout == "packed":
-            write_packed(request, finalizes, writing)
-        else:
-            write_per_file(request, finalizes, writing)
-
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal the shards that are due."""
-        return self._sharded.shards.due(now, closing, running)

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of the JSON files that describe files of rows."""
+"""Files of rows, and the JSON that describes them: code shared by all layouts."""
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.capture.consumers.storage.encode import KeyEncoder
+import torch
+
+from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
+from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, Raw
+from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
+from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.types import CaptureFinalize
+from vllm.v1.residual.native import Bytes
 
 REQUEST_FACTS = (
     "layer_convention",
@@ -23,6 +33,109 @@ REQUEST_FACTS = (
 
 ROW_FACTS = ("positions", "token_ids")
 """Fields with one value per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """The settings for writing the rows of one request."""
+
+    params: FilesystemParams
+    workspace: Workspace
+    tag: str
+    name: str
+    """The request's name, as a part of a path."""
+    codec: Codec
+    """Of rows; results of readouts are stored raw."""
+
+    def codec_of(self, finalize: CaptureFinalize) -> Codec:
+        """The codec of a key."""
+        return Raw() if "readout" in finalize.sidecar else self.codec
+
+    def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
+        """Create the encoder of a key."""
+        sidecar = finalize.sidecar
+        dtype = getattr(torch, sidecar["dtype"])
+        return KeyEncoder(self.codec_of(finalize), sidecar["hidden_size"], dtype)
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes per system call."""
+        return self.params.coalesce_max_bytes
+
+    def encoded(
+        self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
+    ) -> Iterator[Bytes]:
+        """Yield the encoded bytes of a key.
+
+        Raises:
+            OSError: rows are missing.
+
+        """
+        return encoder.encode(request.blocks(finalize, self.max_bytes))
+
+    def write_pair(
+        self,
+        request: StoredRequest,
+        base: str,
+        rows: Iterable[Bytes],
+        index: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Write `{base}.bin` and `{base}.json`.
+
+        Args:
+            request: the request, which may fail with a timeout meanwhile.
+            base: the path without its suffix.
+            rows: the bytes of the `.bin` file.
+            index: returns the content of the `.json` file; called after all of `rows`
+                were consumed.
+
+        Raises:
+            OSError: neither file exists.
+
+        """
+        params, workspace = self.params, self.workspace
+        asides = [workspace.write(rows, self.max_bytes, params.fsync)]
+        try:
+            text = json.dumps(index()).encode()
+            asides.append(workspace.write([text], self.max_bytes, params.fsync))
+            request.commit()
+            publish_pair(
+                (asides[0], f"{base}.bin"),
+                (asides[1], f"{base}.json"),
+                replace=params.on_collision == "overwrite",
+                fsync=params.fsync,
+            )
+        except BaseException:
+            for path in asides:
+                if os.path.lexists(path):
+                    os.unlink(path)
+            raise
+
+
+def keys_in_turn(
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    shared: dict[str, Any],
+    entries: list[dict[str, Any]],
+    offset: int,
+) -> Iterator[Bytes]:
+    """Yield the bytes of all keys, consecutively.
+
+    Args:
+        request: the request.
+        finalizes: its keys.
+        writing: the settings.
+        shared: facts that are not repeated in the entries.
+        entries: extended by each key's entry after its bytes were consumed.
+        offset: the first key's offset in the file.
+
+    """
+    for finalize in finalizes:
+        encoder = writing.encoder(finalize)
+        yield from writing.encoded(request, finalize, encoder)
+        entries.append(entry(finalize.sidecar, shared, offset, encoder))
+        offset += encoder.num_bytes
 
 
 def key_json(
@@ -103,3 +216,17 @@ def _readout(sidecar: dict[str, Any]) -> dict[str, Any]:
 
 def _note(sidecar: dict[str, Any]) -> dict[str, str]:
     return {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
+
+
+def message_of(error: OSError, name: str) -> str:
+    """The message for results about an error in writing the file `name`."""
+    if isinstance(error, FileExistsError):
+        return f"FileExistsError: {name} exists already (on_collision=error)"
+    return f"{type(error).__name__}: {error}"
+
+
+def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:
+    """A suffix such as `-pp00` with pipeline parallelism, otherwise empty."""
+    if sidecar["pipeline_parallel_size"] == 1:
+        return ""
+    return f"{joint}pp{sidecar['pipeline_parallel_rank']:02d}"

@@ -1,107 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts `per_file` and `packed`, and code shared with `sharded`.
+"""The layouts, and the choice of one for each request.
 
 `per_file` writes one file of rows and one JSON file per key, `packed` one file with all
-keys of a request and one JSON index.
+keys of a request and one JSON index. `sharded` has a module of its own.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from vllm.v1.capture.consumers.filesystem.file_pair import (
-    entry,
+    Writing,
     key_json,
+    keys_in_turn,
+    message_of,
     request_facts,
+    stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.storage.codecs import Codec, Raw, parse_codec
-from vllm.v1.capture.consumers.storage.encode import KeyEncoder
-from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
+from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
+from vllm.v1.capture.consumers.storage.codecs import parse_codec
+from vllm.v1.capture.consumers.storage.files import Workspace
+from vllm.v1.capture.consumers.storage.names import place_of
 from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
-from vllm.v1.residual.native import Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """The settings for writing the rows of one request."""
+class Layouts:
+    """Writes each request in its own layout, or the consumer's; a `Publisher`."""
 
-    params: FilesystemParams
-    workspace: Workspace
-    tag: str
-    name: str
-    """The request's name, as a part of a path."""
-    codec: Codec
-    """Of rows; results of readouts are stored raw."""
+    def __init__(self, params: FilesystemParams) -> None:
+        self._params = params
+        self._sharded = ShardedLayout(params)
 
-    def codec_of(self, finalize: CaptureFinalize) -> Codec:
-        """The codec of a key."""
-        return Raw() if "readout" in finalize.sidecar else self.codec
+    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+        """Write the rows of a request."""
+        finalizes = request.writable()
+        sidecars = [finalize.sidecar for finalize in request.finalizes.values()]
+        if not sidecars:
+            request.settle(())
+            return
+        client = sidecars[0].get("client_spec") or {}
+        layout = client.get("layout") or self._params.default_layout
+        tag, name = place_of(sidecars[0], self._params.default_tag)
+        codec = parse_codec(
+            client.get("codec") or self._params.codec, "capture.filesystem.codec"
+        )
+        writing = Writing(self._params, workspace, tag, name, codec)
+        if layout == "sharded":
+            self._sharded.write(request, finalizes, writing)
+        elif layout == "packed":
+            write_packed(request, finalizes, writing)
+        else:
+            write_per_file(request, finalizes, writing)
 
-    def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
-        """Create the encoder of a key."""
-        sidecar = finalize.sidecar
-        dtype = getattr(torch, sidecar["dtype"])
-        return KeyEncoder(self.codec_of(finalize), sidecar["hidden_size"], dtype)
-
-    @property
-    def max_bytes(self) -> int:
-        """Maximum bytes per system call."""
-        return self.params.coalesce_max_bytes
-
-    def encoded(
-        self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
-    ) -> Iterator[Bytes]:
-        """Yield the encoded bytes of a key.
-
-        Raises:
-            OSError: rows are missing.
-
-        """
-        return encoder.encode(request.blocks(finalize, self.max_bytes))
-
-    def write_pair(
-        self,
-        request: StoredRequest,
-        base: str,
-        rows: Iterable[Bytes],
-        index: Callable[[], dict[str, Any]],
-    ) -> None:
-        """Write `{base}.bin` and `{base}.json`.
-
-        Args:
-            request: the request, which may fail with a timeout meanwhile.
-            base: the path without its suffix.
-            rows: the bytes of the `.bin` file.
-            index: returns the content of the `.json` file; called after all of `rows`
-                were consumed.
-
-        Raises:
-            OSError: neither file exists.
-
-        """
-        params, workspace = self.params, self.workspace
-        asides = [workspace.write(rows, self.max_bytes, params.fsync)]
-        try:
-            text = json.dumps(index()).encode()
-            asides.append(workspace.write([text], self.max_bytes, params.fsync))
-            request.commit()
-            publish_pair(
-                (asides[0], f"{base}.bin"),
-                (asides[1], f"{base}.json"),
-                replace=params.on_collision == "overwrite",
-                fsync=params.fsync,
-            )
-        except BaseException:
-            for path in asides:
-                if os.path.lexists(path):
-                    os.unlink(path)
-            raise
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
+        """Tasks that seal the shards that are due."""
+        return self._sharded.shards.due(now, closing, running)
 
 
 def write_per_file(
@@ -160,48 +115,3 @@ def write_packed(
     # Only one result names the file: payloads of all keys are concatenated.
     named = CaptureResult(first, "ok", payload=[f"{base}.bin"])
     request.settle([named, *(CaptureResult(key, "ok") for key in others)])
-
-
-def keys_in_turn(
-    request: StoredRequest,
-    finalizes: list[CaptureFinalize],
-    writing: Writing,
-    shared: dict[str, Any],
-    entries: list[dict[str, Any]],
-    offset: int,
-) -> Iterator[Bytes]:
-    """Yield the bytes of all keys, consecutively.
-
-    Args:
-        request: the request.
-        finalizes: its keys.
-        writing: the settings.
-        shared: facts that are not repeated in the entries.
-        entries: extended by each key's entry after its bytes were consumed.
-        offset: the first key's offset in the file.
-
-    """
-    for finalize in finalizes:
-        encoder = writing.encoder(finalize)
-        yield from writing.encoded(request, finalize, encoder)
-        entries.append(entry(finalize.sidecar, shared, offset, encoder))
-        offset += encoder.num_bytes
-
-
-def message_of(error: OSError, name: str) -> str:
-    """The message for results about an error in writing the file `name`."""
-    if isinstance(error, FileExistsError):
-        return f"FileExistsError: {name} exists already (on_collision=error)"
-    return f"{type(error).__name__}: {error}"
-
-
-def codec_for(params: FilesystemParams, client: dict[str, Any]) -> Codec:
-    """The codec of a request's spec, otherwise the consumer's default."""
-    return parse_codec(client.get("codec") or params.codec, "capture.filesystem.codec")
-
-
-def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:
-    """A suffix such as `-pp00` with pipeline parallelism, otherwise empty."""
-    if sidecar["pipeline_parallel_size"] == 1:
-        return ""
-    return f"{joint}pp{sidecar['pipeline_parallel_rank']:02d}"

@@ -19,8 +19,7 @@ from vllm.v1.capture.consumers.filesystem.file_names import (
     SHARD,
     indices_in,
 )
-from vllm.v1.capture.consumers.storage.codecs import codec_of
-from vllm.v1.capture.consumers.storage.encode import crc32c
+from vllm.v1.capture.consumers.storage.codecs import codec_of, crc32c
 from vllm.v1.capture.plan import Tap
 
 

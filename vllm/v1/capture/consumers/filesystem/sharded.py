@@ -13,11 +13,11 @@ from zlib import crc32
 import torch
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
-from vllm.v1.capture.consumers.filesystem.file_pair import request_facts
-from vllm.v1.capture.consumers.filesystem.layouts import (
+from vllm.v1.capture.consumers.filesystem.file_pair import (
     Writing,
     keys_in_turn,
     message_of,
+    request_facts,
     stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
