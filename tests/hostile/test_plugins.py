@@ -24,7 +24,7 @@ from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.program import Job
+from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.worker.step_consumers import StepConsumers

@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
-from vllm.v1.readouts.worker.program import Job
+from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.worker import RowsOfJob
 from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.steering_actions import Action, SteeringActionQueue

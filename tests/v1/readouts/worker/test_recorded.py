@@ -266,7 +266,7 @@ def test_steps_with_as_many_rows_share_a_recording() -> None:
     side.remove("a0")
     side.add("c3", (PROBE,))
     run(side, 5)
-    assert side.streams.recorded == 1, "another program with the same jobs"
+    assert side.streams.recorded == 1, "another job set with the same jobs"
     side.remove("b1")
     run(side, 2)
     assert side.streams.recorded == 1, "two steps are too few"

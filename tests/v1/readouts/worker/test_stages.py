@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm.v1.readouts.plan import Readout
+from vllm.v1.readouts.worker.jobs import Entry, Job, JobKey, no_rows
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
-from vllm.v1.readouts.worker.program import Entry, Job, JobKey, no_rows
 from vllm.v1.readouts.worker.stages import (
     SEND,
     Arriving,

@@ -10,7 +10,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.readouts.plan import Tap
-from vllm.v1.readouts.worker.program import Entry
+from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.plugin_errors import is_interrupt
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.plan import Probe
-from vllm.v1.readouts.worker.program import Job
+from vllm.v1.readouts.worker.jobs import Job
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
 

@@ -10,6 +10,7 @@ from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head, lens_values
+from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
 from vllm.v1.readouts.worker.kinds import (
     Arrays,
     inline_probe,
@@ -19,7 +20,6 @@ from vllm.v1.readouts.worker.kinds import (
     stacked_probe_values,
 )
 from vllm.v1.readouts.worker.pending import JobResult
-from vllm.v1.readouts.worker.program import Job, ReadingRequest
 from vllm.v1.readouts.worker.sae import sae_values
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ import torch
 from vllm.logger import init_logger
 from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import ProbeModule
+from vllm.v1.readouts.worker.jobs import Job, JobKey, JobSet
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import JobResult
-from vllm.v1.readouts.worker.program import Job, JobKey, Program
 
 logger = init_logger(__name__)
 T = TypeVar("T")
 
 RECORD_AFTER = 8
-"""Consecutive steps of a program after which its operations are recorded."""
+"""Consecutive steps of a job set after which its operations are recorded."""
 MOST_RECORDINGS = 16
 MOST_BYTES = 64 << 20
 """Largest float32 values, of features or logits, of operations that are recorded.
@@ -122,17 +122,17 @@ class Recording:
     """By job: `[R, hidden_size]`, from which the results are computed."""
     arrays: list[Arrays]
     """By job: the results, on the device."""
-    program: Program
+    job_set: JobSet
     """The one whose rows are in `index`; kept, so that no other has its `id`."""
     free: list[Copies] = field(default_factory=list)
     last: Any = None
     """The event of the last step on the side stream."""
 
-    def load(self, program: Program) -> None:
-        """Read the rows of another program with the same jobs."""
-        for own, job in zip(self.index, program.jobs, strict=True):
+    def load(self, job_set: JobSet) -> None:
+        """Read the rows of another job set with the same jobs."""
+        for own, job in zip(self.index, job_set.jobs, strict=True):
             own.copy_(job.index, non_blocking=True)
-        self.program = program
+        self.job_set = job_set
 
     def gather(self, staging: torch.Tensor) -> None:
         """Copy the rows of a step from staging memory."""
@@ -147,7 +147,10 @@ class Recording:
 
 
 class RecordedSteps:
-    """Records programs that last, and replays them. Engine thread only."""
+    """Records job sets that stay the same for many steps, and replays them.
+
+    Engine thread only.
+    """
 
     def __init__(
         self, operations: Operations, vocab_size: int, streams: Streams
@@ -164,9 +167,9 @@ class RecordedSteps:
         self._vocab_size = vocab_size
         self._streams = streams
         self._recordings: dict[JobKey, Recording] = {}
-        self._current: tuple[Program, int] | None = None
+        self._current: tuple[JobSet, int] | None = None
         self._key: JobKey | None = None
-        """Of the current program; None if it cannot be recorded."""
+        """Of the current job set; None if it cannot be recorded."""
         self._steps = 0
         self.failed = False
 
@@ -177,12 +180,12 @@ class RecordedSteps:
         self._current = None
 
     def step(
-        self, program: Program, staging: torch.Tensor, first_row: int
+        self, job_set: JobSet, staging: torch.Tensor, first_row: int
     ) -> tuple[Copies, Callable[[], None]] | None:
         """Queue a step's operations, and copies of their results to the host.
 
         Args:
-            program: the step's program.
+            job_set: the step's job set.
             staging: `[S, hidden_size]`, the staging memory.
             first_row: the step's first row in `staging`.
 
@@ -192,11 +195,11 @@ class RecordedSteps:
 
         """
         rows = staging[first_row:]
-        recording = self._recording(program, rows, first_row)
+        recording = self._recording(job_set, rows, first_row)
         if recording is None:
             return None
-        if recording.program is not program:
-            recording.load(program)
+        if recording.job_set is not job_set:
+            recording.load(job_set)
         free = recording.free
         copies = free.pop() if free else self._new_copies(recording)
 
@@ -215,26 +218,26 @@ class RecordedSteps:
         return copies, lambda: free.append(copies)
 
     def _recording(
-        self, program: Program, rows: torch.Tensor, first_row: int
+        self, job_set: JobSet, rows: torch.Tensor, first_row: int
     ) -> Recording | None:
         current = self._current
-        if current is None or current[0] is not program or current[1] != first_row:
-            self._current, self._steps = (program, first_row), 0
-            self._key = self._key_of(program, first_row)
+        if current is None or current[0] is not job_set or current[1] != first_row:
+            self._current, self._steps = (job_set, first_row), 0
+            self._key = self._key_of(job_set, first_row)
         self._steps += 1
         if self._key is None or self.failed:
             return None
         found = self._recordings.get(self._key)
         if found is None and self._steps > RECORD_AFTER:
-            found = self._try_to_record(program, rows)
+            found = self._try_to_record(job_set, rows)
         return found
 
-    def _key_of(self, program: Program, first_row: int) -> JobKey | None:
-        if program.table is None or not all(map(self._is_recordable, program.jobs)):
+    def _key_of(self, job_set: JobSet, first_row: int) -> JobKey | None:
+        if job_set.table is None or not all(map(self._is_recordable, job_set.jobs)):
             return None
         # Others with the same jobs have other probes or layers.
-        own = id(program) if any(map(_is_of_its_program, program.jobs)) else None
-        return first_row, own, *((job.key, len(job.index)) for job in program.jobs)
+        own = id(job_set) if any(map(_depends_on_requests, job_set.jobs)) else None
+        return first_row, own, *((job.key, len(job.index)) for job in job_set.jobs)
 
     def _is_recordable(self, job: Job) -> bool:
         """Whether a job's operation makes the same calls in each step, and is small."""
@@ -249,10 +252,10 @@ class RecordedSteps:
                 return False
         return 4 * values * len(job.index) <= MOST_BYTES
 
-    def _try_to_record(self, program: Program, rows: torch.Tensor) -> Recording | None:
+    def _try_to_record(self, job_set: JobSet, rows: torch.Tensor) -> Recording | None:
         began = perf_counter()
         try:
-            recording = self._record(program, rows)
+            recording = self._record(job_set, rows)
         except RuntimeError:
             self.failed = True
             logger.exception(
@@ -262,7 +265,7 @@ class RecordedSteps:
             return None
         if len(self._recordings) == MOST_RECORDINGS:
             self._drop(next(iter(self._recordings)))
-        assert self._key is not None, "only programs with a key are recorded"
+        assert self._key is not None, "only job sets with a key are recorded"
         self._recordings[self._key] = recording
         logger.debug(
             "Recorded the readouts of %d rows in %.1f ms",
@@ -276,11 +279,11 @@ class RecordedSteps:
         if recording.last is not None:
             self._streams.wait(recording.last)  # Its rows become free for this stream.
 
-    def _record(self, program: Program, staging: torch.Tensor) -> Recording:
-        beside = not all(map(_is_light, program.jobs))
-        index = [job.index.clone() for job in program.jobs]
+    def _record(self, job_set: JobSet, staging: torch.Tensor) -> Recording:
+        beside = not all(map(_is_light, job_set.jobs))
+        index = [job.index.clone() for job in job_set.jobs]
         rows = [staging.new_empty(len(one), staging.shape[1]) for one in index]
-        made = Recording(lambda: None, beside, index, rows, [], program)
+        made = Recording(lambda: None, beside, index, rows, [], job_set)
         made.gather(staging)
 
         def work() -> list[Arrays]:
@@ -288,7 +291,7 @@ class RecordedSteps:
                 made.gather(staging)
             return [
                 self._operations.compute(job, own, JobResult(job.entries, 0, {}))
-                for job, own in zip(program.jobs, rows, strict=True)
+                for job, own in zip(job_set.jobs, rows, strict=True)
             ]
 
         made.replay, made.arrays = self._streams.record(work, beside)
@@ -305,8 +308,8 @@ class RecordedSteps:
         return Copies(arrays, self._streams.event())
 
 
-def _is_of_its_program(job: Job) -> bool:
-    """Whether its operation keeps tensors that depend on the program's requests."""
+def _depends_on_requests(job: Job) -> bool:
+    """Whether its operation keeps tensors that depend on the job set's requests."""
     match job.key:
         case ("probes" | "norm", *_):
             return True

@@ -22,19 +22,19 @@ from vllm.v1.capture.stats import ReadoutCounters
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.jobs import (
+    ROWS,
+    Job,
+    JobKey,
+    JobSet,
+    ReadingRequest,
+    make_job_set,
+)
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
-from vllm.v1.readouts.worker.program import (
-    ROWS,
-    Job,
-    JobKey,
-    Program,
-    ReadingRequest,
-    make_program,
-)
 from vllm.v1.readouts.worker.recorded import RecordedSteps, Streams
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
@@ -102,7 +102,7 @@ class WorkerReadouts:
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
         self._operations = Operations(vllm_config, self.head, self._requests, device)
-        self._program: Program | None = None
+        self._job_set: JobSet | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
         # Collectives on two streams could run in different orders on different ranks.
@@ -232,13 +232,13 @@ class WorkerReadouts:
         """
         arriving, self._arriving = self._arriving, None
         parcel = Parcel() if arriving is None else arriving.opened()
-        program, further = None, 0
+        job_set, further = None, 0
         if placed is not None and self._requests:
-            program = self._program_of(placed, view)
-            further = placed.shift - program.shift
-            if not parcel and self._replay(program, further, staging, first_row):
+            job_set = self._job_set_of(placed, view)
+            further = placed.shift - job_set.shift
+            if not parcel and self._replay(job_set, further, staging, first_row):
                 return
-        jobs = [] if program is None else program.jobs
+        jobs = [] if job_set is None else job_set.jobs
         self._tell_step_consumers(jobs, staging, first_row, further)
         work: list[Work] = []
         for job in jobs:
@@ -258,40 +258,40 @@ class WorkerReadouts:
             starts = {req: at - further for req, at in _starts(view).items()}
             self._compute(work, parcel, further, starts)
         elif work:
-            assert program is not None, "only a program has jobs"
-            self._compute(work, parcel, further, program.starts, program.table)
+            assert job_set is not None, "only a job set has jobs"
+            self._compute(work, parcel, further, job_set.starts, job_set.table)
 
-    def _program_of(self, placed: PlacedStep, view: StepView) -> Program:
-        """The program of a step, which may be that of the step before."""
-        program = self._program
-        if program is None or not program.fits(placed):
-            program = self._program = make_program(
+    def _job_set_of(self, placed: PlacedStep, view: StepView) -> JobSet:
+        """The job set of a step, which may be that of the step before."""
+        job_set = self._job_set
+        if job_set is None or not job_set.fits(placed):
+            job_set = self._job_set = make_job_set(
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
-        return program
+        return job_set
 
     def _replay(
-        self, program: Program, further: int, staging: torch.Tensor, first_row: int
+        self, job_set: JobSet, further: int, staging: torch.Tensor, first_row: int
     ) -> bool:
         """Queue a step's readouts as a recorded graph; whether there is one."""
         if self.recorded is None:
             return False
         began = perf_counter()
-        replayed = self.recorded.step(program, staging, first_row)
+        replayed = self.recorded.step(job_set, staging, first_row)
         if replayed is None:
             return False
         copies, release = replayed
         results = []
-        for job, arrays in zip(program.jobs, copies.arrays, strict=True):
+        for job, arrays in zip(job_set.jobs, copies.arrays, strict=True):
             results.append(JobResult(job.entries, further, arrays))
             self._count(job, len(job.index), began)
             began = perf_counter()
         self._pending = PendingReadouts(
             results,
-            program.starts,
+            job_set.starts,
             further,
             copies.done,
-            table=program.table,
+            table=job_set.table,
             release=release,
         )
         return True

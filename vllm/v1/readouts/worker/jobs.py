@@ -2,7 +2,7 @@
 """Groups the readouts of a step's requests into jobs, one per operation.
 
 Readouts that one operation can compute form one job, regardless of the number of
-requests. While the same requests decode, consecutive steps share a program: only the
+requests. While the same requests decode, consecutive steps share a job set: only the
 positions move on by one.
 """
 
@@ -84,16 +84,16 @@ class Job:
     """`[rows]` int64 on the device: the rows, relative to the step's first staging row.
     """
     kept: dict[str, Any] = field(default_factory=dict)
-    """Values that the operation caches for later steps of the same program."""
+    """Values that the operation caches for later steps of the same job set."""
 
 
 @dataclass(slots=True)
-class Program:
+class JobSet:
     """The jobs of consecutive steps with the same layout."""
 
     layout: Layout
     shift: int
-    """The shift of the step that the program was made for."""
+    """The shift of the step that the job set was made for."""
     until: int
     """The first shift at which the rows of some readout change."""
     jobs: list[Job]
@@ -103,7 +103,7 @@ class Program:
     """Where the results are if each readout has one token; None if not."""
 
     def fits(self, placed: PlacedStep) -> bool:
-        """Whether the program applies to a step."""
+        """Whether the job set applies to a step."""
         return placed.layout is self.layout and placed.shift < self.until
 
 
@@ -112,13 +112,13 @@ def no_rows(count: int, taps: int) -> Indices:
     return np.full((count, taps), -1)
 
 
-def make_program(
+def make_job_set(
     placed: PlacedStep,
     requests: Mapping[str, ReadingRequest],
     starts: Callable[[], Mapping[str, int]],
     to_device: Callable[[Indices], torch.Tensor],
-) -> Program:
-    """Build the program of a step.
+) -> JobSet:
+    """Build the job set of a step.
 
     Args:
         placed: the step's layout, with its shift.
@@ -150,7 +150,7 @@ def make_program(
     first = {req_id: known[req_id] for req_id in staged}
     made = list(jobs.values())
     table = _token_table(made, first, (layout.number, shift))
-    return Program(layout, shift, shift + until, made, first, table)
+    return JobSet(layout, shift, shift + until, made, first, table)
 
 
 def _token_table(
@@ -158,7 +158,7 @@ def _token_table(
 ) -> TokenTable | None:
     """Where the jobs' results are; None unless all are of their requests' first token.
 
-    Positions are those of the program's first step.
+    Positions are those of the job set's first step.
     """
     found: dict[str, list[TokenResult]] = {}
     for place, job in enumerate(jobs):
