@@ -17,13 +17,13 @@ from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.names import path_part
 from vllm.v1.capture.consumers.storage.options import Options
-from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,
     StorageSink,
     default_buffer,
     default_threads,
 )
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult, CaptureSpec
 

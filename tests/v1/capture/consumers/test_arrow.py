@@ -24,7 +24,7 @@ from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
 from vllm.v1.capture.consumers.arrow.consumer import _Tables
 from vllm.v1.capture.consumers.storage import files, shards
 from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.errors import CaptureValidationError
 
 TAPS = ((0, "pre_attn"), (0, "post_block"), (2, "post_block"))

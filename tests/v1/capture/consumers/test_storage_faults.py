@@ -16,8 +16,8 @@ import torch
 from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
-from vllm.v1.capture.consumers.storage import request, sink
-from vllm.v1.capture.consumers.storage.request import RequestRows
+from vllm.v1.capture.consumers.storage import sink, stored_request
+from vllm.v1.capture.consumers.storage.stored_request import RequestRows
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import RowFiles
@@ -201,7 +201,9 @@ def test_a_request_without_layers_here_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[Any] = []
-    monkeypatch.setattr(request.logger, "error", lambda *words: said.append(words))
+    monkeypatch.setattr(
+        stored_request.logger, "error", lambda *words: said.append(words)
+    )
     consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
     consumer.submit_request_end("elsewhere", ())
     settled: list[str] = []

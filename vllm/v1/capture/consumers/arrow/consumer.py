@@ -17,7 +17,6 @@ from vllm.v1.capture.consumers.storage.names import (
     place_of,
     places_of,
 )
-from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import ShardSet
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,
@@ -25,6 +24,7 @@ from vllm.v1.capture.consumers.storage.sink import (
     default_buffer,
     default_threads,
 )
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.selectors import parse_spec, plain

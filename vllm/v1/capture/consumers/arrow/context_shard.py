@@ -29,7 +29,7 @@ from vllm.v1.capture.consumers.arrow.saelens import (
 from vllm.v1.capture.consumers.arrow.shard import BATCH_BYTES, ArrowShard
 from vllm.v1.capture.consumers.storage import shards
 from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 Columns = dict[str, npt.NDArray[Any]]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import CaptureFinalize
 

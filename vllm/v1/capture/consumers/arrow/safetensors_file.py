@@ -24,7 +24,7 @@ import torch
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.delivery.row_bytes import write_all, write_scattered
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 

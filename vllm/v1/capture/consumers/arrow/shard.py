@@ -32,8 +32,8 @@ from vllm.v1.capture.consumers.arrow.table import (
 )
 from vllm.v1.capture.consumers.storage.codecs import joined
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
-from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
 BATCH_BYTES = 16 << 20

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, Raw
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.types import CaptureFinalize
 from vllm.v1.residual.native import Bytes
 

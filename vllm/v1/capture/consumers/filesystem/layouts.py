@@ -21,7 +21,7 @@ from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.names import place_of
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 

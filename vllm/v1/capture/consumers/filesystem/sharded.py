@@ -22,8 +22,8 @@ from vllm.v1.capture.consumers.filesystem.file_pair import (
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
-from vllm.v1.capture.consumers.storage.request import StoredRequest
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from time import monotonic
 from typing import Generic, TypeAlias, TypeVar
 
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.groups import AnyChunk, GroupChunk, GroupEnd, GroupSink
