@@ -15,7 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.v1.worker import residual_graphs
+from vllm.v1.worker import residual_graph_choice
 
 pytestmark = pytest.mark.gpu
 
@@ -218,7 +218,7 @@ def test_a_graph_recorded_while_serving_does_the_same(
 
     tokens, rows = observe()
     assert set(manager.graphs) == started
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 3)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 3)
     for _ in range(2):  # While graphs are recorded, and when all are.
         again, same = observe()
         assert again == tokens

@@ -21,11 +21,11 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import BatchDescriptor
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.v1.worker import residual_graphs
+from vllm.v1.worker import residual_graph_choice, residual_graphs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import (
     NOTHING,
-    GraphFamilies,
     GraphRecorder,
     Ops,
     as_recorded,
@@ -290,7 +290,7 @@ def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
 def test_a_step_of_an_unusual_size_runs_everything_until_more_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 2)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 2)
     graphs, manager = families(), Manager()
     typed: Any = manager
     step = replace(FULL, num_tokens=7, num_reqs=7)
@@ -316,7 +316,7 @@ def test_a_step_runs_a_graph_that_has_what_it_needs(
     wishes: list[set[int]], steps: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residual_graphs, "RECORD_AFTER", 3)
+        patch.setattr(residual_graph_choice, "RECORD_AFTER", 3)
         graphs = families()
         manager = Manager()
         for index in steps:
@@ -330,7 +330,7 @@ def test_a_step_runs_a_graph_that_has_what_it_needs(
 def test_a_graph_that_is_wanted_often_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 3)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 3)
     graphs = families()
     manager = Manager()
     one = frozenset({STEERING[3, "post_block"]})
@@ -343,8 +343,8 @@ def test_a_graph_that_is_wanted_often_is_recorded(
 def test_the_more_it_saves_the_sooner_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 9)
-    monkeypatch.setattr(residual_graphs, "LAUNCHES_IN_VAIN", 4 * 17)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 9)
+    monkeypatch.setattr(residual_graph_choice, "LAUNCHES_IN_VAIN", 4 * 17)
     graphs = families()
     manager = Manager()
     one = frozenset({STEERING[3, "post_block"]})  # It saves 17 of 18 launches.
@@ -354,7 +354,7 @@ def test_the_more_it_saves_the_sooner_a_graph_is_recorded(
 
 
 def test_little_is_not_worth_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 1)
     graphs = families()
     manager = Manager()
     most = frozenset(sorted(EVERYTHING)[3:])
@@ -362,8 +362,8 @@ def test_little_is_not_worth_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
-    monkeypatch.setattr(residual_graphs, "MOST_RECORDED", 2)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 1)
+    monkeypatch.setattr(residual_graph_choice, "MOST_RECORDED", 2)
     graphs = families()
     manager = Manager()
     before = len(manager.graphs)
@@ -375,7 +375,7 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_recording_is_the_last_and_costs_no_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 1)
     graphs = families()
     manager = Manager(fails=True)
     one = frozenset({CAPTURE[0, "pre_attn"]})
@@ -389,7 +389,7 @@ def test_a_failed_recording_is_the_last_and_costs_no_step(
 def test_where_ranks_step_on_their_own_nothing_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual_graphs, "RECORD_AFTER", 1)
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 1)
     graphs = families(may_record=False)
     manager = Manager()
     before = len(manager.graphs)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.v1.worker.residual_graphs import NOTHING, GraphFamilies
+from vllm.v1.worker.residual_graph_choice import GraphFamilies
+from vllm.v1.worker.residual_graphs import NOTHING
 from vllm.v1.worker.residual_stream import OpenResidualStream
 
 CAPTURES, STEERS = frozenset({1}), frozenset({2})

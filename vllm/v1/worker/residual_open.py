@@ -24,12 +24,8 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
-from vllm.v1.worker.residual_graphs import (
-    NOTHING,
-    GraphFamilies,
-    can_record,
-    families_at_start,
-)
+from vllm.v1.worker.residual_graph_choice import GraphFamilies
+from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
 from vllm.v1.worker.residual_stream import (
     HookPoints,

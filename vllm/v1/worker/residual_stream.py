@@ -21,11 +21,8 @@ from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.lost_rows import clear_lost_rows
-from vllm.v1.worker.residual_graphs import (
-    NOTHING,
-    GraphFamilies,
-    without_graph,
-)
+from vllm.v1.worker.residual_graph_choice import GraphFamilies
+from vllm.v1.worker.residual_graphs import NOTHING, without_graph
 from vllm.v1.worker.step_consumers import StepConsumers
 
 if TYPE_CHECKING:

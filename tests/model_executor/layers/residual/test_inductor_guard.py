@@ -23,7 +23,7 @@ from vllm.model_executor.layers.residual.inductor_guard import (
     ask_before_calls,
 )
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.v1.worker.residual_graphs import GraphFamilies
+from vllm.v1.worker.residual_graph_choice import GraphFamilies
 
 WIDTH, TOKENS = 8, 5
 STRANGE = frozenset({1})
