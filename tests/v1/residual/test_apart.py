@@ -9,7 +9,7 @@ from tests.support.subprocess import run_tests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-FILE = Path(__file__).parent / "test_lost_streams.py"
+FILE = Path(__file__).parent / "test_nonfinite_streams.py"
 
 
 @pytest.mark.timeout(1300)

@@ -20,7 +20,7 @@ from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
-from vllm.v1.worker.lost_rows import clear_lost_rows
+from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, without_graph
 from vllm.v1.worker.step_consumers import StepConsumers
@@ -51,7 +51,7 @@ class ResidualStream:
         """Process new and ended requests; called once per step."""
         self.checks_streams = scheduler_output.checks_streams
 
-    def clear_lost(
+    def clear_nonfinite(
         self, hidden: torch.Tensor, batch: "DeviceBatch"
     ) -> torch.Tensor | None:
         """Zero non-finite rows before sampling (V2 runner).
@@ -67,7 +67,7 @@ class ResidualStream:
         if not self.checks_streams:
             return None
         firsts = batch.cu_num_logits[: batch.num_reqs]
-        return clear_lost_rows(hidden, batch.logits_indices, firsts)
+        return clear_nonfinite_rows(hidden, batch.logits_indices, firsts)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
         """Determine what the step captures and steers.

@@ -5,7 +5,7 @@ from fork.language import add_import, after, before, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual import lost_streams",
+        "from vllm.v1.residual import nonfinite_streams",
         why="Requests whose stream is no longer finite.",
     ),
     add_import(
@@ -105,8 +105,8 @@ self.input_processor.steering.admit(sampling_params, 1, resumable=True)
         insert="""
 if steering_refusals.is_refused(out):
     await steering_serving.raise_refusal(self, q.request_id, out, sampling_params)
-if lost_streams.is_lost(out):
-    await lost_streams.raise_error(self, q.request_id, out, sampling_params)
+if nonfinite_streams.is_nonfinite(out):
+    await nonfinite_streams.raise_error(self, q.request_id, out, sampling_params)
 if out.capture_id is not None:
     await self.capture.complete(out, sampling_params)
 if out.hooks_key is not None and out.finished:

@@ -5,7 +5,7 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual import lost_streams, suspect_blocks",
+        "from vllm.v1.residual import nonfinite_streams, suspect_blocks",
         why="Requests whose stream is no longer finite.",
     ),
     add_import(
@@ -127,13 +127,13 @@ kv_cache_configs = get_kv_cache_configs(
     after(
         scope="EngineCore.step",
         anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
-        insert="lost_streams.explain(self, engine_core_outputs)",
+        insert="nonfinite_streams.explain(self, engine_core_outputs)",
         why="The blocks of these requests have not been overwritten yet.",
     ),
     after(
         scope="EngineCore.step_with_batch_queue",
         anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
-        insert="lost_streams.explain(self, engine_core_outputs)",
+        insert="nonfinite_streams.explain(self, engine_core_outputs)",
         why="The blocks of these requests have not been overwritten yet.",
     ),
 ]

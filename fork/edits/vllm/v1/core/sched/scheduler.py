@@ -5,7 +5,7 @@ from fork.language import add_argument, add_import, after, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.lost_streams import LostStreams",
+        "from vllm.v1.residual.nonfinite_streams import NonFiniteStreams",
         why="Requests whose stream is no longer finite.",
     ),
     add_import(
@@ -249,7 +249,9 @@ if ext_tokens and not loadable_tokens(request, block_aligned_local, ext_tokens):
 self.suspects = SuspectBlocks(
     kv_cache_config.has_mamba_layers or kv_cache_config.has_mixed_precision_kv_cache
 )
-self.lost_streams = LostStreams(self.suspects, self.kv_cache_manager.get_block_ids)
+self.nonfinite_streams = NonFiniteStreams(
+    self.suspects, self.kv_cache_manager.get_block_ids
+)
 """,
         why="NaN that one request left in a block must not reach the next one.",
     ),
@@ -283,7 +285,7 @@ new_block_ids_to_zero = self.suspects.to_clear(new_block_ids_to_zero)
         scope="Scheduler.update_from_output",
         anchor="status_before_stop = request.status",
         insert="""
-if self.lost_streams.add(request, num_nans_in_logits):
+if self.nonfinite_streams.add(request, num_nans_in_logits):
     new_token_ids = []
 """,
         why="A token sampled from NaN must not reach the client.",
@@ -292,7 +294,7 @@ if self.lost_streams.add(request, num_nans_in_logits):
         scope="Scheduler.update_from_output",
         anchor="routed_experts = None",
         insert="""
-if self.lost_streams.has(request):
+if self.nonfinite_streams.has(request):
     request.status = RequestStatus.FINISHED_ERROR
     request.resumable = False
     stopped = True

@@ -70,7 +70,7 @@ sampler_output, num_sampled, num_rejected = self.sample(
     hidden_states, input_batch, grammar_output
 )
 """,
-        insert="lost_streams = self.residual.clear_lost(hidden_states, input_batch)",
+        insert="nonfinite = self.residual.clear_nonfinite(hidden_states, input_batch)",
         why="Samplers cannot handle NaN.",
     ),
     after(
@@ -81,8 +81,8 @@ sampler_output, num_sampled, num_rejected = self.sample(
 )
 """,
         insert="""
-if lost_streams is not None:
-    sampler_output.num_nans = lost_streams
+if nonfinite is not None:
+    sampler_output.num_nans = nonfinite
 """,
         why="Copied to the host with the tokens, like upstream's counts of NaN.",
     ),

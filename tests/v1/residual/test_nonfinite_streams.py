@@ -15,8 +15,8 @@ import torch
 from tests.support.captured import prompt
 from tests.support.models import llama
 from vllm import LLM, SamplingParams
-from vllm.v1.residual import lost_streams
-from vllm.v1.residual.lost_streams import Met
+from vllm.v1.residual import nonfinite_streams
+from vllm.v1.residual.nonfinite_streams import Finiteness
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -70,7 +70,7 @@ def reason(output: Any) -> str:
     assert sample.finish_reason == "error", sample
     assert not sample.token_ids
     said = str(sample.stop_reason)
-    assert said.startswith(lost_streams.MARK)
+    assert said.startswith(nonfinite_streams.MARK)
     return said
 
 
@@ -139,7 +139,7 @@ def test_embeddings_that_are_no_numbers_change_no_other(
     unchanged(engine, before)
 
 
-def test_a_request_that_is_lost_while_it_generates_ends_there(engine: Engine) -> None:
+def test_a_request_that_overflows_while_it_generates_ends_there(engine: Engine) -> None:
     before = engine.answers(VICTIMS)
     vectors = engine.hostile(0, 1)["steering_vectors"]
     sampled = {"temperature": 1.0, "seed": 3}
@@ -170,9 +170,11 @@ def test_global_vectors_that_are_too_large_leave_nothing_behind(
 
 def test_what_one_worker_does_not_hold_another_one_does() -> None:
     # Two stages: all layers of the second one received it.
-    found = lost_streams.describe([Met([0], [1]), Met([], [2, 3])])
+    found = nonfinite_streams.describe([Finiteness([0], [1]), Finiteness([], [2, 3])])
     assert found == (
         "NaN or infinity reached the attention of layer 1; the input of that of layer 0"
         " was finite"
     )
-    assert "after the attention of layer 3" in lost_streams.describe([Met([3], [])])
+    assert "after the attention of layer 3" in nonfinite_streams.describe(
+        [Finiteness([3], [])]
+    )

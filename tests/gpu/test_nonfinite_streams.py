@@ -14,7 +14,7 @@ import torch
 from tests.gpu.conftest import GRAPHS, OpenEngine
 from tests.support.captured import CapturedEngine, prompt
 from vllm import SamplingParams, envs
-from vllm.v1.residual import lost_streams
+from vllm.v1.residual import nonfinite_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +88,7 @@ def check_lost(outputs: list[Any]) -> None:
     for output in outputs:
         (sample,) = output.outputs
         assert sample.finish_reason == "error", sample
-        assert str(sample.stop_reason).startswith(lost_streams.MARK)
+        assert str(sample.stop_reason).startswith(nonfinite_streams.MARK)
 
 
 def test_an_infinite_stream_leaves_nothing_to_later_requests(

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.residual.lost_streams import BlockIds, Met
+from vllm.v1.residual.nonfinite_streams import BlockIds, Finiteness
 
 BLOCKS_AT_ONCE = 64
 """Number of blocks that are checked at a time, which bounds temporary memory."""
 
 
-def layers_met(worker: Any, block_ids: BlockIds) -> Met:
+def layer_finiteness(worker: Any, block_ids: BlockIds) -> Finiteness:
     """For `collective_rpc`: classify this rank's layers by the request's KV cache.
 
     Args:
@@ -31,7 +31,7 @@ def layers_met(worker: Any, block_ids: BlockIds) -> Met:
             bool(part.float().isfinite().all()) for part in rows.split(BLOCKS_AT_ONCE)
         )
         met[finite].add(layer)
-    return Met(sorted(met[True] - met[False]), sorted(met[False]))
+    return Finiteness(sorted(met[True] - met[False]), sorted(met[False]))
 
 
 def _kept(runner: Any, block_ids: BlockIds) -> Iterator[tuple[int, torch.Tensor]]:

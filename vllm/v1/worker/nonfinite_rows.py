@@ -13,33 +13,33 @@ BLOCK = 4096
 if HAS_TRITON:
 
     @triton.jit
-    def _lost_rows_kernel(  # type: ignore[no-untyped-def]
+    def _nonfinite_rows_kernel(  # type: ignore[no-untyped-def]
         hidden_ptr,  # [T, H]
         rows_ptr,  # [L]
         firsts_ptr,  # [R]
-        lost_ptr,  # [R]
+        counts_ptr,  # [R]
         stride,
         width,
         BLOCK: tl.constexpr,
     ):
         request = tl.program_id(0)
         row = tl.load(rows_ptr + tl.load(firsts_ptr + request)).to(tl.int64)
-        lost = 0
+        count = 0
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             place = hidden_ptr + row * stride + columns
             numbers = tl.load(place, mask=columns < width, other=0.0).to(tl.float32)
             # x - x is NaN for NaN and infinity.
-            lost += tl.sum((numbers - numbers != 0.0).to(tl.int32))
-        tl.store(lost_ptr + request, lost)
-        if lost > 0:
+            count += tl.sum((numbers - numbers != 0.0).to(tl.int32))
+        tl.store(counts_ptr + request, count)
+        if count > 0:
             for start in range(0, width, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 place = hidden_ptr + row * stride + columns
                 tl.store(place, 0.0, mask=columns < width)
 
 
-def clear_lost_rows(
+def clear_nonfinite_rows(
     hidden: torch.Tensor, rows: torch.Tensor, firsts: torch.Tensor
 ) -> torch.Tensor:
     """Count the non-finite values in each request's row, and zero rows that have any.
@@ -57,11 +57,11 @@ def clear_lost_rows(
     """
     if not hidden.is_cuda:
         chosen = rows[firsts.long()].long()
-        counts: torch.Tensor = (~hidden[chosen].isfinite()).sum(-1, dtype=torch.int32)
+        counts = (~hidden[chosen].isfinite()).sum(-1, dtype=torch.int32)
         hidden[chosen[counts > 0]] = 0.0
         return counts
-    lost = torch.empty(firsts.shape[0], dtype=torch.int32, device=hidden.device)
-    _lost_rows_kernel[(firsts.shape[0],)](
-        hidden, rows, firsts, lost, hidden.stride(0), hidden.shape[-1], BLOCK=BLOCK
+    counts = torch.empty(firsts.shape[0], dtype=torch.int32, device=hidden.device)
+    _nonfinite_rows_kernel[(firsts.shape[0],)](
+        hidden, rows, firsts, counts, hidden.stride(0), hidden.shape[-1], BLOCK=BLOCK
     )
-    return lost
+    return counts

@@ -27,18 +27,18 @@ BlockIds = tuple[list[int], ...]
 """A request's KV cache blocks, by group of layers."""
 
 
-class LostStreamError(VLLMValidationError, ValueError):
+class NonFiniteStreamError(VLLMValidationError, ValueError):
     """The vectors or embeddings of a request made its stream overflow (HTTP 400)."""
 
 
-class Met(NamedTuple):
+class Finiteness(NamedTuple):
     """A worker's layers, by whether a request left only finite keys and values."""
 
     finite: list[int]
     other: list[int]
 
 
-class LostStreams:
+class NonFiniteStreams:
     """Requests that were just ended, until the layer has been found.
 
     Part of the scheduler; used on the engine's thread only.
@@ -49,7 +49,7 @@ class LostStreams:
     ) -> None:
         self._suspects = suspects
         self._block_ids = block_ids
-        self._lost: dict[str, BlockIds] = {}
+        self._ended: dict[str, BlockIds] = {}
 
     def add(self, request: "Request", num_nans: Mapping[str, int] | None) -> bool:
         """Whether the request must end, given the NaN counts of the step by request."""
@@ -57,17 +57,17 @@ class LostStreams:
             return False
         if not self._suspects.concerns(request):
             return False  # As upstream, which only counts it in its metrics.
-        self._lost[request.request_id] = self._block_ids(request.request_id)
+        self._ended[request.request_id] = self._block_ids(request.request_id)
         return True
 
     def has(self, request: "Request") -> bool:
         """Whether `add` ended the request in this step."""
-        return request.request_id in self._lost
+        return request.request_id in self._ended
 
     def take(self) -> dict[str, BlockIds]:
         """Return and clear the ended requests of this step, with their blocks."""
-        lost, self._lost = self._lost, {}
-        return lost
+        ended, self._ended = self._ended, {}
+        return ended
 
 
 def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> None:
@@ -77,15 +77,15 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
     their content is intact.
     """
     scheduler: Any = core.scheduler
-    if not (lost := scheduler.lost_streams.take()):
+    if not (ended := scheduler.nonfinite_streams.take()):
         return
-    from vllm.v1.worker.lost_layer import layers_met
+    from vllm.v1.worker.nonfinite_layers import layer_finiteness
 
     reasons = {
         request_id: describe(
-            core.model_executor.collective_rpc(layers_met, args=(blocks,))
+            core.model_executor.collective_rpc(layer_finiteness, args=(blocks,))
         )
-        for request_id, blocks in lost.items()
+        for request_id, blocks in ended.items()
     }
     for of_client in outputs.values():
         for output in of_client.outputs:
@@ -93,20 +93,20 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
                 output.stop_reason = MARK + reasons[output.request_id]
 
 
-def describe(met: Sequence[Met]) -> str:
+def describe(met: Sequence[Finiteness]) -> str:
     """Describe between which layers NaN arose, from the findings of all workers."""
-    lost = min((layer for one in met for layer in one.other), default=None)
+    first = min((layer for one in met for layer in one.other), default=None)
     finite = [layer for one in met for layer in one.finite]
-    if lost is None:
+    if first is None:
         return f"NaN or infinity arose after the attention of layer {max(finite)}"
-    before = max((layer for layer in finite if layer < lost), default=None)
-    met_it = f"NaN or infinity reached the attention of layer {lost}"
+    before = max((layer for layer in finite if layer < first), default=None)
+    reached = f"NaN or infinity reached the attention of layer {first}"
     if before is None:
-        return f"{met_it}, the first layer with a KV cache"
-    return f"{met_it}; the input of that of layer {before} was finite"
+        return f"{reached}, the first layer with a KV cache"
+    return f"{reached}; the input of that of layer {before} was finite"
 
 
-def is_lost(output: "RequestOutput") -> bool:
+def is_nonfinite(output: "RequestOutput") -> bool:
     """Whether an output ends a request with this error; called for every output."""
     return any(
         sample.finish_reason == "error" and _reason(sample) is not None
@@ -122,11 +122,11 @@ async def raise_error(
     Args:
         engine: the engine of this front end.
         request_id: the internal id of the request.
-        output: the output for which `is_lost` is true.
+        output: the output for which `is_nonfinite` is true.
         params: the sampling parameters that the client sent.
 
     Raises:
-        LostStreamError: always; names the parameter and the layer.
+        NonFiniteStreamError: always; names the parameter and the layer.
 
     """
     await engine.abort(request_id, internal=True)  # Other samples may be in flight.
@@ -134,7 +134,7 @@ async def raise_error(
     raise _error_in(output, params)
 
 
-def _error_in(output: "RequestOutput", params: Any) -> LostStreamError:
+def _error_in(output: "RequestOutput", params: Any) -> NonFiniteStreamError:
     reason = next(filter(None, map(_reason, output.outputs)))
     given = (
         name
@@ -151,7 +151,7 @@ def _error_in(output: "RequestOutput", params: Any) -> LostStreamError:
         if getattr(params, name) is not None
     )
     name = next(given, "prompt")
-    return LostStreamError(
+    return NonFiniteStreamError(
         f"{name}: {MARK}{reason}. The values are too large for this model: use "
         "smaller vectors, scales or embeddings",
         parameter=name,
