@@ -203,7 +203,7 @@ def test_an_error_is_logged_with_its_traceback_once_per_kind(
                 raise error
             raise error
         except BaseException as raised:
-            failures.tell("mine", "a key", raised)
+            failures.log("mine", "a key", raised)
 
     for _ in range(3):
         fail(0, ValueError("one"))

@@ -32,7 +32,7 @@ class ShardFile:
     num_value_bytes: int
     num_tokens: int
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The shard's entry as plain data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
@@ -59,8 +59,10 @@ class Manifest:
         """
         path = folder / NAME
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            good = told["kind"] == KIND and told["format_version"] == FORMAT_VERSION
+            content = json.loads(path.read_text(encoding="utf-8"))
+            good = (
+                content["kind"] == KIND and content["format_version"] == FORMAT_VERSION
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise fail(
                 f"folder: {str(path)!r} is not a manifest of a data set ({error})",
@@ -69,13 +71,13 @@ class Manifest:
             ) from None
         if not good:
             raise fail(
-                f"folder: {str(path)!r} has the version {told['format_version']!r}; "
+                f"folder: {str(path)!r} has the version {content['format_version']!r}; "
                 f"this release reads {FORMAT_VERSION}",
                 "folder",
                 str(folder),
             )
-        shards = [ShardFile(**shard) for shard in told["shards"]]
-        return cls(told["facts"], told["about"], shards, told["complete"])
+        shards = [ShardFile(**shard) for shard in content["shards"]]
+        return cls(content["facts"], content["about"], shards, content["complete"])
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a folder atomically."""
@@ -83,18 +85,18 @@ class Manifest:
             name: sum(getattr(shard, name) for shard in self.shards)
             for name in ("num_prompts", "num_rows", "num_value_bytes", "num_tokens")
         }
-        told = {
+        content = {
             "kind": KIND,
             "format_version": FORMAT_VERSION,
             "facts": self.facts,
             "about": self.about,
             "complete": self.complete,
             "counts": counts,
-            "shards": [shard.told() for shard in self.shards],
+            "shards": [shard.as_dict() for shard in self.shards],
         }
         aside = folder / f".{NAME}"
         with aside.open("w", encoding="utf-8") as opened:
-            json.dump(told, opened, indent=1, ensure_ascii=False)
+            json.dump(content, opened, indent=1, ensure_ascii=False)
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(aside, folder / NAME)

@@ -16,7 +16,7 @@ def facts_of_engine(llm: "LLM") -> ModelFacts:
     config = llm.llm_engine.vllm_config
     identity = identity_of(config)
     model = config.model_config
-    told = llm.llm_engine.capture.describe()
+    status = llm.llm_engine.capture.describe()
     return ModelFacts(
         name=identity.name,
         architecture=identity.architecture,
@@ -27,6 +27,6 @@ def facts_of_engine(llm: "LLM") -> ModelFacts:
         max_model_len=model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
         hook_points={
-            int(layer): tuple(points) for layer, points in told["hook_points"].items()
+            int(layer): tuple(points) for layer, points in status["hook_points"].items()
         },
     )

@@ -72,10 +72,10 @@ class Plan:
         readouts = {
             "specs": dict(rows.readouts),
             "modules": self.modules,
-            "columns": {column.name: column.told() for column in self.readouts},
+            "columns": {column.name: column.as_dict() for column in self.readouts},
         }
         return {
-            "model": self.model.told(),
+            "model": self.model.as_dict(),
             "source_sha256": self.survey.digest,
             "column": self.survey.column,
             "id_column": source.id_column,

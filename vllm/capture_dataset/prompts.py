@@ -47,8 +47,8 @@ class Tokens:
         """SHA-256 of the vocabulary and the chat template."""
         template = getattr(self._tokenizer, "chat_template", None)
         vocabulary = sorted(self._tokenizer.get_vocab().items())
-        told = json.dumps([vocabulary, template], default=str)
-        return hashlib.sha256(told.encode()).hexdigest()
+        content = json.dumps([vocabulary, template], default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def prompts(self, entries: Iterable[Entry]) -> Iterator[Prompt]:
         """Yield the prompts of `entries`, tokenized some hundred at a time."""

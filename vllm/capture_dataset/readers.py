@@ -173,11 +173,11 @@ class ZarrShard(_WithColumns):
         """See `ShardReader`."""
         layer, hook = self._taps[tap]
         folder = self._path / hook / str(layer)
-        told = json.loads((folder / ".zarray").read_text())
+        metadata = json.loads((folder / ".zarray").read_text())
         parts = []
         for number in range(first // ROWS_PER_CHUNK, -(-stop // ROWS_PER_CHUNK)):
-            chunk = np.fromfile(folder / f"{number}.0", told["dtype"])
-            rows = chunk.reshape(told["chunks"])
+            chunk = np.fromfile(folder / f"{number}.0", metadata["dtype"])
+            rows = chunk.reshape(metadata["chunks"])
             start = number * ROWS_PER_CHUNK
             parts.append(rows[max(first - start, 0) : stop - start])
         found = np.concatenate(parts) if parts else np.empty((0, self._width), "<f4")

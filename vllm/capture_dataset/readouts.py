@@ -65,7 +65,7 @@ class ReadoutColumn:
             len(self.taps), 1
         )
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The column as plain data for the manifest."""
         taps = [list(tap) for tap in self.taps]
         said = {"dtype": self.dtype, "shape": list(self.shape), "taps": taps}
@@ -200,15 +200,15 @@ def columns_of(results: Results, rows: RowsSpec) -> tuple[ReadoutColumn, ...]:
 def from_facts(facts: Mapping[str, Any]) -> dict[str, ReadoutColumn]:
     """The columns that a manifest lists, by name."""
     found = {}
-    for name, told in facts.get("readouts", {}).get("columns", {}).items():
+    for name, column in facts.get("readouts", {}).get("columns", {}).items():
         readout, _, array = name.rpartition(".")
         found[name] = ReadoutColumn(
             readout=readout,
             array=array,
-            dtype=told["dtype"],
-            shape=tuple(told["shape"]),
-            taps=tuple((layer, hook) for layer, hook in told["taps"]),
-            reduced=told["reduced"],
+            dtype=column["dtype"],
+            shape=tuple(column["shape"]),
+            taps=tuple((layer, hook) for layer, hook in column["taps"]),
+            reduced=column["reduced"],
         )
     return found
 

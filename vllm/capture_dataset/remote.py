@@ -53,8 +53,8 @@ class ServerRunner:
         self.model = self._facts(model, model.get("root") or self._served)
 
     def _hook_points(self) -> dict[int, tuple[str, ...]]:
-        told = self._get("/v1/capture")
-        if "inline" not in [one["name"] for one in told.get("consumers", ())]:
+        status = self._get("/v1/capture")
+        if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise fail(
                 f"server: {self._url} has no consumer inline; start it with "
                 "--capture-consumers inline",
@@ -62,7 +62,7 @@ class ServerRunner:
                 self._url,
             )
         return {
-            int(layer): tuple(points) for layer, points in told["hook_points"].items()
+            int(layer): tuple(points) for layer, points in status["hook_points"].items()
         }
 
     def _facts(self, model: dict[str, Any], root: str) -> ModelFacts:
@@ -128,8 +128,8 @@ class ServerRunner:
             raise fail(
                 f"server: the request was refused: {message}", "server", self._url
             )
-        told: dict[str, Any] = reply.json()
-        return told
+        response: dict[str, Any] = reply.json()
+        return response
 
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
@@ -164,8 +164,8 @@ class ServerRunner:
 
     def readout_modules(self) -> dict[str, Any]:
         """The server's readout modules, in its own description."""
-        told: dict[str, Any] = self._get("/v1/readouts")
-        modules: dict[str, Any] = told["modules"]
+        status: dict[str, Any] = self._get("/v1/readouts")
+        modules: dict[str, Any] = status["modules"]
         return modules
 
     def close(self) -> None:
@@ -195,10 +195,10 @@ ARRAY_DTYPES = {"token_ids": "int32", "features": "int32"}
 null."""
 
 
-def decoded_readouts(told: dict[str, Any]) -> dict[str, ReadoutResult]:
+def decoded_readouts(response: dict[str, Any]) -> dict[str, ReadoutResult]:
     """Decode the readouts of a response."""
     found = {}
-    for name, one in told.items():
+    for name, one in response.items():
         arrays = {
             key: _array(key, value)
             for key, value in one.items()

@@ -122,9 +122,9 @@ class ShardFolder:
         """Remove the temporary folder."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _put(self, name: str, told: dict[str, Any]) -> None:
+    def _put(self, name: str, content: dict[str, Any]) -> None:
         path = self._aside / name
-        path.write_text(json.dumps(told, indent=1))
+        path.write_text(json.dumps(content, indent=1))
         os.replace(path, self._folder / name)
 
 

@@ -60,13 +60,13 @@ def _json_lines(path: Path) -> Iterator[Record]:
         try:
             values = json.loads(line)
         except ValueError as error:
-            told = f"line {number} is not JSON: {error}; correct or remove it"
-            raise _bad(path, told, line) from None
+            message = f"line {number} is not JSON: {error}; correct or remove it"
+            raise _bad(path, message, line) from None
         if isinstance(values, str):
             values = {"text": values}
         if not isinstance(values, dict):
-            told = f"line {number} is neither an object nor a text"
-            raise _bad(path, f'{told}; write {{"prompt": ...}} or "..."', line)
+            message = f"line {number} is neither an object nor a text"
+            raise _bad(path, f'{message}; write {{"prompt": ...}} or "..."', line)
         yield f"line {number}", values
 
 
@@ -82,8 +82,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                told = f"line {number} is not UTF-8: {error}; convert the file"
-                raise _bad(path, told, raw[:60]) from None
+                message = f"line {number} is not UTF-8: {error}; convert the file"
+                raise _bad(path, message, raw[:60]) from None
             if line.strip():
                 yield number, line.rstrip("\r\n")
 
@@ -100,12 +100,14 @@ def _separated(path: Path) -> Iterator[Record]:
                 if not values:
                     continue
                 if len(values) != len(header):
-                    told = f"{where} has {len(values)} fields, the first {len(header)}"
-                    raise _bad(path, f"{told}; correct it or quote it", values)
+                    message = (
+                        f"{where} has {len(values)} fields, the first {len(header)}"
+                    )
+                    raise _bad(path, f"{message}; correct it or quote it", values)
                 yield where, dict(zip(header, map(_number, values)))
         except (csv.Error, UnicodeDecodeError) as error:
-            told = f"line {reader.line_num + 1} cannot be read: {error}; correct it"
-            raise _bad(path, told, None) from None
+            message = f"line {reader.line_num + 1} cannot be read: {error}; correct it"
+            raise _bad(path, message, None) from None
 
 
 def _number(text: str) -> str | int | float:
@@ -150,12 +152,12 @@ def _hugging_face(path: Path, split: str | None) -> Iterator[Record]:
     try:
         found = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        told = f"it contains no data set: {error}; use Dataset.save_to_disk"
-        raise _bad(path, told, None) from None
+        message = f"it contains no data set: {error}; use Dataset.save_to_disk"
+        raise _bad(path, message, None) from None
     if isinstance(found, DatasetDict):
         if split not in found:
-            told = f"it has the splits {sorted(found)}; choose one with --split"
-            raise _bad(path, told, split)
+            message = f"it has the splits {sorted(found)}; choose one with --split"
+            raise _bad(path, message, split)
         found = found[split]
     for number, values in enumerate(found):
         yield f"row {number}", values

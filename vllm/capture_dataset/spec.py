@@ -103,7 +103,7 @@ class ModelFacts:
     """Dtype of the residual stream, such as `bfloat16`."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The model's entry in the manifest."""
         facts = asdict(self)
         facts.pop("hook_points")

@@ -150,8 +150,8 @@ def _united(known: pa.DataType, new: pa.DataType) -> pa.DataType:
 def _column(spec: SourceSpec, values: Mapping[str, Any], where: str) -> str:
     reserved = RESERVED.intersection(spec.carry)
     if reserved:
-        told = f"the carried column {min(reserved)!r} has the name of a table column"
-        raise _bad(spec, f"{told}; rename it", min(reserved))
+        message = f"the carried column {min(reserved)!r} has the name of a table column"
+        raise _bad(spec, f"{message}; rename it", min(reserved))
     if spec.column is not None:
         return spec.column
     found = next((name for name in PROMPT_COLUMNS if name in values), None)

@@ -39,14 +39,14 @@ def write_raw(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
                     }
                 )
                 offset += size
-    told = {
+    content = {
         "layout": "sharded",
         "dtype": shard.stored_dtype,
         "requests": [_request(item, shard, facts) for item in shard.items],
         "entries": entries,
     }
     index = path.with_suffix(".json")
-    index.write_text(json.dumps(told), encoding="utf-8")
+    index.write_text(json.dumps(content), encoding="utf-8")
     return [written, index, write_columns(shard, path)]
 
 

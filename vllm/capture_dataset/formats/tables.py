@@ -50,11 +50,11 @@ def write_arrow(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
 
 def _schema(shard: Shard, facts: dict[str, Any]) -> pa.Schema:
     width = facts["model"]["hidden_size"]
-    told = {
+    metadata = {
         "model": facts["model"]["name"],
         "layer_convention": facts["layer_convention"],
         "captured_dtype": facts["model"]["dtype"],
         "stored_dtype": shard.stored_dtype,
         "facts": json.dumps(facts),
     }
-    return shard.schema(width, told)
+    return shard.schema(width, metadata)

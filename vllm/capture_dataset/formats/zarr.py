@@ -46,7 +46,7 @@ def _group(folder: Path, attributes: dict[str, Any]) -> None:
 def _array(folder: Path, values: Array) -> None:
     folder.mkdir(parents=True)
     chunk = (min(ROWS_PER_CHUNK, max(len(values), 1)), *values.shape[1:])
-    told = {
+    metadata = {
         "zarr_format": 2,
         "shape": list(values.shape),
         "chunks": list(chunk),
@@ -56,7 +56,7 @@ def _array(folder: Path, values: Array) -> None:
         "fill_value": 0,
         "order": "C",
     }
-    (folder / ".zarray").write_text(json.dumps(told))
+    (folder / ".zarray").write_text(json.dumps(metadata))
     names = ".0" * (values.ndim - 1)
     for number, first in enumerate(range(0, len(values), chunk[0])):
         part = values[first : first + chunk[0]]

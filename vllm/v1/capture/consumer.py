@@ -158,9 +158,9 @@ class BatchingSink:
         except Exception as error:
             message = described(error)
             if not finalize.sidecar.get("capture_error"):
-                FAILURES.tell(self._name, key, error)
+                FAILURES.log(self._name, key, error)
             self._results[key] = CaptureResult(key, "error", message)
-            self._tell(key, message)
+            self._report(key, message)
         else:
             self._results[key] = CaptureResult(key, "ok", payload=payload)
 
@@ -168,7 +168,7 @@ class BatchingSink:
     def _name(self) -> str:
         return self._consumer.instance_name or type(self._consumer).__name__
 
-    def _tell(self, key: CaptureKey, message: str) -> None:
+    def _report(self, key: CaptureKey, message: str) -> None:
         try:
             self._consumer.on_error(key, message)
         except Exception:

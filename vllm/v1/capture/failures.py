@@ -21,7 +21,7 @@ class Failures:
         self._seen: set[tuple[str, str, str, int]] = set()
         self._lock = threading.Lock()
 
-    def tell(self, instance: str, about: object, error: BaseException) -> None:
+    def log(self, instance: str, about: object, error: BaseException) -> None:
         """Log an error of a consumer, with a traceback if it is the first of its kind.
 
         Errors of one consumer are of the same kind if they have the same class and were

@@ -160,7 +160,7 @@ class GroupBatchingSink(BatchingSink, GroupSink):
             )
         except Exception as error:
             message = described(error)
-            FAILURES.tell(self._name, key, error)
+            FAILURES.log(self._name, key, error)
             for tap in end.taps:
-                self._tell((end.request_id, *tap), message)
+                self._report((end.request_id, *tap), message)
             return CaptureResult(key, "error", message)

@@ -67,7 +67,7 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
         """The probe's direction: float32 `[hidden_size]`, a view of `probe`."""
         return np.frombuffer(self.probe, dtype=np.float32)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The condition as plain data for a response, without the probe's numbers."""
         return {
             "probe": self.name or None,

@@ -54,7 +54,7 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True):
         """Whether the activation is carried from one hook point to another."""
         return self.reads is not None and self.needs_activation
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The operation as plain data for a response."""
         return {
             "sae": self.sae,

@@ -77,7 +77,7 @@ def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
     return None
 
 
-def told(spans: Spans | None) -> object:
+def describe_positions(spans: Spans | None) -> object:
     """Positions in the form of a response: a list, the last k, or ranges."""
     if spans is None:
         return None

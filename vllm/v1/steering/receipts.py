@@ -146,7 +146,7 @@ class Receipt:
         """Add the parts that came with an output, in ascending order."""
         self._parts.extend(parts)
 
-    def told(self, stop: int) -> dict[str, Any]:
+    def as_dict(self, stop: int) -> dict[str, Any]:
         """The receipt for the tokens below position `stop`, as plain data."""
         totals: dict[Effect, Total] = {}
         for part in self._parts:

@@ -25,10 +25,10 @@ def request(num_tokens: int = PROMPT) -> Any:
     return SimpleNamespace(num_tokens=num_tokens)
 
 
-def told(found: Any, stop: int) -> Any:
+def summed(found: Any, stop: int) -> Any:
     receipt = Receipt(PROMPT)
     receipt.add(take_receipt(found) or [])
-    return receipt.told(stop)
+    return receipt.as_dict(stop)
 
 
 def test_tokens_that_are_computed_again_count_once() -> None:
@@ -36,7 +36,7 @@ def test_tokens_that_are_computed_again_count_once() -> None:
     note_receipt(one, step(0, 1.0, 1.0), 2, [])
     note_receipt(one, step(0, 9.0, 9.0, 3.0), 3, [])  # Preempted, then begun again.
     note_receipt(one, step(3, 5.0), 1, [7])
-    (entry,) = told(one, PROMPT)["applied"]
+    (entry,) = summed(one, PROMPT)["applied"]
     assert entry["tokens"] == 4 and entry["dose"] == {"mean": 2.5, "max": 5.0}
     assert take_receipt(one) is None
 
@@ -48,14 +48,14 @@ def test_rejected_drafts_do_not_count_and_later_steps_are_moved() -> None:
     one.num_tokens += 2
     # Prepared as if both had been accepted.
     note_receipt(one, step(7, 6.0), 1, [9])
-    (entry,) = told(one, PROMPT + 4)["applied"]
+    (entry,) = summed(one, PROMPT + 4)["applied"]
     assert entry["tokens"] == 3 and entry["dose"] == {"mean": 3.0, "max": 6.0}
 
 
 def test_tokens_after_the_end_do_not_count() -> None:
     one = request(PROMPT + 1)
     note_receipt(one, step(4, 1.0, 2.0, 3.0), 1, [7, 8, 9])
-    (entry,) = told(one, PROMPT + 2)["applied"]
+    (entry,) = summed(one, PROMPT + 2)["applied"]
     assert entry["tokens"] == 2 and entry["dose"]["max"] == 2.0
 
 
@@ -64,7 +64,7 @@ def test_what_changed_nothing_or_was_not_passed_is_not_a_dose() -> None:
     note_receipt(one, step(0, 0.0, np.nan, 0.5, np.inf, effect=CLAMP), 4, [])
     one.num_tokens += 1
     note_receipt(one, step(4, 0.0), 1, [1])
-    clamp, add = told(one, 5)["applied"]
+    clamp, add = summed(one, 5)["applied"]
     assert clamp["op"] == "clamp" and clamp["tokens"] == 2
     assert np.isfinite([*clamp["dose"].values()]).all()
     assert add == {
@@ -91,7 +91,7 @@ def test_firings_are_counted_where_they_decide(
     note_receipt(one, step(4, 0.9, effect=mood), 1, [1])
     one.num_tokens += 1
     note_receipt(one, step(5, 0.0, effect=other), 1, [1])
-    fired = told(one, 6)["fired"]
+    fired = summed(one, 6)["fired"]
     assert list(fired) == ["mood", "mood#2"]
     assert fired["mood"] == {
         "layer": 0,

@@ -180,7 +180,7 @@ def test_doses_of_all_stages_are_those_of_one_process() -> None:
                 np.testing.assert_array_equal(own.doses, part.doses)
         for receipt, parts in zip(receipts, (expected, found), strict=True):
             receipt.add(parts["0"].parts)
-    (expected_receipt, receipt) = (each.told(4) for each in receipts)
+    (expected_receipt, receipt) = (each.as_dict(4) for each in receipts)
     assert receipt == expected_receipt
     assert {one["layer"] for one in receipt["applied"] if one["tokens"]} == {*range(6)}
     assert list(receipt["fired"]) == list(expected_receipt["fired"])

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         survey = Survey.of(source)
         runner = _runner(args)
     except CaptureValidationError as error:
-        return _told(str(error))
+        return _print_error(str(error))
     try:
         plan = Plan.of(survey, rows, output, runner)
         if args.dry_run:
@@ -44,15 +44,17 @@ def run(args: argparse.Namespace) -> int:
             return 0
         return _collect(plan, runner)
     except (CaptureValidationError, CaptureRunError, ValueError) as error:
-        return _told(str(error))
+        return _print_error(str(error))
     except OSError as error:
-        return _told(
+        return _print_error(
             f"the data set could not be written: {error}. The shards listed in "
             f"{output.folder / NAME} are complete; make room and run this again with "
             "--resume"
         )
     except KeyboardInterrupt:
-        _told(f"interrupted; {output.folder} is readable, continue with --resume")
+        _print_error(
+            f"interrupted; {output.folder} is readable, continue with --resume"
+        )
         return INTERRUPTED
     finally:
         runner.close()
@@ -128,7 +130,7 @@ def _runner(args: argparse.Namespace) -> Any:
     return EngineRunner(LLM.from_engine_args(engine_args))
 
 
-def _told(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"vllm capture: {message}", file=sys.stderr)
     return 1
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     args.model = args.checked
     if args.max_tokens < 1:
-        return _told(f"--max-tokens {args.max_tokens}: it must be 1 or more")
+        return _print_error(f"--max-tokens {args.max_tokens}: it must be 1 or more")
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.capture_consumers = [{"name": "inline"}]
     try:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         states = library_states(engine_args, captured.token_ids)
         differences = compare(captured, states)
     except (ValueError, OSError) as error:
-        return _told(str(error))
+        return _print_error(str(error))
     return verdict(differences, captured, args.tolerance)
 
 
@@ -189,6 +189,6 @@ def verdict(
     return 0
 
 
-def _told(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"vllm check: {message}", file=sys.stderr)
     return 1

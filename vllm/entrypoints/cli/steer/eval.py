@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         draw_points(args.plot, points, args.kl_limit)
         print(f"\nplot: {args.plot}")
     if args.json is not None:
-        told = {
+        content = {
             "kl_limit": args.kl_limit,
             "points": [point.as_json() for point in points],
             "verdicts": [
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
                 for one in found
             ],
         }
-        args.json.write_text(json.dumps(told, indent=1))
+        args.json.write_text(json.dumps(content, indent=1))
 
 
 def _harmless(args: argparse.Namespace) -> "list[Prompt]":

@@ -189,7 +189,7 @@ class SinkLane:
         try:
             self.sink.shutdown(timeout)
         except BaseException as error:
-            FAILURES.tell(self.instance, "its shutdown", error)
+            FAILURES.log(self.instance, "its shutdown", error)
 
     def check(self) -> bool:
         """Whether the sink has stalled: its current call takes longer than the limit.
@@ -253,9 +253,9 @@ class SinkLane:
     def _open(self, opening: Opening) -> None:
         try:
             self._begin_call()
-            opening.tell()
+            opening.pass_spec()
         except BaseException as error:
-            FAILURES.tell(self.instance, f"the spec of {opening.request_id}", error)
+            FAILURES.log(self.instance, f"the spec of {opening.request_id}", error)
             self._refusals[opening.request_id] = described(error)
 
     def _replay(self, packet: Packet | SpilledPacket) -> None:
@@ -305,7 +305,7 @@ class SinkLane:
                 self._fail(chunk.key, error)
 
     def _fail(self, key: CaptureKey, error: BaseException) -> None:
-        FAILURES.tell(self.instance, key, error)
+        FAILURES.log(self.instance, key, error)
         self._failures[key] = described(error)
 
     def _end(self, ending: Ending) -> None:
@@ -351,7 +351,7 @@ class SinkLane:
             self._begin_call()
             results = groups.submit_ends(ending.request_id, ends)
         except BaseException as error:
-            FAILURES.tell(self.instance, ending.request_id, error)
+            FAILURES.log(self.instance, ending.request_id, error)
             key: Any = (ending.request_id, -1, "*")
             results = [CaptureResult(key, "error", described(error)) for _ in ends]
         if results is None:

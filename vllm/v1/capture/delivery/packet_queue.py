@@ -59,7 +59,7 @@ class Opening:
     """The start of a request at an instance that needs its spec."""
 
     request_id: str
-    tell: Callable[[], object]
+    pass_spec: Callable[[], object]
     """Passes the spec to the consumer."""
 
 

@@ -35,9 +35,9 @@ class Deferred(BaseModel):
     """A `CaptureResult`."""
 
     @model_serializer
-    def _told(self) -> dict[str, Any]:
-        told: dict[str, Any] = as_json({"": self.result})[""]
-        return told
+    def _as_json(self) -> dict[str, Any]:
+        result: dict[str, Any] = as_json({"": self.result})[""]
+        return result
 
 
 def response_results(
@@ -187,4 +187,6 @@ def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool
     if part is not output.outputs[-1]:
         return False
     chunk.capture_results = deferred(output.capture_results)
-    return any(isinstance(told, Deferred) for told in chunk.capture_results.values())
+    return any(
+        isinstance(result, Deferred) for result in chunk.capture_results.values()
+    )

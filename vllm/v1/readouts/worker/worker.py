@@ -239,7 +239,7 @@ class WorkerReadouts:
             if not parcel and self._replay(job_set, further, staging, first_row):
                 return
         jobs = [] if job_set is None else job_set.jobs
-        self._tell_step_consumers(jobs, staging, first_row, further)
+        self._call_step_consumers(jobs, staging, first_row, further)
         work: list[Work] = []
         for job in jobs:
             if job.key == SEND:
@@ -296,7 +296,7 @@ class WorkerReadouts:
         )
         return True
 
-    def _tell_step_consumers(
+    def _call_step_consumers(
         self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
     ) -> None:
         own = [job for job in jobs if job.key[0] == "step"]

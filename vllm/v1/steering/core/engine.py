@@ -148,7 +148,7 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
     """Steer all requests by `new` from the next step on."""
     scheduler: Any = core.scheduler
     old = scheduler.steering.tiers
-    _tell_workers(core, new)
+    _change_on_workers(core, new)
     scheduler.steering.tiers = new
     EngineSteering.set(new)
     salt = uuid4().hex
@@ -163,7 +163,7 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
         scheduler.reset_prefix_cache()
 
 
-def _tell_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
+def _change_on_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     from vllm.v1.worker import residual_rpc
 
     executor: Any = core.model_executor

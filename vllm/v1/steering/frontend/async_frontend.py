@@ -139,14 +139,14 @@ class AsyncSteeringControl:
         """Register a named module; returns its description."""
         if not isinstance(self.frontend, SteeringFrontend):
             return self.frontend.register(name, raw, replace, metadata)
-        module, told = await _beside(self.frontend.prepare, name, raw, metadata)
+        module, description = await _beside(self.frontend.prepare, name, raw, metadata)
         if self._names is None:
             self.frontend.modules.register(
                 name, module.tiers, replace, module.provenance
             )
         else:
             await self._names.register(name, module, replace)
-        return told
+        return description
 
     def gate_vectors_to_change(self) -> GateVectors:
         """The vectors that gates name, to be changed in this process.

@@ -226,9 +226,9 @@ class SteeringFrontend(NoSteering):
         self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
         """Register a named module; returns its description."""
-        module, told = self.prepare(name, raw, metadata)
+        module, description = self.prepare(name, raw, metadata)
         self.modules.register(name, module.tiers, replace, module.provenance)
-        return told
+        return description
 
     def prepare(
         self, name: Any, raw: Any, metadata: Any
@@ -248,8 +248,8 @@ class SteeringFrontend(NoSteering):
         said.check_norms(norms, source)
         said = dataclasses.replace(said, norms=norms)
         tiers = self.admission.checked(parsed)
-        told = {**describe(tiers), "metadata": said.facts()}
-        answer = {"name": name, **told, "applied": describe_applied(parsed)}
+        description = {**describe(tiers), "metadata": said.facts()}
+        answer = {"name": name, **description, "applied": describe_applied(parsed)}
         return Module(tiers, said), answer
 
     def unregister(self, name: Any) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
         state.receipt.add(output.receipt)
 
 
-def told(state: "RequestState", finished: bool, fired: bool) -> dict[str, Any] | None:
+def finished_receipt(
+    state: "RequestState", finished: bool, fired: bool
+) -> dict[str, Any] | None:
     """The receipt for the last output of a sample; None before, or without one.
 
     Args:
@@ -41,7 +43,7 @@ def told(state: "RequestState", finished: bool, fired: bool) -> dict[str, Any] |
     num_tokens = state.detokenizer.num_output_tokens()
     # The last token is not fed to the model.
     fed = num_tokens if fired else max(num_tokens - 1, 0)
-    return state.receipt.told(state.prompt_len + fed)
+    return state.receipt.as_dict(state.prompt_len + fed)
 
 
 def response_receipts(

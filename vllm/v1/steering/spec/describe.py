@@ -10,7 +10,7 @@ from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
-from vllm.v1.steering.positions import told
+from vllm.v1.steering.positions import describe_positions
 from vllm.v1.steering.spec.parse import Entry, Parsed
 
 FIELDS = {
@@ -50,7 +50,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "min": manner.low,
         "max": manner.high,
         "norm_match": manner.norm_match,
-        "positions": told(manner.positions),
+        "positions": describe_positions(manner.positions),
         **_more(manner.when, manner.feature),
     }
 
@@ -77,7 +77,7 @@ def _operation(one: Operation) -> dict[str, Any]:
         "min": one.low,
         "max": one.high,
         "norm_match": one.norm_match,
-        "positions": told(one.positions),
+        "positions": describe_positions(one.positions),
         **_more(one.details.when, one.details.feature),
     }
 
@@ -86,5 +86,5 @@ def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:
     """The fields that only some entries have."""
     found: dict[str, Any] = {}
     if feature is not None:
-        found |= feature.told()
-    return found if when is None else {**found, "when": when.told()}
+        found |= feature.as_dict()
+    return found if when is None else {**found, "when": when.as_dict()}

@@ -54,17 +54,17 @@ def unpack_array(
             shape,
         )
     needed = math.prod(shape) * (2 if dtype == "bfloat16" else _size(dtype))
-    told = f"shape {list(shape)} in {dtype} takes {needed}"
+    expected = f"shape {list(shape)} in {dtype} takes {needed}"
     if isinstance(data, (str, bytes)) and len(data) > 2 * needed + 4:
         raise fail(
-            f"{at}.data holds {len(data)} characters of base64, but {told} bytes",
+            f"{at}.data holds {len(data)} characters of base64, but {expected} bytes",
             f"{at}.data",
             len(data),
         )
     raw = _decoded(data, at)
     if len(raw) != needed:
         raise fail(
-            f"{at}.data holds {len(raw)} bytes, but {told}", f"{at}.data", len(raw)
+            f"{at}.data holds {len(raw)} bytes, but {expected}", f"{at}.data", len(raw)
         )
     if dtype == "bfloat16":
         bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16

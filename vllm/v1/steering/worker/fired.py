@@ -24,7 +24,7 @@ class FiredCounts:
         self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_device)
         self._places: dict[FiredLabel, int] = {}
-        self._told: list[int] = []
+        self._reported: list[int] = []
         self.earlier: torch.Tensor | None = None  # [MOST_CONDITIONS + 1], int64
         """The counts of earlier pipeline stages, where conditions have equal places."""
 
@@ -65,7 +65,7 @@ class FiredCounts:
         """What was counted since the last call; the last copy must be complete."""
         labels = list(self._places)
         counts = self._host[: len(labels)].tolist()
-        before = self._told + [0] * (len(labels) - len(self._told))
-        self._told = counts
+        before = self._reported + [0] * (len(labels) - len(self._reported))
+        self._reported = counts
         grown = zip(labels, counts, before, strict=True)
         return [(*label, now - old) for label, now, old in grown if now != old]

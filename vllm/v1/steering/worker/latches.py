@@ -107,9 +107,9 @@ class StepLatches:
         value[places] = torch.where(opened == NEVER, value[places], 1.0)
         for one in self._segments:
             if one.num_tokens > 1:  # A single token has counted itself.
-                self._tell(one, gates)
+                self._count_open(one, gates)
 
-    def _tell(self, one: Segment, gates: torch.Tensor) -> None:
+    def _count_open(self, one: Segment, gates: torch.Tensor) -> None:
         """Count the tokens after the one that has opened a gate as open, too."""
         noted = gates.view(torch.int32)
         for deciding, tokens in one.decided:

@@ -100,7 +100,7 @@ class WorkerSteering:
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
         self.doses = StepDoses(device, doses)
-        """What requests with a receipt are told."""
+        """The doses of requests with a receipt."""
         self._stages = StageGates(device, self.tables.fired, self.doses)
         """What is exchanged with other pipeline stages."""
         self._launches: frozenset[int] = frozenset()
@@ -385,17 +385,17 @@ class WorkerSteering:
         StepPrograms.at = {}
         self._held.save(self.tables.programs.gates)
         self.doses.end()
-        if self._tells:
+        if self._some_stage_decides:
             self.tables.fired.send()
 
     @property
-    def _tells(self) -> bool:
+    def _some_stage_decides(self) -> bool:
         """Whether the step decides conditions, here or in an earlier stage."""
         return self._decides or self._stages.has_counts
 
     def take_fired(self) -> FiredCounts | None:
         """The counts of conditions, if the last step has decided some."""
-        return self.tables.fired if self._tells else None
+        return self.tables.fired if self._some_stage_decides else None
 
     def receive(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
         """Note what the previous pipeline stage has sent with a step.

@@ -56,7 +56,7 @@ req_state.receipt = steering_receipts.receipt_for(request, req_state.prompt_len)
         scope="RequestState._new_completion_output",
         call="CompletionOutput",
         argument=(
-            "steering=steering_receipts.told("
+            "steering=steering_receipts.finished_receipt("
             "self, finished, readout_collector.ended_by(stop_reason))"
         ),
         why="Each sample has its own receipt.",
