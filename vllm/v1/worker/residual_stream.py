@@ -221,6 +221,7 @@ class OpenResidualStream(ResidualStream):
                 if params is not None and params._hooks is not None:
                     self.hooks.add_request(new.req_id, params._hooks, new.prompt_len)
         if self.steps is not None:
+            self.steps.begin_step()
             self.steps.end_requests(finished)
             self.steps.begin_requests(
                 (new.req_id, new.prompt_token_ids, new.sampling_params.conversation_id)
@@ -442,9 +443,10 @@ def _open(
         open_hooks(vllm_config, model, steering),
     )
     stream.modules = modules
-    if config.step_consumers and stream.readouts is not None:
+    if config.takes_actions:
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
-        stream.readouts.on_rows = stream.steps.on_rows
+        if stream.readouts is not None:
+            stream.readouts.on_rows = stream.steps.on_rows
     return stream
 
 
