@@ -63,7 +63,7 @@ def response_activations(
     activations = None if found is None else activations_of(found)
     if activations is None:
         return None
-    return {name: tensors.encode(tensor) for name, tensor in activations.items()}
+    return tensors.encode_all(activations)
 
 
 def response_hook_results(
@@ -73,8 +73,7 @@ def response_hook_results(
     found = next((o for o in outputs if o is not None), None)
     if found is None or found.hook_results is None:
         return None
-    encoded: dict[str, Any] = hook_wire.encode(found.hook_results)
-    return encoded
+    return hook_wire.encode(found.hook_results)
 
 
 def last_chunks(output: "RequestOutput | None") -> list[str]:
