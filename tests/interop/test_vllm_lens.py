@@ -2,6 +2,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,19 @@ from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.utils.residual_fields import refuse_args
-from vllm.interop.vllm_lens import Hook, SteeringVector, hook_wire, tensors
-from vllm.interop.vllm_lens.consumer import steered
+from vllm.interop.vllm_lens import (
+    Hook,
+    SteeringVector,
+    client,
+    hook_wire,
+    responses,
+    tensors,
+)
+from vllm.interop.vllm_lens.consumer import LensConsumer, steered
 from vllm.interop.vllm_lens.requests import translate
+from vllm.v1.capture.capabilities import group_method
+from vllm.v1.capture.frontend.http import response_results
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
 from vllm.v1.hooks.results import HookResult, decode, encode, joined
 from vllm.v1.steering.errors import SteeringValidationError
@@ -245,6 +256,42 @@ def test_rows_at_positions_are_steered() -> None:
     expected = rows.clone()
     expected[[1, 3]] += 2 * vectors
     torch.testing.assert_close(changed, expected)
+
+
+def test_rows_of_a_group_stay_one_block_and_others_keep_theirs() -> None:
+    consumer = LensConsumer(None, {})
+    assert group_method(consumer) == consumer.on_group
+    rows = torch.randn(2, 3, 8)
+    before = rows.clone()
+    entry = {"scale": 1.0, "norm_match": False, "vector": [1.0] * 8}
+    facts = {"positions": [0, 1, 2], "token_ids": [4, 5, 6], "dtype": "float32"}
+    taps = [(1, "pre_attn"), (2, "post_block")]
+    ((_, plain, _),) = consumer.on_group(taps, rows, facts)
+    assert plain.data_ptr() == rows.data_ptr()
+    facts["client_spec"] = {"steered": [entry]}
+    found = consumer.on_group(taps, rows, facts).by_tap()
+    torch.testing.assert_close(found[1, "pre_attn"], before[0])
+    torch.testing.assert_close(found[2, "post_block"], before[1] + 1)
+    assert torch.equal(rows, before), "another consumer may have the same rows"
+
+
+@pytest.mark.parametrize("status", ["error", "partial_error"])
+def test_rows_that_are_missing_are_not_passed_over(status: str) -> None:
+    lost = CaptureResult(("r", -1, "*"), status, "the disk is full", {})
+    output = SimpleNamespace(
+        request_id="r",
+        lens_result=None,
+        hook_rows=None,
+        capture_results={"vllm_lens": lost},
+    )
+    with pytest.raises(RuntimeError, match="r are not complete: the disk is full"):
+        responses.activations_of(output)
+    assert responses.response_activations([output]) is None
+    told = response_results([output])["vllm_lens"]
+    assert told["status"] == status and told["error"] == "the disk is full"
+    answer = {"choices": [], "capture_results": {"vllm_lens": told}}
+    with pytest.raises(RuntimeError, match="not complete: the disk is full"):
+        client._output(answer, "", None)
 
 
 HOOKED = Allowed({layer: ("pre_attn", "post_block") for layer in range(3)}, code=False)

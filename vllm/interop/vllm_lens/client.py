@@ -10,6 +10,7 @@ import requests
 import torch
 
 from vllm.interop.vllm_lens import hook_wire, tensors
+from vllm.interop.vllm_lens.requests import INSTANCE
 from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 
@@ -78,7 +79,8 @@ class VLLMLensClient:
         """Complete a prompt.
 
         Raises:
-            RuntimeError: the server refused the request; has the server's message.
+            RuntimeError: the server refused the request, or rows are missing; has the
+                server's message.
 
         """
         body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
@@ -103,7 +105,8 @@ class VLLMLensClient:
         """Generate the next message of a conversation.
 
         Raises:
-            RuntimeError: the server refused the request; has the server's message.
+            RuntimeError: the server refused the request, or rows are missing; has the
+                server's message.
 
         """
         body = {"messages": list(messages), **more}
@@ -200,6 +203,9 @@ def _checked(answer: requests.Response) -> dict[str, Any]:
 
 
 def _output(answer: dict[str, Any], text: str, logprobs: Any) -> GenerateOutput:
+    lost = (answer.get("capture_results") or {}).get(INSTANCE)
+    if lost is not None:
+        raise RuntimeError(f"activations are not complete: {lost['error']}")
     activations = tensors.decode_all(answer) or None
     saved = answer.get("hook_results")
     results = None if saved is None else hook_wire.decode(saved)
