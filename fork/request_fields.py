@@ -87,10 +87,14 @@ steering: dict[str, Any] | None = Field(
 
 RESPONSE = f"""
 activations: dict[str, Any] | None = Field(
-    default=None, description="Rows in the format of vllm-lens, if requested."
+    default=None,
+    exclude_if=lambda value: value is None,  # vllm-lens' client tests for the key.
+    description="Rows in the format of vllm-lens, if requested.",
 )
 hook_results: dict[str, Any] | None = Field(
-    default=None, description="What the request's hook functions saved, by hook."
+    default=None,
+    exclude_if=lambda value: value is None,
+    description="What the request's hook functions saved, by hook.",
 )
 {RESULTS.lstrip()}"""
 """The fields of whole responses, with results in the formats of other libraries."""

@@ -66,6 +66,8 @@ IGNORED_NAMES = [
     "serves",
     "set_lens_jacobians",
     "warmup",
+    "tok",
+    "layer_index_map",  # for users of vllm-lens
     "_*",  # overrides of upstream's, and validators, which are found by decorators
 ]
 IGNORED_DECORATORS = ["@router.*", "@reading.*", "@mutating.*", "@closed.*", "@app.*"]

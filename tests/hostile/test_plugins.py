@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
+from vllm.v1.capture.capabilities import step_capabilities
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.delivery import consumer_thread
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
@@ -134,6 +135,7 @@ def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
         set(),
         {},
     )
+    steps._can = {"leaving": step_capabilities(consumer)}
     steps._step, steps._steering = 0, None
     steps._stats = {"leaving": Counter()}
     steps.on_rows([(Job(nothing, [entry("leaving")]), torch.zeros(2, 4))], 0)

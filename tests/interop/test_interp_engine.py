@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,17 @@ from fastapi import FastAPI
 from tests.support.models import llama
 from vllm.entrypoints.serve.interp_engine.attach import attach_router
 from vllm.interop.interp_engine import wire
+from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.reading import readable_tap
-from vllm.interop.interp_engine.steering import vectors_of
-from vllm.interop.interp_engine.types import Address, DirectionSet, LensSpec, tap_of
+from vllm.interop.interp_engine.steering import steering_of, vectors_of
+from vllm.interop.interp_engine.types import (
+    Address,
+    DirectionSet,
+    LensSpec,
+    RecommendedSampling,
+    tap_of,
+)
 from vllm.interop.interp_engine.wire import decode_tensor, encoded_pieces
 
 PROMPT = [5, 70, 300, 41, 9, 18]
@@ -281,6 +289,114 @@ def test_the_served_model_is_described(served) -> None:
     refused = served.post("lens", prompt_token_ids=PROMPT, lenses=[{"layers": [9]}])
     assert refused.status_code == 422
     assert served.post("serves", points=[], more=1).status_code == 422
+
+
+@pytest.mark.e2e
+def test_answers_about_the_server_have_all_that_its_clients_read(served) -> None:
+    base = "/v1/interp-engine"  # With it as a base URL: BASE/health, BASE/v1/describe.
+    ready = served.wait(served.client.get(f"{base}/health")).json()
+    assert ready == {"status": "ready", "model": served.model.hf_model_id}
+    told = served.wait(served.client.get(f"{base}/v1/describe")).json()
+    assert told["recommended_sampling"] == {
+        **dict.fromkeys(("temperature", "top_k", "top_p", "repetition_penalty")),
+        **dict.fromkeys(("do_sample", "source")),
+    }
+    assert told["load"]["quantization"] == "" and told["manifest"]["digest"]
+    assert all(isinstance(limit, int) for limit in told["limits"].values())
+    too_many = ["resid_pre.0"] * (told["limits"]["max_capture_points"] + 1)
+    for route, body, detail in (
+        ("serves", {"points": too_many}, "at most 256 items"),
+        ("tokenize", {}, "either text or messages"),
+        ("generate", {"prompt_token_ids": PROMPT, "max_tokens": 0}, "greater than"),
+        ("capture", {"prompt_token_ids": [], "points": ["resid_pre.0"]}, "at least 1"),
+    ):
+        refused = served.post(route, **body)
+        assert refused.status_code == 422
+        (error,) = refused.json()["detail"]
+        assert error.keys() == {"type", "loc", "msg"} and detail in error["msg"]
+    directions = [{"point": "resid_pre.0", "vectors": [[1.0, 2.0]]}]
+    for route, body, detail in (
+        ("project", {"directions": directions}, "must be [k, 64], not [1, 2]"),
+        ("capture", {"points": ["resid_pre.0"], "rows": []}, "rows is empty"),
+    ):
+        refused = served.post(route, prompt_token_ids=PROMPT, **body)
+        assert refused.status_code == 422 and detail in refused.json()["detail"]
+    beyond = {"prompt_token_ids": [10**6], "points": ["resid_pre.0"]}
+    refused = served.post("capture", **beyond)
+    assert refused.status_code == 422 and "vocabulary" in refused.json()["detail"]
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 1, "top_p": 2.0, "stream": False}
+    assert served.post("generate", **body).json()["sampling"]["top_p"] is None
+
+
+def test_what_a_checkpoint_recommends_is_what_it_states() -> None:
+    def facts(stated: dict[str, Any], given: str = "auto", **override: Any) -> Any:
+        model = SimpleNamespace(
+            model="name",
+            generation_config=given,
+            override_generation_config=override,
+            try_get_generation_config=lambda: dict(stated),
+        )
+        return ModelFacts(SimpleNamespace(model_config=model), None)
+
+    stated = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "eos_token_id": 2}
+    found = facts(stated).recommended_sampling
+    assert found == RecommendedSampling(temperature=0.7, source="name")
+    assert facts(stated).sampling_settings().temperature == 0.7
+    greedy = facts(stated | {"do_sample": False}, "folder")
+    assert greedy.recommended_sampling.source == "folder"
+    assert greedy.sampling_settings().temperature == 0.0
+    assert greedy.sampling_settings(temperature=2.0).temperature == 2.0
+    assert facts(stated, "vllm").recommended_sampling == RecommendedSampling()
+    assert facts(stated, "vllm", top_k=5).sampling_settings().top_k == 5
+    assert facts({}).sampling_settings(top_p=1.0).top_p is None
+
+
+class Block(SimpleNamespace):
+    """What `interp_engine.steer.active_steering` returns within `with steer(...)`."""
+
+    specs = (STEERING[1],)
+    position_mask = None
+    generated = True
+
+
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> Block:
+    opened = Block()
+    steer = SimpleNamespace(
+        active_steering=lambda model: opened if model is MODEL else None,
+        resolve_masked_positions=lambda mask, **_: list(mask),
+    )
+    monkeypatch.setitem(sys.modules, "interp_engine", SimpleNamespace(steer=steer))
+    monkeypatch.setitem(sys.modules, "interp_engine.steer", steer)
+    return opened
+
+
+MODEL = SimpleNamespace(d_model=64, tokenizer=None)
+
+
+def test_a_call_within_a_block_is_steered_by_it(block: Block) -> None:
+    found = steering_of(MODEL, None, PROMPT)
+    assert found.tiers == {"steering_vectors": found.vectors}
+    assert list(found.vectors) == ["post_block"]
+    own = steering_of(MODEL, STEERING[0], PROMPT, generated=False)
+    assert list(own.tiers) == ["prefill_steering_vectors"]
+    assert list(own.vectors["post_block"]) == [0], "its own steering precedes the block"
+    other = SimpleNamespace(d_model=64, tokenizer=None)
+    assert steering_of(other, None, PROMPT).tiers == {}
+    assert steering_of(MODEL, [], PROMPT).tiers == {}
+
+
+def test_a_block_may_leave_positions_out(block: Block) -> None:
+    block.position_mask = [0, 2]
+    tiers = steering_of(MODEL, None, PROMPT).tiers
+    for entry in tiers["prefill_steering_vectors"]["post_block"][1]:
+        assert entry["positions"] == [1, 3, 4, 5]
+    assert "positions" not in tiers["decode_steering_vectors"]["post_block"][1][0]
+    block.generated = False
+    tiers = steering_of(MODEL, None, PROMPT).tiers
+    assert list(tiers) == ["prefill_steering_vectors"]
+    block.position_mask = list(range(len(PROMPT)))
+    assert steering_of(MODEL, None, PROMPT).tiers == {}
 
 
 def test_operations_in_another_order_are_refused() -> None:

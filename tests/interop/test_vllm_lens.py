@@ -2,7 +2,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,10 +14,24 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import llama
 from tests.support.plugins import HOOKS, install
 from vllm import LLM, SamplingParams
-from vllm.interop.vllm_lens import Hook, SteeringVector, hook_wire, tensors
-from vllm.interop.vllm_lens.consumer import steered
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.serve.utils.residual_fields import refuse_args
+from vllm.interop.vllm_lens import (
+    Hook,
+    SteeringVector,
+    client,
+    hook_wire,
+    responses,
+    tensors,
+)
+from vllm.interop.vllm_lens.consumer import LensConsumer, steered
+from vllm.interop.vllm_lens.requests import translate
+from vllm.v1.capture.capabilities import group_method
+from vllm.v1.capture.frontend.http import response_results
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
-from vllm.v1.hooks.results import HookResult, decode, encode
+from vllm.v1.hooks.results import HookResult, decode, encode, joined
 from vllm.v1.steering.errors import SteeringValidationError
 
 PROMPT = "Anna went home and there."
@@ -242,6 +258,42 @@ def test_rows_at_positions_are_steered() -> None:
     torch.testing.assert_close(changed, expected)
 
 
+def test_rows_of_a_group_stay_one_block_and_others_keep_theirs() -> None:
+    consumer = LensConsumer(None, {})
+    assert group_method(consumer) == consumer.on_group
+    rows = torch.randn(2, 3, 8)
+    before = rows.clone()
+    entry = {"scale": 1.0, "norm_match": False, "vector": [1.0] * 8}
+    facts = {"positions": [0, 1, 2], "token_ids": [4, 5, 6], "dtype": "float32"}
+    taps = [(1, "pre_attn"), (2, "post_block")]
+    ((_, plain, _),) = consumer.on_group(taps, rows, facts)
+    assert plain.data_ptr() == rows.data_ptr()
+    facts["client_spec"] = {"steered": [entry]}
+    found = consumer.on_group(taps, rows, facts).by_tap()
+    torch.testing.assert_close(found[1, "pre_attn"], before[0])
+    torch.testing.assert_close(found[2, "post_block"], before[1] + 1)
+    assert torch.equal(rows, before), "another consumer may have the same rows"
+
+
+@pytest.mark.parametrize("status", ["error", "partial_error"])
+def test_rows_that_are_missing_are_not_passed_over(status: str) -> None:
+    lost = CaptureResult(("r", -1, "*"), status, "the disk is full", {})
+    output = SimpleNamespace(
+        request_id="r",
+        lens_result=None,
+        hook_rows=None,
+        capture_results={"vllm_lens": lost},
+    )
+    with pytest.raises(RuntimeError, match="r are not complete: the disk is full"):
+        responses.activations_of(output)
+    assert responses.response_activations([output]) is None
+    told = response_results([output])["vllm_lens"]
+    assert told["status"] == status and told["error"] == "the disk is full"
+    answer = {"choices": [], "capture_results": {"vllm_lens": told}}
+    with pytest.raises(RuntimeError, match="not complete: the disk is full"):
+        client._output(answer, "", None)
+
+
 HOOKED = Allowed({layer: ("pre_attn", "post_block") for layer in range(3)}, code=False)
 
 
@@ -352,10 +404,16 @@ def test_registered_hooks_run_for_all_until_they_are_cleared(llm) -> None:
         with pytest.raises(ValueError, match="65 would be registered"):
             llm.register_hooks([Hook(count, [0])] * 64)
         with pytest.raises(ValueError, match="must be a list of layers"):
-            llm.register_hooks([Hook(count, [])], ["lm_head.nothing"])
+            llm.register_hooks([Hook(count, ["0"])], ["lm_head.nothing"])
+        with pytest.raises(ValueError, match="registered for all requests"):
+            llm.generate(PROMPT, SamplingParams(n=2))
+        llm.clear_hook_results()
+        assert llm.collect_hook_results() == {}
+        llm.generate(PROMPT, asked())
+        assert len(llm.collect_hook_results()) == 1
     finally:
         llm.clear_hooks()
-        llm.clear_hook_results()
+    assert llm.collect_hook_results() == {}
     llm.generate(PROMPT, asked())
     assert llm.collect_hook_results() == {}
 
@@ -424,9 +482,110 @@ def test_what_hooks_save_survives_both_wires(dtype: torch.dtype) -> None:
     found = decode(encode(result, pickles=False), pickles=False)
     assert torch.equal(found.own["0"]["rows"][0], saved["rows"][0])
     assert found.own["0"][3] == "x" and found.own["0"]["empty"].shape == (0, 4)
-    sent = json.loads(json.dumps(hook_wire.encode(found.own["0"])))
-    again = hook_wire.decode(sent)
+    sent = json.loads(json.dumps(hook_wire.encode(found.own)))
+    again = hook_wire.decode(sent)["0"]
     assert torch.equal(again["rows"][0], saved["rows"][0]) and again["3"] == "x"
+
+
+def test_saved_values_have_vllm_lens_form_on_the_wire() -> None:
+    """Its client decodes tensors and pickles directly under a key, and nothing else."""
+    rows = torch.arange(6.0).view(2, 3)
+    saved = {
+        "tensor": rows,
+        "plain": {"a": [1, 2.5, None, "x"]},
+        "parts": [rows, rows],
+        "nested": {"rows": rows},
+        "pair": (1, 2),
+        "nan": float("nan"),
+        "nans": [float("inf")],
+        "array": np.ones(2, np.float32),
+    }
+    sent = json.loads(json.dumps(hook_wire.encode({"0": saved}), allow_nan=False))["0"]
+    assert sent["tensor"]["__type__"] == "tensor"
+    assert sent["plain"] == saved["plain"]
+    for name in ("parts", "nested", "pair", "nan", "nans", "array"):
+        assert sent[name].keys() == {"__type__", "data"}, name
+        assert sent[name]["__type__"] == "cloudpickle"
+    found = hook_wire.decode({"0": sent})["0"]
+    assert torch.equal(torch.cat(found["parts"]), torch.cat(saved["parts"]))
+    assert torch.equal(found["nested"]["rows"], rows) and found["pair"] == (1, 2)
+    assert found["nan"] != found["nan"] and found["nans"] == [float("inf")]
+    assert isinstance(found["array"], np.ndarray)
+
+
+def test_lists_of_several_pipeline_stages_are_joined() -> None:
+    first = HookResult({"0": {"parts": [1], "last": "a"}}, {}, {})
+    second = HookResult({"0": {"parts": [2, 3], "last": "b"}}, {}, {})
+    parts = [encode(one, pickles=False) for one in (first, second)]
+    found = joined([parts[0], None, parts[1]], pickles=False)
+    assert found.own == {"0": {"parts": [1, 2, 3], "last": "b"}}
+
+
+def test_the_names_are_those_of_the_package() -> None:
+    import vllm.interop.vllm_lens as ours
+
+    theirs = {
+        *("decode_activations", "deserialize_hook_results", "deserialize_tensor"),
+        *("Hook", "HookContext", "serialize_activations", "serialize_hook_results"),
+        *("serialize_tensor", "SteeringVector"),
+    }
+    assert theirs <= set(ours.__all__)
+    rows = torch.randn(2, 3).bfloat16()
+    response = {"activations": ours.serialize_activations({"residual_stream": rows})}
+    found = ours.decode_activations(response)
+    assert torch.equal(found["residual_stream"], rows)
+    assert ours.decode_activations({}) == ours.decode_activations({"activations": None})
+    assert ours.VLLMLensClient("http://here:1/v1/").base_url == "http://here:1"
+    vector = SteeringVector(activations=torch.ones(2, 4), layer_indices=[7, 3])
+    assert vector.layer_index_map == {7: 0, 3: 1}
+
+
+def test_a_hook_is_checked_and_read_from_its_json() -> None:
+    with pytest.raises(ValueError, match="layer_indices is empty"):
+        Hook(lambda ctx, h: None, [])
+    made = Hook(lambda ctx, h: h + 1, [2], pre=True)
+    again = Hook.model_validate(json.loads(json.dumps(made.model_dump())))
+    assert again.fn(None, 1) == 2 and (again.layer_indices, again.pre) == ([2], True)
+    named = Hook.model_validate({"fn": {"name": "n"}, "layer_indices": [0]})
+    assert named.fn == {"name": "n"} and Hook.model_validate(named) is named
+
+
+@pytest.mark.parametrize("kind", [CompletionResponse, ChatCompletionResponse])
+def test_responses_have_its_fields_only_if_there_is_something(kind) -> None:
+    """vllm-lens' client decodes what is under the keys, if they are there."""
+    fields = {"activations", "hook_results"}
+    plain = kind.model_construct(choices=[])
+    assert not fields & plain.model_dump().keys()
+    assert not fields & json.loads(plain.model_dump_json()).keys()
+    full = kind.model_construct(choices=[], activations={"a": 1}, hook_results={})
+    assert fields <= full.model_dump().keys()
+
+
+@pytest.mark.e2e
+def test_a_request_may_ask_for_a_prompt_without_the_prefix_cache(llm) -> None:
+    config = llm.llm_engine.vllm_config
+    for value, expected in ((True, True), ("true", True), (1, True), ("false", False)):
+        params = asked(skip_reading_prefix_cache=value)
+        translate(params, config)
+        assert params.skip_reading_prefix_cache is expected and not params.extra_args
+    with pytest.raises(ValueError, match="skip_reading_prefix_cache must be true or"):
+        translate(asked(skip_reading_prefix_cache=[1]), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("output_qk", "queries and keys are not captured"),
+        ("activations_transport", "Accept: application/safetensors"),
+        ("output_residual_streams", "did you mean output_residual_stream?"),
+        ("apply_hook", "did you mean apply_hooks?"),
+        ("apply_steering_vector", "did you mean apply_steering_vectors?"),
+        ("hooks", "send them as apply_hooks"),
+    ],
+)
+def test_keys_that_would_be_ignored_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refuse_args({name: "[1]"}, "vllm_xargs")
 
 
 def test_objects_are_pickled_only_where_code_is_run() -> None:

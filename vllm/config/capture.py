@@ -167,6 +167,8 @@ class CaptureConfig:
     """Maximum bytes that a worker may spill; beyond that, `spill` acts as `block`."""
     step_consumers: list[ConsumerConfig] = Field(default_factory=list)
     """Consumers that run within each step, on the engine's thread."""
+    takes_actions: bool = False
+    """Whether consumers may change the steering while the engine runs."""
     readouts: bool = False
     """Whether requests can use readouts, which also need staged rows."""
     graphsafe_keys: list[str] = Field(default_factory=list)
@@ -235,5 +237,5 @@ class CaptureConfig:
 
             factors |= {"capture": self.staging_bytes, "form": form()}
             factors["readouts"] = self.readouts  # More staging memory.
-            factors["step_consumers"] = bool(self.step_consumers)  # More table rows.
+            factors["takes_actions"] = self.takes_actions  # More table rows.
         return hash_factors(factors)

@@ -5,6 +5,9 @@ from pydantic import Field
 
 from vllm.config.utils import config
 
+MAX_DYNAMIC = 4
+"""Requests that consumers may steer at a time, by default."""
+
 
 @config
 class SteeringConfig:
@@ -26,7 +29,7 @@ class SteeringConfig:
     """Whether requests can have hook functions."""
     remote_code: bool = False
     """Whether such functions may come as code over HTTP."""
-    max_dynamic: int = Field(default=4, ge=0)
+    max_dynamic: int = Field(default=MAX_DYNAMIC, ge=0)
     """Maximum number of requests that consumers steer by other vectors at a time."""
     modules: dict[str, str] = Field(default_factory=dict)
     """Named sets of steering vectors: name -> file."""

@@ -13,7 +13,7 @@ pytest.importorskip("interp_engine", reason="make test-interop")
 
 import torch
 from fastapi.testclient import TestClient
-from interp_engine import api
+from interp_engine import api, sampling
 from interp_engine.address import Address
 from interp_engine.server.app import create_app
 from interp_engine.server.config import ServerConfig
@@ -30,6 +30,7 @@ from interp_engine.steer_specs import (
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import llama
+from vllm.entrypoints.serve.interp_engine.answers import MANIFEST
 from vllm.interop.interp_engine import types, wire
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.steering import vectors_of
@@ -159,3 +160,43 @@ def test_its_server_steers(client, reference) -> None:
         torch.testing.assert_close(
             wire.decode_tensor(rows), expected, rtol=0, atol=1e-4
         )
+
+
+def test_its_server_describes_and_tokenizes(client, reference) -> None:
+    told = client.get("/v1/describe").json()
+    assert told["description"]["backend"] == "clearbox"
+    assert told["recommended_sampling"]["temperature"] is None
+    body = {"text": "Anna went", "prepend_bos": False}
+    tokens = client.post("/v1/tokenize", json=body).json()
+    assert "".join(tokens["str_tokens"]) == "Anna went"
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_generation_within_its_block_is_steered(client, reference, generated) -> None:
+    v = torch.linspace(-1, 1, 64)
+    ops = [{"method": "additive", "vector": v.tolist(), "scale": 3.0}]
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 4, "temperature": 0}
+    plain = client.post("/v1/generate", json={**body, "stream": False}).json()
+    body["steering"] = [{"point": "resid_post", "layers": {"0": ops}}]
+    body |= {"stream": False, "steer_generated": generated}
+    told = client.post("/v1/generate", json=body).json()
+    fed = [*PROMPT, *told["token_ids"]][:-1]
+
+    def steer(module, inputs, output):
+        changed = output.clone()
+        changed[:, : None if generated else len(PROMPT)] += 3 * v
+        return changed
+
+    with reference.model.layers[0].register_forward_hook(steer), torch.no_grad():
+        logits = reference(torch.tensor([fed])).logits[0, len(PROMPT) - 1 :]
+    assert told["token_ids"] == logits.argmax(-1).tolist() != plain["token_ids"]
+
+
+def test_the_digest_is_that_of_its_interface() -> None:
+    assert MANIFEST == {"version": api.MANIFEST_VERSION, "digest": api.MANIFEST_DIGEST}
+
+
+@pytest.mark.parametrize("name", ["RecommendedSampling", "SamplingSettings"])
+def test_sampling_has_the_same_fields(name: str) -> None:
+    theirs = [one.name for one in dataclasses.fields(getattr(sampling, name))]
+    assert [one.name for one in dataclasses.fields(getattr(types, name))] == theirs

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_tokens_are_generated(bridge, reference, tokens) -> None:
     ("arguments", "message"),
     [
         ({"capture": ("blocks.9.hook_out",)}, "not a hook point"),
-        ({"intervene": {"blocks.0.hook_in": {"op": "flip"}}}, "use 'suppress'"),
+        ({"intervene": {"blocks.0.hook_in": {"op": "flip"}}}, "use one of"),
         ({"intervene": {"blocks.0.hook_in": {"op": "add", "at": 1}}}, "no key 'at'"),
         (
             {"intervene": {"blocks.0.hook_in": {"op": "set", "value": [1.0, 2.0]}}},
@@ -138,3 +139,84 @@ def test_a_server_without_what_is_needed_is_refused(model) -> None:
             transformer_lens.boot_server(server.url)
     finally:
         server.close()
+
+
+def test_the_cache_has_rows_after_their_own_intervention(
+    bridge, reference, tokens
+) -> None:
+    """As that of TransformerLens' own drivers."""
+    spec = {"op": "scale", "factor": 2.0, "pos": [1, 3]}
+    kept: list[torch.Tensor] = []
+
+    def hook(module, inputs, output):
+        states = output.clone()
+        states[:, [1, 3]] *= 2.0
+        kept.append(states)
+        return states
+
+    _, cache = bridge.run_with_cache(tokens, intervene={"blocks.1.hook_out": spec})
+    with reference.model.layers[1].register_forward_hook(hook), torch.no_grad():
+        reference(tokens)
+    torch.testing.assert_close(cache["blocks.1.hook_out"], kept[0], rtol=0, atol=1e-4)
+
+
+def test_texts_and_tokens_are_generated_as_the_library_does(bridge, reference) -> None:
+    text = "Anna went home."
+    prompt = bridge.to_tokens(text)
+    with torch.no_grad():
+        expected = reference.generate(
+            prompt, max_new_tokens=5, do_sample=False, eos_token_id=None
+        )
+    greedy = {"max_new_tokens": 5, "do_sample": False, "stop_at_eos": False}
+    assert torch.equal(bridge.generate(prompt, **greedy), expected)
+    whole, cache, fed = bridge.generate(
+        text, return_cache=True, return_input_tokens=True, **greedy
+    )
+    decoded = bridge.tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert whole == decoded and torch.equal(fed, prompt)
+    assert cache["blocks.1.hook_out"].shape[1] == expected.shape[1]
+    several = bridge.generate([text, "The dog"], return_type="tokens", **greedy)
+    assert torch.equal(several[0], expected[0])
+    assert several.shape == (2, expected.shape[1])
+    assert several[1, 0] == bridge._padding()
+    last = int(expected[0, -1])
+    ended = bridge.generate(
+        prompt, max_new_tokens=9, do_sample=False, eos_token_id=last
+    )
+    new = ended[0, prompt.shape[1] :].tolist()
+    assert new.index(last) == len(new) - 1, "the sequence ends with its first end"
+    steered = bridge.generate(
+        prompt, intervene={"blocks.1.hook_out": {"op": "suppress"}}, **greedy
+    )
+    assert not torch.equal(steered, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"freq_penalty": 0.5}, "use repetition_penalty"),
+        ({"output_logits": True}, "use forward"),
+        ({"attention_mask": torch.ones(1, 3)}, "not padded"),
+        ({"stopping_criteria": [1]}, "use stop_strings"),
+        ({"num_beams": 2}, "no such argument"),
+        ({"return_cache": True, "input": ["a", "b"]}, "give one prompt"),
+    ],
+    ids=lambda one: str(one)[:20],
+)
+def test_generation_refuses_what_it_would_ignore(bridge, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        bridge.generate(**{"input": "Anna"} | arguments)
+
+
+def test_a_bridge_stops_the_engine_that_it_has_started(model, bridge) -> None:
+    driver = bridge._driver
+    stopped = []
+    core = SimpleNamespace(shutdown=lambda: stopped.append(True))
+    made = object.__new__(transformer_lens.EngineDriver)
+    made.llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    for owned, times in ((False, 0), (True, 1)):
+        made._owned = owned
+        made.close()
+        made.close()
+        assert len(stopped) == times
+    assert getattr(driver, "_owned", True)

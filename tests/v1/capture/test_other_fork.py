@@ -7,15 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.v1.capture.consumers._drive import context
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.v1.capture import engine_args
+from vllm.v1.capture.capabilities import step_capabilities
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.controller import SteeringController
 from vllm.v1.capture.engine_args import capture_config, ready_instances
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.registry import check_consumer
@@ -43,6 +46,19 @@ class Sync(Ready):
     execution = "sync"
 
 
+class Plain:
+    """A consumer within the step, without a base class."""
+
+    location = "worker"
+    execution = "sync"
+
+    def global_capture_spec(self) -> None:
+        """Nothing."""
+
+    def on_step(self, view: Any) -> None:
+        """Nothing."""
+
+
 def configured(*consumers: Any) -> CaptureConfig:
     args: Any = SimpleNamespace(
         capture_consumers=list(consumers),
@@ -55,6 +71,7 @@ def configured(*consumers: Any) -> CaptureConfig:
         capture_graphsafe_key=None,
         capture_graphsafe_keys=None,
         capture_consumers_config_override=None,
+        max_dynamic_steering_configs=None,
         **dict.fromkeys(
             (
                 *("capture_staging_bytes", "capture_host_memory_bytes"),
@@ -81,23 +98,60 @@ def test_two_instances_with_the_same_given_name_are_refused() -> None:
         configured(Named(None, {}), Named(None, {}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [InStep, Sync])
-def test_what_is_to_run_within_a_step_is_refused(kind: type) -> None:
-    with pytest.raises(CaptureValidationError, match="within each step"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (InStep, 'only of a class with execution = "sync"'),
+        (Sync, "leaves on_step undefined"),
+        (SteeringController, "leaves global_capture_spec, decide undefined"),
+        (Plain(), "name its entry point"),
+    ],
+)
+def test_what_cannot_run_within_a_step_is_refused(kind: Any, message: str) -> None:
+    with pytest.raises(CaptureValidationError, match=message):
         check_consumer(kind, "plug_in")
+
+
+def test_a_consumer_within_the_step_needs_no_base_class() -> None:
+    check_consumer(Plain, "plug_in")
+    can = step_capabilities(Plain())
+    assert can.status() == {} and not can.warmup(torch.device("cpu"), torch.float32)
 
 
 def test_its_names_are_here() -> None:
     from vllm.v1 import capture
-    from vllm.v1.capture.controller import SteeringController
+    from vllm.v1.capture import consumer
     from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
     from vllm.v1.worker import steering_action_queue as actions
 
     assert capture.SteeringController is SteeringController
     assert issubclass(SteeringController, capture.SyncCaptureConsumer)
     assert StepCaptureView and StepRequestView
-    assert {"RequestSteeringOverride", "SteeringActionQueue"} <= set(actions.__all__)
+    assert {"RequestSteeringOverride", "SteeringAction"} <= set(actions.__all__)
+    assert consumer.SyncCaptureConsumer is capture.SyncCaptureConsumer
     assert actions.get_steering_action_queue() is None
+    queue = actions.SteeringActionQueue()
+    actions.install_steering_action_queue(queue)
+    try:
+        assert actions.get_steering_action_queue() is queue
+    finally:
+        actions.install_steering_action_queue(None)
+
+
+def test_consumers_on_threads_steer_if_the_operator_asked_for_it() -> None:
+    args: Any = SimpleNamespace(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        max_dynamic_steering_configs=None,
+    )
+    assert not engine_args._takes_actions(args, [])
+    assert engine_args._takes_actions(args, [parse_consumer("logging")])
+    args.max_dynamic_steering_configs = 2
+    assert engine_args._takes_actions(args, [])
+    args.tensor_parallel_size = 2
+    with pytest.raises(CaptureValidationError, match="with 2 ranks only consumers"):
+        engine_args._takes_actions(args, [])
 
 
 def test_a_consumer_within_the_step_needs_steps_that_follow_one_another() -> None:
@@ -170,8 +224,6 @@ def test_global_hooks_may_be_a_hook_point_and_its_layers(
 
 
 def test_the_log_has_a_level(caplog: pytest.LogCaptureFixture) -> None:
-    import torch
-
     nothing: Any = None
     consumer = LoggingConsumer(nothing, {"level": "DEBUG"})
     key: Any = ("r", 0, "post_block")

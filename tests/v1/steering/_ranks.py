@@ -41,7 +41,7 @@ def worker(layers: range) -> FaultyWorker:
     """A rank with some of the layers."""
     config: Any = SimpleNamespace(
         steering_config=SteeringConfig(enabled=True, max_configs=2),
-        capture_config=SimpleNamespace(step_consumers=[]),
+        capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
     )

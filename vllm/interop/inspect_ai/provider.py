@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 from vllm.interop.inspect_ai.activations import activations_of, without_rows
 from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
 from vllm.interop.inspect_ai.responses import accept_of, document_in
+from vllm.interop.vllm_lens import hook_wire
 
 CLIENT_SECONDS = 3600.0
 """Timeout of a request in seconds, unless `client_timeout` is given."""
@@ -157,9 +158,10 @@ def _taken(completion: Any, layers: list[int] | None) -> dict[str, Any]:
         found["activations"] = activations
     if (results := response.get("capture_results")) is not None:
         found["capture_results"] = without_rows(results)
-    for name in ("hook_results", "prompt_token_ids"):
-        if response.get(name) is not None:
-            found[name] = response[name]
+    if response.get("hook_results") is not None:
+        found["hook_results"] = hook_wire.decode(response["hook_results"])
+    if response.get("prompt_token_ids") is not None:
+        found["prompt_token_ids"] = response["prompt_token_ids"]
     for name in ("readouts", "steering"):
         if extra.get(name) is not None:
             found[name] = extra[name]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about a served model, which need no forward pass."""
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.interop.interp_engine.types import (
     NAMES,
     EngineDescription,
+    RecommendedSampling,
     SamplingSettings,
     tap_of,
 )
@@ -130,15 +133,42 @@ class ModelFacts:
         presence_penalty: float | None = None,
     ) -> SamplingSettings:
         """Each setting as given, else as the checkpoint recommends, else neutral."""
-        recommended = self.config.model_config.get_diff_sampling_param()
-        k = top_k if top_k is not None else recommended.get("top_k")
-        p = top_p if top_p is not None else recommended.get("top_p")
-        heat = (
-            temperature if temperature is not None else recommended.get("temperature")
-        )
+        stated = self.recommended_sampling
+        k = stated.top_k if top_k is None else top_k
+        p = stated.top_p if top_p is None else top_p
+        heat = 0.0 if stated.do_sample is False else stated.temperature
+        if temperature is not None:
+            heat = temperature
         return SamplingSettings(
             temperature=1.0 if heat is None else float(heat),
             top_k=None if k is None or int(k) < 1 else int(k),
-            top_p=None if p is None else float(p),
+            top_p=None if p is None or float(p) >= 1.0 else float(p),
             presence_penalty=float(presence_penalty or 0.0),
         )
+
+    @cached_property
+    def recommended_sampling(self) -> RecommendedSampling:
+        """What `--generation-config` states, by default the checkpoint's file."""
+        config = self.config.model_config
+        given = config.generation_config
+        stated = {} if given == "vllm" else config.try_get_generation_config()
+        stated |= config.override_generation_config
+        k, p = stated.get("top_k"), stated.get("top_p")
+        penalty = stated.get("repetition_penalty")
+        found = RecommendedSampling(
+            temperature=stated.get("temperature"),
+            top_k=k if k is not None and k > 0 else None,
+            top_p=p if p is not None and p < 1.0 else None,
+            repetition_penalty=None if penalty == 1.0 else penalty,
+            do_sample=stated.get("do_sample"),
+        )
+        if found == RecommendedSampling():
+            return found
+        return replace(found, source=self.hf_model_id if given == "auto" else given)
+
+    @cached_property
+    def tok(self) -> Any:
+        """interp-engine's `Tokenize`, which its server uses; needs its package."""
+        from interp_engine.tokenize import Tokenize
+
+        return Tokenize(self.tokenizer, default_prepend_bos=self.default_prepend_bos)

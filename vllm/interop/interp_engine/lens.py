@@ -23,16 +23,17 @@ async def read_lenses(
     point: str,
     top_n: int,
     skip_before: int,
+    vectors: Mapping[str, Any] | None,
     params: SamplingParams,
 ) -> AsyncIterator[LensStep]:
     """Yield a step per position from `skip_before`.
 
-    `params` must generate one token more than is read. A stop token ends the iteration
-    after its own step.
+    `vectors` says where the request is steered. `params` must generate one token more
+    than is read. A stop token ends the iteration after its own step.
     """
     wanted = max(params.max_tokens or 1, 1) - 1
     first = min(max(skip_before, 0), len(prompt))
-    readouts, parts = _readouts(model, lenses, point, top_n, params.steering_vectors)
+    readouts, parts = _readouts(model, lenses, point, top_n, vectors)
     end = len(prompt) + wanted
     if first >= end:
         return

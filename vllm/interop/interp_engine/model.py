@@ -15,7 +15,7 @@ from vllm.interop.head import received
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.lens import read_lenses
 from vllm.interop.interp_engine.reading import readable_tap
-from vllm.interop.interp_engine.steering import vectors_of
+from vllm.interop.interp_engine.steering import steering_of
 from vllm.interop.interp_engine.types import (
     GenStep,
     LensStep,
@@ -92,11 +92,14 @@ class ServedModel(ModelFacts):
         """
         if not detach:
             raise ValueError("detach=False: an engine keeps no gradients; leave it out")
-        vectors = vectors_of(steering_spec, self.d_model)
+        steering = steering_of(self, steering_spec, prompt_token_ids)
+        vectors = steering.vectors
         taps = {address_of(p, tap_of(p)): self._tap(p, vectors) for p in points}
         positions: Any = "all_prompt"
         wanted = None
         if rows is not None:
+            if not rows:
+                raise ValueError("rows is empty: leave it out to capture every row")
             wanted = [self._position(row, len(prompt_token_ids)) for row in rows]
             positions = sorted(set(wanted))
         params = SamplingParams(
@@ -104,7 +107,7 @@ class ServedModel(ModelFacts):
             temperature=0,
             detokenize=False,
             capture=capture_spec(sorted(set(taps.values())), positions),
-            steering_vectors=vectors,
+            **steering.tiers,  # type: ignore[arg-type]
         )
         found = rows_of(await self._last(prompt_token_ids, params))
         if wanted is not None:
@@ -127,16 +130,16 @@ class ServedModel(ModelFacts):
             ValueError: an argument is unsupported; the message names it.
 
         """
-        vectors = vectors_of(steering_spec, self.d_model)
+        steering = steering_of(self, steering_spec, prompt_token_ids)
         readouts: dict[str, Any] = {}
         for number, one in enumerate(directions):
-            readouts |= self._probes(number, one, vectors)
+            readouts |= self._probes(number, one, steering.vectors)
         params = SamplingParams(
             max_tokens=1,
             temperature=0,
             detokenize=False,
             readouts=readouts,
-            steering_vectors=vectors,
+            **steering.tiers,  # type: ignore[arg-type]
         )
         output = await self._last(prompt_token_ids, params)
         results = output.outputs[0].readouts or {}
@@ -152,7 +155,7 @@ class ServedModel(ModelFacts):
     def _probes(self, number: int, one: Any, vectors: Any) -> dict[str, Any]:
         """The readouts of one set of directions, by name `<set>.<first row>`."""
         matrix = decode_tensor(one.vectors)
-        if matrix.dim() != 2:
+        if matrix.dim() != 2 or matrix.shape[1] != self.d_model:
             raise ValueError(
                 f"directions {number}: vectors must be [k, {self.d_model}], not "
                 f"{list(matrix.shape)}"
@@ -282,7 +285,7 @@ class ServedModel(ModelFacts):
                 "jacobians: install them once with set_lens_jacobians, and name the "
                 "set in LensSpec.jacobian_set"
             )
-        vectors = vectors_of(steering_spec, self.d_model)
+        steering = steering_of(self, steering_spec, prompt_token_ids)
         params = SamplingParams(
             # Rows exist for tokens that are fed back, so one more token is generated.
             max_tokens=max_tokens + 1,
@@ -290,12 +293,11 @@ class ServedModel(ModelFacts):
             seed=seed,
             ignore_eos=True,
             detokenize=False,
-            steering_vectors=vectors,
             output_kind=RequestOutputKind.DELTA,
+            **steering.tiers,  # type: ignore[arg-type]
         )
-        async for step in read_lenses(
-            self, list(prompt_token_ids), lenses, point, top_n, skip_before, params
-        ):
+        reading = (lenses, point, top_n, skip_before, steering.vectors)
+        async for step in read_lenses(self, list(prompt_token_ids), *reading, params):
             yield step
 
     async def generate_steps(
@@ -323,8 +325,7 @@ class ServedModel(ModelFacts):
             top_p=top_p,
             presence_penalty=presence_penalty,
         )
-        vectors = vectors_of(steering_spec, self.d_model)
-        tier = "steering_vectors" if steer_generated else "prefill_steering_vectors"
+        steering = steering_of(self, steering_spec, prompt_token_ids, steer_generated)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=settings.temperature,
@@ -336,7 +337,7 @@ class ServedModel(ModelFacts):
             logprobs=n_logprobs or None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            **{tier: vectors},  # type: ignore[arg-type]
+            **steering.tiers,  # type: ignore[arg-type]
         )
         async for output in self._outputs(prompt_token_ids, params):
             part = output.outputs[0]

@@ -6,7 +6,9 @@ Here, a hook point applies kinds of operations in a fixed order. Other orders ar
 refused.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -51,6 +53,82 @@ _CLASSES = {
 
 Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 """Entries by hook point and layer, in the form of `SamplingParams.steering_vectors`."""
+
+
+Tiers = dict[str, Vectors]
+"""`Vectors` by field of `SamplingParams`; empty if nothing is steered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What one request is steered with."""
+
+    vectors: Vectors | None
+    """Where something acts; None if nothing does."""
+    tiers: Tiers
+    """The same, as arguments of `SamplingParams`."""
+
+
+def steering_of(
+    model: Any, spec: Any, prompt: Sequence[int], generated: bool = True
+) -> Steering:
+    """What a call is steered with: its own spec, or the open block of its caller.
+
+    Args:
+        model: what `interp_engine.steer` was given.
+        spec: the call's own steering, which precedes a block; None for no own one.
+        prompt: the prompt's token ids.
+        generated: whether the call's own steering acts at generated tokens, too.
+
+    Raises:
+        ValueError: an operation is unsupported; the message names the alternative.
+
+    """
+    width, kept = model.d_model, None
+    if spec is None and (block := _open_block(model)) is not None:
+        spec, generated = list(block.specs), block.generated
+        kept = _kept_positions(block.position_mask, prompt, model.tokenizer)
+    vectors = vectors_of(spec, width)
+    if vectors is None:
+        return Steering(None, {})
+    if generated and kept is None:
+        return Steering(vectors, {"steering_vectors": vectors})
+    tiers = {"decode_steering_vectors": vectors} if generated else {}
+    if kept is None:
+        tiers["prefill_steering_vectors"] = vectors
+    elif kept:
+        tiers["prefill_steering_vectors"] = _at_positions(vectors, kept)
+    return Steering(vectors, tiers)
+
+
+def _open_block(model: Any) -> Any:
+    """The `with steer(model, ...)` that encloses the call; None if there is none."""
+    steer = sys.modules.get("interp_engine.steer")
+    return None if steer is None else steer.active_steering(model)
+
+
+def _kept_positions(
+    mask: Any, prompt: Sequence[int], tokenizer: Any
+) -> list[int] | None:
+    """The prompt positions that a mask leaves; None if there is no mask."""
+    if mask is None:
+        return None
+    from interp_engine.steer import resolve_masked_positions
+
+    left_out = resolve_masked_positions(
+        mask, prompt_token_ids=list(prompt), tokenizer=tokenizer
+    )
+    return [at for at in range(len(prompt)) if at not in set(left_out)]
+
+
+def _at_positions(vectors: Vectors, positions: list[int]) -> Vectors:
+    return {
+        hook: {
+            layer: [entry | {"positions": positions} for entry in entries]
+            for layer, entries in layers.items()
+        }
+        for hook, layers in vectors.items()
+    }
 
 
 def vectors_of(steering: Any, width: int) -> Vectors | None:

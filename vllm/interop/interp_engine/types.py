@@ -84,6 +84,23 @@ class GenStep:
 
 
 @dataclass(frozen=True, slots=True)
+class RecommendedSampling:
+    """What a checkpoint's `generation_config.json` states; None if it does not.
+
+    A value that switches a setting off counts as not stated.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    do_sample: bool | None = None
+    """False recommends a temperature of 0."""
+    source: str | None = None
+    """The model or the folder whose file states something."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """The sampling settings of a generation."""
 

@@ -15,7 +15,8 @@ def boot(model: "LLM | str", **engine: Any) -> Any:
     """Create a TransformerLens `RemoteBridge` on an engine.
 
     Args:
-        model: an `LLM` started with `ENGINE`, or the name or path of a model to start.
+        model: an `LLM` started with `ENGINE`, or the name or path of a model to start;
+            then `close` stops the engine.
         engine: further arguments of `LLM`, if `model` is a name.
 
     Raises:
@@ -24,14 +25,15 @@ def boot(model: "LLM | str", **engine: Any) -> Any:
     """
     from vllm.entrypoints.llm import LLM
 
-    llm = LLM(model, **ENGINE | engine) if isinstance(model, str) else model
+    owned = isinstance(model, str)
+    llm: LLM = LLM(model, **ENGINE | engine) if owned else model  # type: ignore[arg-type, assignment]
     config = llm.llm_engine.vllm_config.model_config
     return _bridge(
         config.hf_config,
         config.model,
         config.dtype,
         lambda bridge_config, architecture: EngineDriver(
-            llm, bridge_config, architecture
+            llm, bridge_config, architecture, owned=owned
         ),
     )
 
@@ -81,15 +83,16 @@ def _bridge(
     from transformer_lens.factories.architecture_adapter_factory import (
         ArchitectureAdapterFactory,
     )
-    from transformer_lens.model_bridge.remote_bridge import RemoteBridge
     from transformer_lens.model_bridge.sources._bridge_builder import (
         build_bridge_config_from_hf,
         configure_tokenizer,
     )
+
+    from vllm.interop.transformer_lens.bridge import ServedBridge
 
     architecture: str = (config.architectures or [""])[0]
     bridge_config = build_bridge_config_from_hf(config, architecture, name, dtype)
     driver = driver_of(bridge_config, architecture)
     driver.tokenizer = configure_tokenizer(driver.tokenizer, bridge_config)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(bridge_config)
-    return RemoteBridge(adapter, driver.tokenizer, driver)
+    return ServedBridge(adapter, driver.tokenizer, driver)

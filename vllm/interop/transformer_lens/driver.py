@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm.interop.prompt_rows import Tap
-from vllm.interop.transformer_lens.interventions import entry_of
+from vllm.interop.transformer_lens.interventions import Intervention, parsed
 
 Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 """Steering entries by hook point and layer."""
@@ -69,6 +69,15 @@ class ServedDriver(ABC):
     def _answers(self, prompts: list[list[int]], asked: Asked) -> list[Answer]:
         """Run each prompt of token ids; the answers have the prompts' order."""
 
+    @abstractmethod
+    def _generated(
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        vectors: "Vectors | None",
+    ) -> list[list[int]]:
+        """Generate for each prompt; the lists have the prompts' order."""
+
     def forward(
         self,
         input_ids: Any = None,
@@ -101,29 +110,51 @@ class ServedDriver(ABC):
 
         unknown.pop("output_attentions", None)  # the bridge's cache always passes it
         _refuse(unknown)
-        if input_ids is None:
-            raise ValueError("input_ids is missing: give token ids [prompts, tokens]")
+        prompts = _prompts_of(input_ids)
         taps = {name: self._tap(name) for name in capture}
+        changes = self._interventions(intervene or {})
         asked = Asked(
             taps=tuple(taps.values()),
-            vectors=self._interventions(intervene or {}),
+            vectors=_vectors_of(changes),
             max_new_tokens=max_new_tokens,
             logits=return_logits,
         )
-        answers = self._answers(np.atleast_2d(np.asarray(input_ids)).tolist(), asked)
+        answers = self._answers(prompts, asked)
         logits = [answer.logits for answer in answers if answer.logits is not None]
         return ForwardResult(
             logits=torch.stack(logits) if return_logits else None,
             captured={
-                name: torch.stack([answer.rows[tap] for answer in answers])
+                name: torch.stack(
+                    [_seen(answer.rows[tap], changes.get(tap)) for answer in answers]
+                )
                 for name, tap in taps.items()
             },
             new_tokens=torch.tensor([answer.new_tokens for answer in answers]),
             raw_output=[answer.raw for answer in answers],
         )
 
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        intervene: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """Token ids that are generated for each prompt.
+
+        Args:
+            prompts: token ids of each.
+            sampling: fields of `SamplingParams`.
+            intervene: as in `forward`; without `pos` also at generated tokens.
+
+        Raises:
+            ValueError: an intervention is invalid; the message names it.
+
+        """
+        vectors = _vectors_of(self._interventions(intervene or {}))
+        return self._generated(prompts, sampling, vectors)
+
     def close(self) -> None:  # noqa: B027
-        """Do nothing, because the engine or server belongs to the caller."""
+        """Do nothing, if the engine or server belongs to the caller."""
 
     def supports(self, feature: str) -> bool:
         """Return false: no optional feature is supported."""
@@ -137,20 +168,61 @@ class ServedDriver(ABC):
             )
         return self._taps[name]
 
-    def _interventions(self, specs: Mapping[str, Any]) -> Vectors | None:
-        vectors: Vectors = {}
+    def _interventions(self, specs: Mapping[str, Any]) -> dict[Tap, Intervention]:
+        changes: dict[Tap, Intervention] = {}
         for name, spec in specs.items():
-            layer, hook = self._tap(name)
-            entry = entry_of(name, spec, self.bridge_config.d_model)
-            vectors.setdefault(hook, {}).setdefault(layer, []).append(entry)
-        return vectors or None
+            tap = self._tap(name)
+            if tap in changes:
+                raise ValueError(
+                    f"intervene[{name!r}]: another name of the same hook point has an "
+                    "intervention too; give one of them"
+                )
+            changes[tap] = parsed(name, spec, self.bridge_config.d_model)
+        return changes
+
+
+def _vectors_of(changes: Mapping[Tap, Intervention]) -> Vectors | None:
+    vectors: Vectors = {}
+    for (layer, hook), change in changes.items():
+        vectors.setdefault(hook, {})[layer] = [change.entry()]
+    return vectors or None
+
+
+def _seen(rows: torch.Tensor, change: Intervention | None) -> torch.Tensor:
+    """What TransformerLens captures: rows after their own intervention."""
+    return rows if change is None else change.applied(rows)
+
+
+def _prompts_of(input_ids: Any) -> list[list[int]]:
+    """The token ids of each prompt.
+
+    Raises:
+        ValueError: there are none, or prompts of different lengths.
+
+    """
+    if input_ids is None:
+        raise ValueError("input_ids is missing: give token ids [prompts, tokens]")
+    try:
+        ids = np.atleast_2d(np.asarray(input_ids))
+    except ValueError as error:
+        raise ValueError(
+            "input_ids has prompts of different lengths: pass them one by one, or "
+            "prompts of one length"
+        ) from error
+    listed: list[list[int]] = ids.tolist()
+    return listed
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that are neither off nor a mask that hides nothing."""
     for name, value in arguments.items():
-        whole = name == "attention_mask" and np.all(np.asarray(value) == 1)
-        if value is not None and value is not False and not whole:
+        is_mask = name == "attention_mask" and value is not None
+        if is_mask and not np.all(np.asarray(value) == 1):
+            raise ValueError(
+                "attention_mask: prompts are run as they are, so padding would be "
+                "read; pass prompts one by one, or of one length, without it"
+            )
+        if value is not None and value is not False and not is_mask:
             raise ValueError(
                 f"{name}: unknown to this driver, which takes input_ids, capture, "
                 "intervene, max_new_tokens and return_logits"

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerLens' `Driver` over an `LLM`."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.inputs import TokensPrompt
 from vllm.interop.prompt_rows import capture_spec, rows_of
-from vllm.interop.transformer_lens.driver import Answer, Asked, ServedDriver, filled
+from vllm.interop.transformer_lens.driver import (
+    Answer,
+    Asked,
+    ServedDriver,
+    Vectors,
+    filled,
+)
 from vllm.interop.transformer_lens.interventions import names_of
 from vllm.sampling_params import SamplingParams
 
@@ -31,6 +38,7 @@ class EngineDriver(ServedDriver):
         llm: an engine started with `ENGINE`.
         bridge_config: TransformerLens' configuration of the model.
         architecture: the Hugging Face name of the model's class.
+        owned: whether `close` stops the engine.
 
     Raises:
         ValueError: the engine lacks a feature that the driver needs; the message has
@@ -38,7 +46,9 @@ class EngineDriver(ServedDriver):
 
     """
 
-    def __init__(self, llm: "LLM", bridge_config: Any, architecture: str) -> None:
+    def __init__(
+        self, llm: "LLM", bridge_config: Any, architecture: str, owned: bool = False
+    ) -> None:
         config = llm.llm_engine.vllm_config
         consumers = [entry.instance_name for entry in config.capture_config.consumers]
         if "inline" not in consumers or not config.steering_config.enabled:
@@ -56,6 +66,7 @@ class EngineDriver(ServedDriver):
         names = names_of(bridge_config.n_layers, config.capture_config.mlp_points)
         super().__init__(bridge_config, architecture, llm.get_tokenizer(), names)
         self.llm = llm
+        self._owned = owned
         self._vocabulary = config.model_config.get_vocab_size()
 
     def _answers(self, prompts: list[list[int]], asked: Asked) -> list[Answer]:
@@ -73,6 +84,25 @@ class EngineDriver(ServedDriver):
         inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [self._answer(output, asked) for output in outputs]
+
+    def _generated(
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        vectors: Vectors | None,
+    ) -> list[list[int]]:
+        params = SamplingParams(
+            detokenize="stop" in sampling, steering_vectors=vectors, **sampling
+        )
+        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def close(self) -> None:
+        """Stop the engine, if it was started for this driver."""
+        if self._owned:
+            self._owned = False
+            self.llm.llm_engine.engine_core.shutdown()
 
     def _answer(self, output: "RequestOutput", asked: Asked) -> Answer:
         return Answer(

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerLens' hook points and declarative interventions as ours."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from vllm.interop.prompt_rows import Tap
 
@@ -16,6 +21,14 @@ NAMES = {
     "mlp_out": ("mlp.hook_out", "hook_mlp_out"),
 }
 """Our hook points under TransformerLens' names: the bridge's, then the older ones."""
+
+KEYS = {
+    "suppress": ("op", "pos"),
+    "scale": ("op", "pos", "factor"),
+    "add": ("op", "pos", "value"),
+    "set": ("op", "pos", "value"),
+}
+"""The keys of a spec, by its operation."""
 
 
 def names_of(layers: int, mlp_points: bool) -> dict[str, Tap]:
@@ -37,43 +50,111 @@ def names_of(layers: int, mlp_points: bool) -> dict[str, Tap]:
     }
 
 
-def entry_of(name: str, spec: Any, width: int) -> dict[str, Any]:
-    """The steering entry of one of TransformerLens' declarative interventions."""
+@dataclass(frozen=True, slots=True)
+class Intervention:
+    """What is done at one hook point: `(1 - alpha) x + alpha v`, or `x + v`."""
+
+    vector: npt.NDArray[np.float32]
+    """v, `[width]`"""
+    alpha: float | None
+    """None adds the vector."""
+    positions: list[int] | None
+    """Positions in the prompt, negative ones from its end; None for every token."""
+
+    def entry(self) -> dict[str, Any]:
+        """The same as an entry of `steering_vectors`."""
+        entry: dict[str, Any] = {"op": "add", "vector": self.vector}
+        if self.alpha is not None:
+            entry |= {"op": "replace", "alpha": self.alpha}
+        if self.positions is not None:
+            entry["positions"] = self.positions
+        return entry
+
+    def applied(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a prompt `[tokens, width]` after the intervention.
+
+        The engine captures them before it; in TransformerLens captures come after.
+        """
+        at: Any = slice(None) if self.positions is None else self.positions
+        changed, vector = rows.clone(), torch.from_numpy(self.vector)
+        stream = rows[at].float()
+        if self.alpha is None:
+            stream = stream + vector
+        else:
+            stream = (1.0 - self.alpha) * stream + self.alpha * vector
+        changed[at] = stream.to(rows.dtype)
+        return changed
+
+
+def parsed(name: str, spec: Any, width: int) -> Intervention:
+    """Parse one of TransformerLens' declarative interventions.
+
+    Args:
+        name: the hook point, for messages.
+        spec: `{"op": "suppress" | "scale" | "add" | "set", "factor" | "value", "pos"}`.
+        width: of the hook point.
+
+    Raises:
+        NotImplementedError: it is a function.
+        ValueError: it is invalid; the message names the key and the remedy.
+
+    """
+    where = f"intervene[{name!r}]"
     if not isinstance(spec, Mapping):
         raise NotImplementedError(
-            f"intervene[{name!r}]: an engine takes a declarative spec such as "
+            f"{where}: an engine takes a declarative spec such as "
             "{'op': 'scale', 'factor': 0.5}, not a function"
         )
-    known = {"op", "factor", "value", "pos"}
-    if extra := sorted(spec.keys() - known):
+    op = spec.get("op")
+    if not isinstance(op, str) or op not in KEYS:
+        raise ValueError(f"{where}.op={op!r}: use one of {list(KEYS)}")
+    if extra := sorted(map(str, spec.keys() - set(KEYS[op]))):
         raise ValueError(
-            f"intervene[{name!r}] has no key {extra[0]!r}; its keys are {sorted(known)}"
+            f"{where} has no key {extra[0]!r}; the keys of {op!r} are {list(KEYS[op])}"
         )
-    entry = _operation(name, spec, width)
-    if (positions := spec.get("pos")) is not None:
-        entry["positions"] = [positions] if isinstance(positions, int) else positions
-    return entry
+    if missing := [key for key in KEYS[op][2:] if key not in spec]:
+        raise ValueError(f"{where}: {op!r} needs the key {missing[0]!r}")
+    positions = _positions(where, spec.get("pos"))
+    vector, alpha = np.zeros(width, np.float32), 1.0
+    if op == "scale":
+        alpha = 1.0 - _number(f"{where}.factor", spec["factor"])
+    elif op != "suppress":
+        vector = _vector(f"{where}.value", spec["value"], width)
+    return Intervention(vector, None if op == "add" else alpha, positions)
 
 
-def _operation(name: str, spec: Mapping[str, Any], width: int) -> dict[str, Any]:
-    zeros = np.zeros(width, np.float32)
-    match spec.get("op"):
-        case "suppress":
-            return {"op": "replace", "vector": zeros}
-        case "scale":
-            # (1 - alpha) x + alpha 0
-            return {"op": "replace", "vector": zeros, "alpha": 1.0 - spec["factor"]}
-        case "add" | "set" as op:
-            value = np.asarray(spec["value"], dtype=np.float32)
-            if value.size not in (1, width):
-                raise ValueError(
-                    f"intervene[{name!r}].value has {value.size} elements; the hook "
-                    f"point is {width} wide"
-                )
-            vector = np.broadcast_to(value.reshape(-1), (width,)).copy()
-            return {"op": "add" if op == "add" else "replace", "vector": vector}
-        case other:
-            raise ValueError(
-                f"intervene[{name!r}].op={other!r}: use 'suppress', 'scale', 'add' or "
-                "'set'"
-            )
+def _positions(where: str, raw: Any) -> list[int] | None:
+    if raw is None:
+        return None
+    if isinstance(raw, (torch.Tensor, np.ndarray)):
+        raw = raw.tolist()
+    listed = [raw] if isinstance(raw, Integral) else raw
+    if (
+        not isinstance(listed, Sequence)
+        or not listed
+        or not all(isinstance(one, Integral) for one in listed)
+        or any(isinstance(one, bool) for one in listed)
+    ):
+        raise ValueError(f"{where}.pos={raw!r}: give a position or a list of them")
+    return [int(one) for one in listed]
+
+
+def _number(where: str, raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, Real) or not isfinite(raw):
+        raise ValueError(f"{where}={raw!r}: give a finite number")
+    return float(raw)
+
+
+def _vector(where: str, raw: Any, width: int) -> npt.NDArray[np.float32]:
+    """A number or `width` numbers as float32 `[width]`."""
+    try:
+        values = torch.as_tensor(raw).detach().float().cpu().numpy().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{where}: give a number or {width} numbers") from error
+    if values.size not in (1, width):
+        raise ValueError(
+            f"{where} has {values.size} elements; the hook point is {width} wide"
+        )
+    if not np.isfinite(values).all():
+        raise ValueError(f"{where}: all numbers must be finite")
+    return np.broadcast_to(values, (width,)).copy()

@@ -89,6 +89,21 @@ class ServerDriver(ServedDriver):
         with ThreadPoolExecutor(min(CONCURRENT, len(prompts))) as pool:
             return list(pool.map(lambda ids: self._answer(ids, asked), prompts))
 
+    def _generated(
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        vectors: Vectors | None,
+    ) -> list[list[int]]:
+        listed = _listed(vectors)
+
+        def one(ids: list[int]) -> list[int]:
+            reply = self.client.complete(ids, steering_vectors=listed, **sampling)
+            return list(reply.token_ids or ())
+
+        with ThreadPoolExecutor(min(CONCURRENT, len(prompts))) as pool:
+            return list(pool.map(one, prompts))
+
     def _answer(self, prompt: list[int], asked: Asked) -> Answer:
         reply = self.client.complete(
             prompt,

@@ -10,6 +10,7 @@ import requests
 import torch
 
 from vllm.interop.vllm_lens import hook_wire, tensors
+from vllm.interop.vllm_lens.requests import INSTANCE
 from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 
@@ -45,7 +46,7 @@ class VLLMLensClient:
         api_key: str | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self._base = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._session = requests.Session()
         if api_key:
@@ -56,7 +57,9 @@ class VLLMLensClient:
     def model(self) -> str:
         """The model's name on the server."""
         if self._model is None:
-            answer = self._session.get(f"{self._base}/v1/models", timeout=self._timeout)
+            answer = self._session.get(
+                f"{self.base_url}/v1/models", timeout=self._timeout
+            )
             self._model = str(_checked(answer)["data"][0]["id"])
         return self._model
 
@@ -76,7 +79,8 @@ class VLLMLensClient:
         """Complete a prompt.
 
         Raises:
-            RuntimeError: the server refused the request; has the server's message.
+            RuntimeError: the server refused the request, or rows are missing; has the
+                server's message.
 
         """
         body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
@@ -101,7 +105,8 @@ class VLLMLensClient:
         """Generate the next message of a conversation.
 
         Raises:
-            RuntimeError: the server refused the request; has the server's message.
+            RuntimeError: the server refused the request, or rows are missing; has the
+                server's message.
 
         """
         body = {"messages": list(messages), **more}
@@ -128,12 +133,15 @@ class VLLMLensClient:
         return int(self._hooks("register", body)["count"])
 
     def collect_hook_results(self) -> dict[str, dict[str, Any]]:
-        """What registered functions saved: `{request id: {hook: saved}}`."""
+        """What registered functions saved: `{request id: {hook: saved}}`.
+
+        It stays until `clear_hook_results` or `clear_hooks`.
+        """
         results: dict[str, dict[str, Any]] = self._hooks("collect", {})["results"]
         return {name: hook_wire.decode(one) for name, one in results.items()}
 
     def clear_hooks(self) -> None:
-        """Remove the registered functions."""
+        """Remove the registered functions, and drop what they saved."""
         self._hooks("clear", {})
 
     def clear_hook_results(self) -> None:
@@ -150,7 +158,7 @@ class VLLMLensClient:
 
     def _hooks(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = self._session.post(
-            f"{self._base}/v1/hooks/{route}", json=body, timeout=self._timeout
+            f"{self.base_url}/v1/hooks/{route}", json=body, timeout=self._timeout
         )
         return _checked(answer)
 
@@ -175,7 +183,7 @@ class VLLMLensClient:
         if args:
             sent["vllm_xargs"] = args
         answer = self._session.post(
-            f"{self._base}/v1/{route}",
+            f"{self.base_url}/v1/{route}",
             json={"model": self.model, **sent},
             timeout=self._timeout,
         )
@@ -195,10 +203,10 @@ def _checked(answer: requests.Response) -> dict[str, Any]:
 
 
 def _output(answer: dict[str, Any], text: str, logprobs: Any) -> GenerateOutput:
-    raw = answer.get("activations")
-    activations = None
-    if raw is not None:
-        activations = {name: tensors.decode(one) for name, one in raw.items()}
+    lost = (answer.get("capture_results") or {}).get(INSTANCE)
+    if lost is not None:
+        raise RuntimeError(f"activations are not complete: {lost['error']}")
+    activations = tensors.decode_all(answer) or None
     saved = answer.get("hook_results")
     results = None if saved is None else hook_wire.decode(saved)
     return GenerateOutput(text, activations, results, logprobs, answer)

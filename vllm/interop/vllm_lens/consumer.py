@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer for `output_residual_stream`: rows after their layer's steering."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from vllm.v1.capture.consumers.inline import InlineConsumer
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.plan import Tap
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.selectors import parse_spec, plain
-from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 
 class LensConsumer(InlineConsumer):
@@ -28,14 +30,17 @@ class LensConsumer(InlineConsumer):
         self._check_size(spec, ctx, where)
         return spec
 
-    def on_capture(
-        self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
-    ) -> RowsByTap:
+    def on_group(
+        self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
+    ) -> GroupedRows:
         """The rows, with the steering applied to those of the last layer."""
         entries = (sidecar.get("client_spec") or {}).get("steered")
-        if entries and key[2] == "post_block":
-            tensor = steered(tensor, sidecar["positions"], entries)
-        return super().on_capture(key, tensor, sidecar)
+        if entries and any(hook == "post_block" for _, hook in taps):
+            rows = rows.clone()  # Other consumers may have the same rows.
+            for number, (_, hook) in enumerate(taps):
+                if hook == "post_block":
+                    rows[number] = steered(rows[number], sidecar["positions"], entries)
+        return super().on_group(taps, rows, sidecar)
 
 
 def steered(

@@ -24,6 +24,22 @@ class Hook:
     layer_indices: Sequence[int]
     pre: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.layer_indices:
+            raise ValueError("layer_indices is empty: name one layer or more")
+
+    @classmethod
+    def model_validate(cls, raw: "Hook | dict[str, Any]") -> "Hook":
+        """The hook of what `model_dump` returns; a pickled function is loaded."""
+        if isinstance(raw, Hook):
+            return raw
+        fn = raw["fn"]
+        if isinstance(fn, dict) and "cloudpickle" in fn:
+            import cloudpickle
+
+            fn = cloudpickle.loads(base64.b64decode(fn["cloudpickle"]))
+        return cls(fn, raw["layer_indices"], raw.get("pre", False))
+
     def model_dump(self) -> dict[str, Any]:
         """The hook as JSON; a function becomes `{"cloudpickle": base64}`."""
         fn = self.fn

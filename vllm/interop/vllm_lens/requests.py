@@ -20,7 +20,8 @@ INSTANCE = "vllm_lens"
 
 STREAM = "output_residual_stream"
 VECTORS = "apply_steering_vectors"
-KEYS = frozenset({STREAM, VECTORS})
+UNCACHED = "skip_reading_prefix_cache"
+KEYS = frozenset({STREAM, VECTORS, UNCACHED})
 
 HOOK_POINT = "post_block"
 
@@ -58,8 +59,21 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
     if layers:
         spec = _capture(layers, num_layers, entries.get(num_layers - 1, []))
         params.capture = {**(params.capture or {}), INSTANCE: spec}
+    if _is_uncached(args.get(UNCACHED)):
+        params.skip_reading_prefix_cache = True
     rest = {key: value for key, value in args.items() if key not in KEYS}
     params.extra_args = rest or None
+
+
+def _is_uncached(raw: Any) -> bool:
+    """Whether the whole prompt is to be computed: true or false, or its JSON text."""
+    where = f"extra_args.{UNCACHED}"
+    value = _parsed(raw, where) if isinstance(raw, str) else raw
+    if value not in (None, False, True):
+        raise CaptureValidationError(
+            f"{where} must be true or false", parameter=where, value=repr(raw)[:120]
+        )
+    return bool(value)
 
 
 def _layers(raw: Any, num_layers: int) -> list[int]:

@@ -12,19 +12,40 @@ from vllm.interop.vllm_lens.requests import INSTANCE
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+    from vllm.v1.capture.types import CaptureResult
 
 RESIDUAL_STREAM = "residual_stream"
 
 
 def activations_of(output: "RequestOutput") -> dict[str, torch.Tensor] | None:
-    """`{"residual_stream": [layers ascending, P+N-1, hidden_size]}`, or None.
+    """`{"residual_stream": [layers ascending, P+N-1, hidden_size]}`.
 
-    None if the request did not ask, or rows are missing: `capture_results` has the
-    reason. For several samples, those of the first.
+    None if the request did not ask, or has not ended. For several samples, those of the
+    first.
+
+    Raises:
+        RuntimeError: rows are missing; the message has the reason.
+
     """
-    result = output.lens_result or (output.capture_results or {}).get(INSTANCE)
-    if result is None or result.status not in ("ok", "partial_error"):
+    result = _result(output)
+    if result is None or result.status == "pending":
         return None
+    if result.status != "ok":
+        raise RuntimeError(
+            f"activations of request {output.request_id} are not complete: "
+            f"{result.error}"
+        )
+    return _stacked(output, result)
+
+
+def _result(output: "RequestOutput") -> "CaptureResult | None":
+    kept: CaptureResult | None = output.lens_result
+    return kept or (output.capture_results or {}).get(INSTANCE)
+
+
+def _stacked(
+    output: "RequestOutput", result: "CaptureResult"
+) -> dict[str, torch.Tensor] | None:
     payload = result.payload
     if isinstance(payload, Mapping) and 0 in payload:
         payload = payload[0]
@@ -44,10 +65,15 @@ def activations_of(output: "RequestOutput") -> dict[str, torch.Tensor] | None:
 
 
 def detach(output: "RequestOutput | None") -> None:
-    """Remove the rows from `capture_results`, because `activations` has them."""
-    if output is not None and output.capture_results:
-        result = output.capture_results.pop(INSTANCE, None)
-        output.lens_result = result or output.lens_result
+    """Remove the rows from `capture_results`, because `activations` has them.
+
+    A result without rows stays there, with its reason.
+    """
+    if output is None or not output.capture_results:
+        return
+    result = output.capture_results.get(INSTANCE)
+    if result is not None and result.status == "ok":
+        output.lens_result = output.capture_results.pop(INSTANCE)
 
 
 def response_activations(
@@ -60,10 +86,12 @@ def response_activations(
     for output in outputs:
         detach(output)
     found = next((o for o in outputs if o is not None), None)
-    activations = None if found is None else activations_of(found)
+    if found is None or found.lens_result is None:
+        return None
+    activations = _stacked(found, found.lens_result)
     if activations is None:
         return None
-    return {name: tensors.encode(tensor) for name, tensor in activations.items()}
+    return tensors.encode_all(activations)
 
 
 def response_hook_results(
@@ -73,8 +101,7 @@ def response_hook_results(
     found = next((o for o in outputs if o is not None), None)
     if found is None or found.hook_results is None:
         return None
-    encoded: dict[str, Any] = hook_wire.encode(found.hook_results)
-    return encoded
+    return hook_wire.encode(found.hook_results)
 
 
 def last_chunks(output: "RequestOutput | None") -> list[str]:

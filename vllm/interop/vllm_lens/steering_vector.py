@@ -72,6 +72,11 @@ class SteeringVector(BaseModel):
             )
         return self
 
+    @property
+    def layer_index_map(self) -> dict[int, int]:
+        """The index into the first dimension of `activations`, by layer."""
+        return {layer: index for index, layer in enumerate(self.layer_indices)}
+
     def entries(self) -> list[tuple[int, dict[str, Any]]]:
         """The layers and entries of `steering_vectors` at `post_block`."""
         entries = []

@@ -85,6 +85,22 @@ def decode(raw: Mapping[str, Any], most_bytes: int = MOST_BYTES) -> torch.Tensor
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
+def encode_all(activations: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Encode the tensors of `output.activations` as JSON."""
+    return {name: encode(tensor) for name, tensor in activations.items()}
+
+
+def decode_all(response: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Decode the tensors in the field `activations` of a response's JSON, if any.
+
+    Raises:
+        ValueError: a tensor's parts do not fit together; the message says how.
+
+    """
+    raw = response.get("activations") or {}
+    return {name: decode(one) for name, one in raw.items()}
+
+
 def _checked(shape: Any) -> list[int]:
     """A shape as a list of integers that fit into 32 bits."""
     if (

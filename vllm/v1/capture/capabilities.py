@@ -80,6 +80,19 @@ class SinkCapabilities:
     """The sink itself, if it takes the rows of whole groups of keys."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepCapabilities:
+    """Optional methods of a consumer that runs within each step.
+
+    One that it does not define does nothing.
+    """
+
+    warmup: Callable[[torch.device, torch.dtype], object]
+    end_requests: Callable[[Sequence[str]], object]
+    status: Callable[[], Mapping[str, Any]]
+    shutdown: Callable[[], object]
+
+
 def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
     """Probe the optional attributes of a consumer instance."""
     takes_requests = bool(getattr(consumer, "reads_client_spec", False))
@@ -125,6 +138,21 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
     )
 
 
+def step_capabilities(consumer: Any) -> StepCapabilities:
+    """Probe the optional methods of a consumer that runs within each step."""
+
+    def method(name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(consumer, name, None) or (lambda *_: {})
+        return found
+
+    return StepCapabilities(
+        warmup=method("warmup"),
+        end_requests=method("end_requests"),
+        status=method("status"),
+        shutdown=method("shutdown"),
+    )
+
+
 def truncates(thing: Any) -> bool:
     """Whether a sink (or its class) accepts rows that may later be discarded."""
     return bool(getattr(thing, "truncates", False))
@@ -150,9 +178,11 @@ def group_method(consumer: Any) -> OnGroup | None:
 
 
 def runs_in_steps(thing: Any) -> bool:
-    """Whether a consumer expects to be called within each step, which none is."""
-    execution = getattr(thing, "execution", "async")
-    return execution == "sync" or callable(getattr(thing, "on_step", None))
+    """Whether a consumer asks to be called within each step.
+
+    `SyncCaptureConsumer` does; no base class is needed.
+    """
+    return getattr(thing, "execution", "async") == "sync"
 
 
 def name_of(instance: Any) -> str:

@@ -9,6 +9,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.failures import FAILURES, described
 from vllm.v1.capture.memory.buffer_pool import ROWS
+
+# Plug-ins import both base classes from here.
+from vllm.v1.capture.sync import SyncCaptureConsumer as SyncCaptureConsumer
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureContext,

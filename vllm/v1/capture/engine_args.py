@@ -204,6 +204,7 @@ def capture_config(
     config = CaptureConfig(
         consumers=entries,
         step_consumers=steps,
+        takes_actions=_takes_actions(args, steps),
         driver_instances=list(ready),
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
@@ -227,6 +228,25 @@ def capture_config(
     _check_graphsafe_keys(config.graphsafe_keys)
     _check_spill(config, chosen)
     return config
+
+
+def _takes_actions(args: "EngineArgs", steps: list[ConsumerConfig]) -> bool:
+    """Whether consumers may steer: those within the step, or all of a single rank.
+
+    Not without being asked, as blocks with generated tokens are not shared then.
+    """
+    if steps or args.max_dynamic_steering_configs is None:
+        return bool(steps)
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    if ranks * args.data_parallel_size > 1:
+        raise CaptureValidationError(
+            f"max_dynamic_steering_configs: with {ranks * args.data_parallel_size} "
+            "ranks only consumers that run within the step can steer; derive one from "
+            "SyncCaptureConsumer, or leave the option out",
+            parameter="max_dynamic_steering_configs",
+            value=args.max_dynamic_steering_configs,
+        )
+    return True
 
 
 def _split(entries: list[Any]) -> tuple[list[ConsumerConfig], list[Any]]:

@@ -21,7 +21,6 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.groups import GroupBatchingSink
 from vllm.v1.capture.sink import CaptureSink
-from vllm.v1.capture.sync import SyncCaptureConsumer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,14 +130,12 @@ def check_consumer(thing: Any, name: str) -> None:
             f"it requires the sidecar fields {sorted(unknown)}, which requests do not "
             f"always have; they have {sorted(REQUIRABLE_FIELDS)}"
         )
-    if isinstance(thing, type) and issubclass(kind, SyncCaptureConsumer):
-        if isabstract(kind):
-            problem = "it leaves global_capture_spec, on_step or decide undefined"
-    elif runs_in_steps(kind):
+    if runs_in_steps(kind):
+        problem = problem or _problem_in_steps(thing)
+    elif callable(getattr(kind, "on_step", None)):
         problem = (
-            'it expects to run within each step (execution = "sync", on_step): derive '
-            "its class from SyncCaptureConsumer, and name its entry point, as a ready "
-            "instance lives in another process than the worker"
+            "it defines on_step, which is called within each step only of a class "
+            'with execution = "sync", such as one derived from SyncCaptureConsumer'
         )
     elif issubclass(kind, CaptureConsumer):
         if isabstract(kind):
@@ -164,10 +161,29 @@ def check_consumer(thing: Any, name: str) -> None:
         )
 
 
+def _problem_in_steps(thing: Any) -> str | None:
+    """Why a class or an instance cannot run within each step; None if it can."""
+    if not isinstance(thing, type):
+        return (
+            'it is to run within each step (execution = "sync"): name its entry '
+            "point, as a ready instance lives in another process than the worker"
+        )
+    needed = ("global_capture_spec", "on_step", "decide")
+    undefined: frozenset[str] = getattr(thing, "__abstractmethods__", frozenset())
+    missing = [
+        name
+        for name in needed
+        if name in undefined
+        or (name != "decide" and not callable(getattr(thing, name, None)))
+    ]
+    if missing:
+        return f"it runs within each step and leaves {', '.join(missing)} undefined"
+    return None
+
+
 def is_step_consumer(name: str) -> bool:
     """Whether the consumer of an entry point runs within each step."""
-    kind = consumer_class(name)
-    return isinstance(kind, type) and issubclass(kind, SyncCaptureConsumer)
+    return runs_in_steps(consumer_class(name))
 
 
 def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:

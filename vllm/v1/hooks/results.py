@@ -79,7 +79,11 @@ def decode(data: bytes, pickles: bool) -> HookResult:
 
 
 def joined(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
-    """Merge the results of all workers; each pipeline stage runs its own layers."""
+    """Merge the results of all workers; each pipeline stage runs its own layers.
+
+    Lists under one key are joined in the order of the stages; of other values the last
+    stage's is kept.
+    """
     found = HookResults()
     for part in parts:
         if part is None:
@@ -87,9 +91,17 @@ def joined(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
         one = decode(part, pickles)
         for into, saved in ((found.own, one.own), (found.shared, one.shared)):
             for key, values in saved.items():
-                into.setdefault(key, {}).update(values)
+                _merge(into.setdefault(key, {}), values)
         found.errors.update(one.errors)
     return found
+
+
+def _merge(saved: dict[Any, Any], values: dict[Any, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, list) and isinstance(saved.get(name), list):
+            saved[name] += value
+        else:
+            saved[name] = value
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

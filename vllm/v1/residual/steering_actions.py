@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 VectorsByHook: TypeAlias = Mapping[str, Mapping[int, Any]]
 """`{hook: {layer: vector [hidden_size]}}`."""
 
@@ -107,6 +111,11 @@ class SteeringActionQueue:
         with self._lock:
             self._counts[outcome] += 1
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no action waits."""
+        return not self._waiting
+
     def stats(self) -> dict[str, int]:
         """How many actions were submitted, dropped, applied and rejected."""
         with self._lock:
@@ -114,5 +123,16 @@ class SteeringActionQueue:
 
 
 def get_steering_action_queue() -> SteeringActionQueue | None:
-    """The queue of this worker; None where nothing takes actions."""
+    """The queue of this worker; None, with a warning, where nothing takes actions."""
+    if SteeringActionQueue.current is None:
+        logger.warning_once(
+            "Consumers cannot steer in this process: start the engine with "
+            "--enable-steering and, unless a consumer runs within the step, "
+            "--max-dynamic-steering-configs"
+        )
     return SteeringActionQueue.current
+
+
+def install_steering_action_queue(queue: SteeringActionQueue | None) -> None:
+    """Set the queue of this process, as a worker does when it starts."""
+    SteeringActionQueue.current = queue

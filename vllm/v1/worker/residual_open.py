@@ -127,9 +127,10 @@ def _open(
         open_hooks(vllm_config, model, steering),
     )
     stream.modules = modules
-    if config.step_consumers and stream.readouts is not None:
+    if config.takes_actions:
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
-        stream.readouts.on_rows = stream.steps.on_rows
+        if stream.readouts is not None:
+            stream.readouts.on_rows = stream.steps.on_rows
     return stream
 
 

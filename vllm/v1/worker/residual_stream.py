@@ -185,6 +185,7 @@ class OpenResidualStream(ResidualStream):
                 if params is not None and params._hooks is not None:
                     self.hooks.add_request(new.req_id, params._hooks, new.prompt_len)
         if self.steps is not None:
+            self.steps.begin_step()
             self.steps.end_requests(finished)
             self.steps.begin_requests(
                 (new.req_id, new.prompt_token_ids, new.sampling_params.conversation_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the consumers that are called within each step.
+"""Runs the consumers that are called within each step, and carries out actions.
 
 The first tensor-parallel rank has the rows and calls them; what they want is sent to
 the other ranks, so that all apply it after the same step. With pipeline stages it
@@ -17,6 +17,7 @@ import torch
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.v1.capture.capabilities import StepCapabilities, step_capabilities
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.jobs import Job
@@ -48,9 +49,11 @@ class StepConsumers:
     ) -> None:
         """Create the consumers of the configuration, on the rank that calls them."""
         self._consumers: dict[str, Any] = {}
+        self._can: dict[str, StepCapabilities] = {}
         self._stats: dict[str, dict[str, float]] = {}
         self._ranks = get_tp_group()
         self._has_stages = get_pp_group().world_size > 1
+        self._has_ranks = self._has_stages or self._ranks.world_size > 1
         self._is_last = get_pp_group().is_last_rank
         self._arriving: torch.Tensor | None = None
         """The actions of earlier stages, which may still arrive."""
@@ -58,7 +61,8 @@ class StepConsumers:
         for entry in vllm_config.capture_config.step_consumers if decides else ():
             name = entry.instance_name
             consumer = self._consumers[name] = build_consumer(entry, vllm_config)
-            consumer.warmup(device, dtype)
+            self._can[name] = step_capabilities(consumer)
+            self._can[name].warmup(device, dtype)
             names = ("steps", "total_ms", "max_ms", "over_budget_steps")
             self._stats[name] = dict.fromkeys(names, 0)
         self._steering = steering
@@ -80,9 +84,19 @@ class StepConsumers:
     def end_requests(self, finished: Iterable[str]) -> None:
         """Forget requests that have ended."""
         ended = [one for one in finished if self._prompts.pop(one, None) is not None]
-        for consumer in self._consumers.values():
-            if ended and hasattr(consumer, "end_requests"):
-                consumer.end_requests(ended)
+        for can in self._can.values() if ended else ():
+            can.end_requests(ended)
+
+    def begin_step(self) -> None:
+        """Carry out what other threads of this process have submitted.
+
+        With one rank only; others apply what the first has sent in a step.
+        """
+        steering = self._steering
+        if steering is None or steering.dynamic is None or self._has_ranks:
+            return
+        if not steering.dynamic.queue.is_empty:
+            steering.act(self._taken())
 
     def on_rows(self, jobs: Sequence[RowsOfJob], further: int) -> None:
         """Call the consumers of a step's jobs, and carry out what they want.
@@ -189,16 +203,16 @@ class StepConsumers:
     def status(self) -> Mapping[str, Any]:
         """By consumer: time and steps, and what it tells itself."""
         return {
-            name: {**self._stats[name], **consumer.status()}
-            for name, consumer in self._consumers.items()
+            name: {**self._stats[name], **can.status()}
+            for name, can in self._can.items()
         }
 
     def close(self) -> None:
         """Shut the consumers down."""
         SteeringActionQueue.current = None
-        for name, consumer in self._consumers.items():
+        for name, can in self._can.items():
             try:
-                consumer.shutdown()
+                can.shutdown()
             except BaseException as error:  # Plug-in code may raise anything.
                 if is_interrupt(error):
                     raise

@@ -4,6 +4,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,12 @@ VECTOR = np.random.default_rng(3).normal(size=64).astype(np.float32) * 3
 PROMPT = prompt(9, 5)
 
 SOURCE = """
-from vllm.v1.capture import CaptureSpec, SteeringController, SyncCaptureConsumer
+from vllm.v1.capture import CaptureSpec, SteeringController
+from vllm.v1.capture.consumer import CaptureConsumer, SyncCaptureConsumer
+from vllm.v1.worker.steering_action_queue import (
+    SteeringVectorUpdate,
+    get_steering_action_queue,
+)
 
 SEEN, ACTIONS, VECTORS = [], [], {}
 
@@ -60,13 +66,42 @@ class Latch(SteeringController):
 
         assert residual.shape == (1, 64)
         return RequestSteeringOverride(request_view.req_id, VECTORS, source="latch")
+
+
+class Plain:
+    location = "worker"
+    execution = "sync"
+
+    def __init__(self, vllm_config, params):
+        self.hook, self.steps = params["hook"], 0
+
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={self.hook: [0]}, positions="all_generated")
+
+    def on_step(self, view):
+        self.steps += 1
+
+    def status(self):
+        return {"own_steps": self.steps}
+
+
+class Later(CaptureConsumer):
+    location = "worker"
+
+    def global_capture_spec(self):
+        return CaptureSpec(hooks={"post_block": [1]}, positions="all_generated")
+
+    def on_capture(self, key, tensor, sidecar):
+        queue = get_steering_action_queue()
+        return queue is not None and queue.submit(SteeringVectorUpdate(VECTORS))
 """
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     folder = tmp_path_factory.mktemp("plugin")
-    classes = {"watcher": "step_plugin:Watcher", "latch": "step_plugin:Latch"}
+    names = ("Watcher", "Latch", "Plain", "Later")
+    classes = {name.lower(): f"step_plugin:{name}" for name in names}
     install(folder, "step_plugin", SOURCE, **classes)
     sys.path.insert(0, str(folder))
     yield importlib.import_module("step_plugin")
@@ -80,7 +115,7 @@ def engine(
     plugin.VECTORS["post_block"] = {1: VECTOR}
     opened = CapturedEngine(
         llama(tmp_path_factory.mktemp("llama")),
-        capture_consumers=["watcher", "latch"],
+        capture_consumers=["watcher", "latch", "plain:hook=pre_attn"],
         enable_steering=True,
         max_num_batched_tokens=64,
         max_dynamic_steering_configs=2,
@@ -209,3 +244,31 @@ def test_what_cannot_be_done_is_rejected_and_changes_nothing(
     for misbehaves in ("raise", "leave", "return 5"):
         plugin.ACTIONS[:] = [misbehaves]
         same(run(engine, {})[0], plain)
+
+
+def test_a_class_without_a_base_runs_within_the_step(engine: CapturedEngine) -> None:
+    before = status(engine)["sync_consumers"]["plain"]["own_steps"]
+    run(engine, {})
+    assert status(engine)["sync_consumers"]["plain"]["own_steps"] == before + 5
+
+
+def test_a_consumer_on_a_thread_steers_later_requests_if_the_operator_lets_it(
+    plugin: ModuleType, tmp_path: Path
+) -> None:
+    plugin.VECTORS["post_block"] = {1: VECTOR}
+    opened = CapturedEngine(
+        llama(tmp_path),
+        capture_consumers=["later"],
+        enable_steering=True,
+        max_dynamic_steering_configs=2,
+    )
+    try:
+        plain, steered = run(opened, {}, steered_from(len(PROMPT)))
+        assert plain.capture_results is not None
+        assert plain.capture_results["later"].payload is True
+        (later,) = run(opened, {})
+        same(later, steered)
+        assert later.outputs[0].token_ids != plain.outputs[0].token_ids
+        assert status(opened)["dynamic_tier"]["hooks"] == {"post_block": [1]}
+    finally:
+        opened.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker process that sends rows in shared memory, and reports what is lent.
 
-`python _worker.py ADDRESS`; each input line is a number of rows to send, or a query.
-Answers are lines of JSON.
+`python _worker.py ADDRESS`; each input line is a number of rows to send, "apart" and a
+number, or a query. Answers are lines of JSON.
 """
 
 import json
@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.capture.memory.budget import collect_all
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.results import GroupedRows
+from vllm.v1.capture.results import GroupedRows, separated
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult
 
@@ -31,14 +31,25 @@ def result(rows: int) -> CaptureResult:
     return CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]
 
 
+def apart(rows: int) -> CaptureResult:
+    """Two taps as tensors of their own, the second of which begins within a page."""
+    memory = ROWS.empty((2, rows, WIDTH + 1), torch.float32)
+    for layer in range(2):
+        memory[layer] = torch.arange(rows)[:, None] + 1000 * layer
+    payload = dict(zip(((0, "post_block"), (1, "post_block")), separated(memory)))
+    return CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]
+
+
 def main() -> None:
     outbox, address = Outbox(), sys.argv[1]
     for line in sys.stdin:
         if line.strip() == "lent":
             collect_all()
             print(json.dumps(outbox.lent()), flush=True)
-        else:
-            outbox.send(address, ResultMessage.of("r", "x", 0, result(int(line))))
+            continue
+        kind, _, rows = line.strip().rpartition(" ")
+        made = apart(int(rows)) if kind == "apart" else result(int(rows))
+        outbox.send(address, ResultMessage.of("r", "x", 0, made))
 
 
 if __name__ == "__main__":

@@ -126,6 +126,24 @@ def test_each_tensor_has_a_storage_of_its_own_size(pair: Pair) -> None:
         assert tensor.untyped_storage().nbytes() == ROWS * WIDTH * 4
 
 
+def test_a_tensor_that_begins_within_a_page_is_lent(pair: Pair) -> None:
+    """As the rows of one tap do in a block of several, as a tensor of their own."""
+    before = pair.lent()
+    pair.ask(f"apart {ROWS}")
+    message = pair.came.get(timeout=WAIT)
+    assert isinstance(message, ResultMessage) and message.result().error is None
+    rows = message.result().payload
+    for layer in range(2):
+        wanted = (torch.arange(ROWS) + 1000 * layer).float()[:, None]
+        found = rows[layer, "post_block"]
+        assert torch.equal(found, wanted.expand(ROWS, WIDTH + 1))
+    after = pair.lent()
+    assert after["copied_bytes"] == before["copied_bytes"]
+    assert after["leases"] == 2
+    del rows, found, message
+    pair.wait_until_free()
+
+
 def test_small_tensors_are_sent(pair: Pair) -> None:
     before = pair.lent()
     check(pair.rows(1), 1)

@@ -14,7 +14,7 @@ def steering_arguments(**given: Any) -> Any:
         "steering_bank_mib": 256,
         "vllm_lens_api": False,
         "allow_remote_code_hooks": False,
-        "max_dynamic_steering_configs": 4,
+        "max_dynamic_steering_configs": None,
         "enable_declarative_gates": False,
         "enable_cross_layer_monitor": False,
         "enable_row_monitor": False,

@@ -34,7 +34,7 @@ PROBE = torch.eye(WIDTH)[0]
 def stage(layers: tuple[int, ...], route: Route) -> WorkerSteering:
     config: Any = SimpleNamespace(
         steering_config=SimpleNamespace(num_rows=11, bank_bytes=0),
-        capture_config=SimpleNamespace(step_consumers=[]),
+        capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )

@@ -55,7 +55,7 @@ def test_positions_decide_between_prefill_and_decode_rows(requests: list) -> Non
 def config() -> Any:
     return SimpleNamespace(
         steering_config=SimpleNamespace(num_rows=7, bank_bytes=0),
-        capture_config=SimpleNamespace(step_consumers=[]),
+        capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
     )

@@ -56,7 +56,7 @@ async def collect(request: Request) -> JSONResponse:
 
 @router.post("/clear")
 async def clear(request: Request) -> JSONResponse:
-    """Remove the registered functions."""
+    """Remove the registered functions, and drop what they saved."""
 
     async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         await engine.clear_hooks()

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from vllm import __version__
-from vllm.entrypoints.serve.interp_engine.schema import Tokenize
+from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES
+from vllm.entrypoints.serve.interp_engine.schema import MOST_POINTS, Tokenize
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import GenStep, LensStep
 
 Answer = dict[str, Any]
+
+MANIFEST = {"version": 1, "digest": "f25bc48efa531b9a"}
+"""Which `api/engine.yaml` of interp-engine the routes follow: that of 1.14."""
 
 LEAST_CHARACTERS, CHARACTERS_PER_TOKEN = 1 << 16, 16
 """What is tokenized at a time: so much, or so much per token of the longest prompt."""
@@ -24,14 +28,14 @@ def description(model: ServedModel) -> Answer:
     config = model.config.model_config
     return {
         "description": asdict(model.describe()),
-        "recommended_sampling": config.get_diff_sampling_param(),
+        "recommended_sampling": asdict(model.recommended_sampling),
         "has_chat_template": bool(model.tokenizer.chat_template),
         "engine_version": __version__,
-        "manifest": {"version": 1, "digest": ""},
+        "manifest": MANIFEST,
         "load": {
             "backend": "clearbox",
             "dtype": str(config.dtype).removeprefix("torch."),
-            "quantization": config.quantization,
+            "quantization": config.quantization or "",
             "kv_cache_dtype": str(model.config.cache_config.cache_dtype),
             "num_gpus": model.config.parallel_config.world_size,
         },
@@ -42,8 +46,8 @@ def description(model: ServedModel) -> Answer:
         "limits": {
             "max_prompt_tokens": config.max_model_len - 1,
             "max_new_tokens": config.max_model_len - 1,
-            "max_capture_points": None,
-            "max_directions": None,
+            "max_capture_points": MOST_POINTS,
+            "max_directions": MOST_BYTES // 4,
             "max_concurrency": model.config.scheduler_config.max_num_seqs,
         },
     }

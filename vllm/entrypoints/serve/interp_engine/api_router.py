@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
@@ -26,6 +27,7 @@ from vllm.entrypoints.serve.interp_engine.answers import (
     tokenized,
 )
 from vllm.entrypoints.serve.interp_engine.room import Room
+from vllm.exceptions import VLLMClientError
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
 from vllm.interop.interp_engine.wire import decode_tensor, encoded_pieces
@@ -38,6 +40,14 @@ Answer = dict[str, Any]
 Lines = AsyncIterator[Answer]
 
 
+NAMED = ("type", "loc", "msg")
+"""What is told of an error in a body; not the body itself, which may be long."""
+
+
+def _refused(detail: Any) -> Response:
+    return JSONResponse({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+
 class _Route(APIRoute):
     """Answers a value that is refused as interp-engine's server does."""
 
@@ -47,9 +57,12 @@ class _Route(APIRoute):
         async def answered(request: Request) -> Response:
             try:
                 response: Response = await handler(request)
-            except ValueError as error:
-                status = HTTPStatus.UNPROCESSABLE_ENTITY
-                return JSONResponse({"detail": cut(str(error))}, status_code=status)
+            except RequestValidationError as error:
+                return _refused(
+                    [{name: one[name] for name in NAMED} for one in error.errors()]
+                )
+            except (ValueError, VLLMClientError) as error:
+                return _refused(cut(str(error)))
             return response
 
         return answered
@@ -65,6 +78,12 @@ def _model(request: Request) -> ServedModel:
         state.interp_engine = ServedModel(state.engine_client)
     model: ServedModel = state.interp_engine
     return model
+
+
+@router.get("/health")
+async def health(request: Request) -> Answer:
+    """That the model is loaded; a server that is not does not answer."""
+    return {"status": "ready", "model": _model(request).hf_model_id}
 
 
 @router.get("/describe")

@@ -5,8 +5,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
-PREFIXES = ("/v1", "/v1/interp-engine")
-"""The second is for names that a later release may have itself."""
+PREFIXES = ("/v1", "/v1/interp-engine", "/v1/interp-engine/v1")
+"""The second is for names that a later release may have itself.
+
+With the third, `SERVER/v1/interp-engine` is a base URL for clients that ask for
+`BASE/health` and `BASE/v1/describe`: `SERVER/health` is upstream's and has no body.
+"""
 
 
 def attach_router(app: FastAPI, args: Any) -> None:

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Tokens = Annotated[list[int], Field(min_length=1)]
-Points = Annotated[list[str], Field(min_length=1, max_length=256)]
+MOST_POINTS = 256
+"""Most points of a request."""
+Points = Annotated[list[str], Field(min_length=1, max_length=MOST_POINTS)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None
 MOST = (1 << 31) - 1
 """Largest count."""

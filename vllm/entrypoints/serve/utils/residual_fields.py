@@ -34,13 +34,20 @@ FIELDS = (
 """Fields of generation requests; other requests reject them."""
 
 HONOURED_ARGS: frozenset[str] = frozenset(
-    {"output_residual_stream", "apply_steering_vectors", "apply_hooks"}
+    {
+        *("output_residual_stream", "apply_steering_vectors", "apply_hooks"),
+        "skip_reading_prefix_cache",
+    }
 )
 """Supported keys of `vllm_xargs` and `extra_args`."""
 
 _NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
+)
+_NO_QK = (
+    "queries and keys are not captured; capture pre_attn, and compute them from the "
+    "model's weights"
 )
 _LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
@@ -66,10 +73,15 @@ FOREIGN: dict[str, str] = {
     "vector}}",
     "apply_hooks": f"{_LENS}; or use steering_vectors and readouts",
     "capture_layers": _CAPTURE_ALL,
+    "output_qk": _NO_QK,
+    "capture_qk": _NO_QK,
+    "activations_transport": "leave it out; for rows in binary form use capture and "
+    "the header Accept: application/safetensors",
+    "hooks": f"send them as apply_hooks; {_LENS}",
 }
 """By name of a field in another system: what to use instead."""
 
-WORDS = ("steer", "capture", "readout", "patch")
+WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
 """An unknown field whose name contains one of these is treated as misspelt."""
 
 ARGS = ("vllm_xargs", "extra_args")
@@ -151,7 +163,8 @@ def refuse_args(args: Any, inside: str = "extra_args") -> None:
                 f"{inside}.{name}",
                 f"{inside}.{name}: it is a separate field; put it next to {inside}",
             )
-    refuse_unknown(args.keys() - HONOURED_ARGS, FIELDS, inside)
+    known = {*FIELDS, *HONOURED_ARGS}
+    refuse_unknown(args.keys() - HONOURED_ARGS, known, inside)
 
 
 def check_body(model_class: Any, data: Any) -> None:

@@ -118,13 +118,14 @@ class Lender(OOBTensorConsumer):
             lease = self._of_message[block] = next(self._numbers)
             self._leases[lease] = storage
         start = block - segment.address
-        assert start % ALIGNMENT == 0, "a block of shared memory is not aligned"
+        # The rows of one tap, as a tensor of their own, may begin within a page.
+        before = start % ALIGNMENT
         handle: dict[str, Any] = {
             "segment": segment.number,
             "lease": lease,
-            "block": start,
-            "block_bytes": size,
-            "offset": tensor.data_ptr() - block,
+            "block": start - before,
+            "block_bytes": size + before,
+            "offset": tensor.data_ptr() - block + before,
         }
         if not tensor.is_contiguous():
             handle["strides"] = tensor.stride()

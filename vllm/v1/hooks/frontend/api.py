@@ -43,13 +43,13 @@ def collect_hook_results(self: "LLM") -> dict[str, Saved]:
     """The values that registered functions saved, by request and hook.
 
     `{request id: {hook's number: saved}}`, for finished requests. They stay until
-    `clear_hook_results`.
+    `clear_hook_results` or `clear_hooks`.
     """
     return dict(_frontend(self.llm_engine).results)
 
 
 def clear_hooks(self: "LLM") -> None:
-    """Remove the registered functions."""
+    """Remove the registered functions, and drop what they saved."""
     _frontend(self.llm_engine).clear()
 
 
@@ -101,7 +101,7 @@ async def async_collect_hook_results(self: "AsyncLLM") -> dict[str, Saved]:
 
 
 async def async_clear_hooks(self: "AsyncLLM") -> None:
-    """Remove the registered functions."""
+    """Remove the registered functions, and drop what they saved."""
     _frontend(self).clear()
 
 

@@ -107,7 +107,7 @@ class HookFrontend(NoHooks):
         params._hooks = None
         if not hooks:
             return
-        self._check(params)
+        self._check(params, is_own=bool(own))
         ends_last = any(
             spec.point == "post_block" and self._last in spec.layers for spec in hooks
         )
@@ -115,13 +115,14 @@ class HookFrontend(NoHooks):
         key = f"{request_id}:{uuid4().hex}"
         params._hooks = HookPlan(key, hooks, self._pickles, keeps)
 
-    def _check(self, params: "SamplingParams") -> None:
+    def _check(self, params: "SamplingParams", is_own: bool) -> None:
         if self._refusal:
             raise fail(f"{WHERE}: {self._refusal}", WHERE, "(hooks)")
         if params.n > 1:
+            what = WHERE if is_own else "n: hooks are registered for all requests"
             raise fail(
-                f"{WHERE}: with n={params.n} each sample would have results of its "
-                "own; send a request for each",
+                f"{what}; with n={params.n} each sample would have results of its "
+                "own: send a request for each",
                 "n",
                 params.n,
             )
@@ -175,8 +176,12 @@ class HookFrontend(NoHooks):
         return len(added)
 
     def clear(self) -> None:
-        """Remove the registered hooks; requests in flight keep them."""
+        """Remove the registered hooks, and drop what they saved.
+
+        Requests in flight keep them.
+        """
         self._shared = ()
+        self.clear_results()
 
     @property
     def results(self) -> Mapping[str, Saved]:

@@ -155,7 +155,7 @@ def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """Create the scheduler's steering state."""
     check_external_caches(vllm_config)
     EngineSteering.set(NO_STEERING)
-    EngineSteering.dynamic = bool(vllm_config.capture_config.step_consumers)
+    EngineSteering.dynamic = vllm_config.capture_config.takes_actions
     config = vllm_config.steering_config
     scheduling = SteeringScheduling(config.max_configs, config.bank_bytes)
     scheduling.saes |= {

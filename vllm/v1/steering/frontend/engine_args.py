@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.config.steering import SteeringConfig
+from vllm.config.steering import MAX_DYNAMIC, SteeringConfig
 from vllm.logger import init_logger
 from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
@@ -67,9 +67,10 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-dynamic-steering-configs",
         type=int,
-        default=4,
-        help="How many requests consumers that run within the step may steer by other "
-        "vectors at a time.",
+        default=None,
+        help="How many requests consumers may steer by other vectors at a time (4). "
+        "Given, all consumers of a worker may steer; without it only those that run "
+        "within the step.",
     )
     for option in ALWAYS_THERE:
         group.add_argument(
@@ -175,7 +176,7 @@ def steering_config(
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,
-        max_dynamic=_at_least_0(args.max_dynamic_steering_configs),
+        max_dynamic=_max_dynamic(args.max_dynamic_steering_configs, enabled),
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
@@ -198,13 +199,16 @@ def _check_switches(args: "EngineArgs", enabled: bool) -> None:
         _check_remote_code(args.vllm_lens_api)
 
 
-def _at_least_0(number: int) -> int:
-    if number < 0:
+def _max_dynamic(number: int | None, enabled: bool) -> int:
+    if number is None:
+        return MAX_DYNAMIC
+    name = "max_dynamic_steering_configs"
+    if not enabled:
         raise fail(
-            "--max-dynamic-steering-configs must not be negative",
-            "max_dynamic_steering_configs",
-            number,
+            "--max-dynamic-steering-configs needs --enable-steering", name, number
         )
+    if number < 0:
+        raise fail("--max-dynamic-steering-configs must not be negative", name, number)
     return number
 
 

@@ -80,7 +80,7 @@ class WorkerSteering:
 
         """
         config = vllm_config.steering_config
-        acts = bool(vllm_config.capture_config.step_consumers)
+        acts = vllm_config.capture_config.takes_actions
         more = config.max_dynamic if acts else 0
         rows = config.num_rows + 2 * more
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -121,7 +121,7 @@ class WorkerSteering:
         """The global vectors of the engine core, without those of consumers."""
         self._staged_tiers = NO_STEERING
         self.dynamic: DynamicSteering | None = None
-        """What consumers set, if there are some that run within the step."""
+        """What consumers set, if the configuration lets them."""
         if acts:
             slots = range(config.max_configs, config.max_configs + more)
             points = vllm_config.capture_config.has_hook_point
@@ -436,7 +436,7 @@ class WorkerSteering:
             actions: as `DynamicSteering.taken` returns them, equal on all ranks.
 
         """
-        assert self.dynamic is not None, "no consumer runs within the step"
+        assert self.dynamic is not None, "consumers cannot steer here"
         if not self.dynamic.apply(actions):
             return
         self._decoding = None

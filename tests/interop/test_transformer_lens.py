@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver for TransformerLens, without its package."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import llama
+from vllm import LLM
+from vllm.interop.transformer_lens import ENGINE, EngineDriver
+from vllm.interop.transformer_lens.interventions import parsed
+
+TOKENS = torch.tensor([[5, 70, 300, 41, 9, 18], [7, 8, 9, 10, 11, 12]])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def driver(model: Path) -> Iterator[EngineDriver]:
+    options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
+    llm = LLM(str(model), gpu_memory_utilization=0.2, **options, **ENGINE)
+    config: Any = SimpleNamespace(n_layers=3, d_model=64)
+    yield EngineDriver(llm, config, "LlamaForCausalLM")
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one class that the driver takes from the package."""
+    name = "transformer_lens.model_bridge.driver_protocol"
+    module = ModuleType(name)
+    module.ForwardResult = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+SPECS = {
+    "blocks.0.hook_out": {"op": "scale", "factor": 0.5, "pos": np.int64(2)},
+    "blocks.1.hook_out": {"op": "add", "value": torch.ones(64).bfloat16(), "pos": [-1]},
+    "blocks.2.hook_out": {"op": "set", "value": 0.25, "pos": [0, 5]},
+}
+
+
+def change(layer: int, states: torch.Tensor) -> torch.Tensor:
+    states = states.clone()
+    if layer == 0:
+        states[:, 2] *= 0.5
+    elif layer == 1:
+        states[:, -1] += 1.0
+    else:
+        states[:, [0, 5]] = 0.25
+    return states
+
+
+@pytest.mark.e2e
+def test_captures_are_those_after_the_points_own_intervention(
+    driver, reference
+) -> None:
+    capture = tuple(SPECS)
+    found = driver.forward(TOKENS, capture=capture, intervene=SPECS)
+    streams: list[torch.Tensor] = []
+
+    def hook(layer: int) -> Any:
+        def after(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            streams.append(change(layer, output))
+            return streams[-1]
+
+        return after
+
+    layers = reference.model.layers
+    handles = [one.register_forward_hook(hook(i)) for i, one in enumerate(layers)]
+    try:
+        with torch.no_grad():
+            logits = reference(TOKENS).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, expected in zip(capture, streams):
+        torch.testing.assert_close(found.captured[name], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.logits, logits, rtol=0, atol=5e-4)
+
+
+@pytest.mark.e2e
+def test_generation_samples_as_it_is_told(driver, reference) -> None:
+    sampling = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    made = driver.generate(TOKENS.tolist(), sampling)
+    expected = reference.generate(TOKENS, max_new_tokens=4, do_sample=False)
+    assert made == expected[:, 6:].tolist()
+    steered = driver.generate(
+        TOKENS.tolist(), sampling, {"blocks.2.hook_out": {"op": "suppress"}}
+    )
+    assert steered != made
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"op": "flip"}, "use one of"),
+        ({"op": ["scale"]}, "use one of"),
+        ({"op": "scale"}, "'scale' needs the key 'factor'"),
+        ({"op": "add"}, "'add' needs the key 'value'"),
+        ({"op": "suppress", "factor": 0.5}, "no key 'factor'; the keys of 'suppress'"),
+        ({"op": "add", "value": 1, "factor": 2}, "no key 'factor'"),
+        ({"op": "add", "value": 1, "at": 2}, "no key 'at'"),
+        ({"op": "scale", "factor": [1.0, 2.0]}, "give a finite number"),
+        ({"op": "scale", "factor": float("nan")}, "give a finite number"),
+        ({"op": "set", "value": [1.0, 2.0]}, "has 2 elements; the hook point is 4"),
+        ({"op": "set", "value": "much"}, "give a number or 4 numbers"),
+        ({"op": "set", "value": float("inf")}, "must be finite"),
+        ({"op": "suppress", "pos": slice(0, 2)}, "a position or a list"),
+        ({"op": "suppress", "pos": [True]}, "a position or a list"),
+        ({"op": "suppress", "pos": []}, "a position or a list"),
+    ],
+    ids=str,
+)
+def test_an_intervention_that_is_not_one_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        parsed("blocks.0.hook_in", spec, 4)
+    assert "blocks.0.hook_in" in str(refused.value)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_ids": [[1, 2, 3], [1, 2]]}, "different lengths: pass them one by one"),
+        ({"input_ids": None}, "input_ids is missing"),
+        ({"attention_mask": torch.tensor([[0, 1]])}, "padding would be read"),
+        (
+            {
+                "intervene": {
+                    "blocks.0.hook_out": {"op": "suppress"},
+                    "blocks.0.hook_resid_post": {"op": "add", "value": 1.0},
+                }
+            },
+            "another name of the same hook point",
+        ),
+    ],
+    ids=["lengths", "missing", "mask", "twice"],
+)
+def test_calls_that_cannot_be_carried_are_refused(
+    driver, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        driver.forward(**{"input_ids": TOKENS, **given})
